@@ -1,0 +1,79 @@
+# Every target does all of its own set-up: on a fresh machine `make train` or `make test` is the only command to type.
+# Needed beforehand: Python 3.11 or newer with venv, make, and (better, not needed) a C++ compiler.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# Idle OpenMP threads that spin steal the cores from whoever works: a contended step was measured 11 times slower.
+export OMP_WAIT_POLICY := PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
+
+TEST_WORKERS ?= 2
+TEST_ARGS ?=
+FUZZ_EXAMPLES ?= 1000
+TRAIN_RECIPE ?= gpt2-small
+TRAIN_LIMIT ?= 1.25GiB
+TRAIN_STEPS ?= 10
+TRAIN_ARGS ?=
+
+.PHONY: help install lint format test fuzz train vocabulary clean
+
+help:
+	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT)"
+	@echo "make test       lint, types and every test that needs no GPU"
+	@echo "make lint       ruff and pyright only"
+	@echo "make format     let ruff put the files in order"
+	@echo "make fuzz       $(FUZZ_EXAMPLES) random modules under random plans, against plain PyTorch"
+	@echo "make vocabulary train the recipes' byte-pair vocabulary again"
+	@echo "make install    the virtual environment only (the others call it)"
+
+install: $(STAMP)
+
+# A dangling link (the interpreter went away) counts as missing, so --clear builds the environment anew.
+$(PYTHON):
+	@for candidate in python3.11 python3.12 python3.13 python3 python; do \
+	    if command -v "$$candidate" >/dev/null && \
+	       "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "creating $(VENV) with $$($$candidate --version)"; \
+	        exec "$$candidate" -m venv --clear $(VENV); \
+	    fi; \
+	done; \
+	echo "no Python >= 3.11 with venv found: install one (Debian and Ubuntu: apt install python3 python3-venv)" >&2; exit 1
+
+# torch first and alone: whichever build of the pinned version the machine offers is settled before anything asks for torch.
+# No build isolation: the pinned setuptools builds the package, nothing unpinned is downloaded for it.
+$(STAMP): pyproject.toml constraints.txt | $(PYTHON)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch setuptools
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright
+
+format: install
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# One thread a worker: two workers with two threads each would fight over two cores.
+test: lint
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+fuzz: install
+	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 $(TEST_ARGS)
+
+train: install
+	$(PYTHON) -m memfit.cli train --recipe $(TRAIN_RECIPE) --limit $(TRAIN_LIMIT) --steps $(TRAIN_STEPS) $(TRAIN_ARGS)
+
+vocabulary: install
+	$(PYTHON) benchmarks/train_vocabulary.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,10 @@
+"""The one place where the parts are wired together.
+
+In: the user's model, optimizer, loss and one sample batch. Out: a `Job` that trains them inside a limit (`fit`), or what memory they would
+take (`profile`).
+"""
+
+from memfit.api.fit import fit, profile
+from memfit.api.job import EvaluateResult, Job, StepResult
+
+__all__ = ["EvaluateResult", "Job", "StepResult", "fit", "profile"]

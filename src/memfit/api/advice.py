@@ -1,0 +1,180 @@
+"""What `fit` would decide, without preparing a job; and what a given plan would take.
+
+In: the user's model, optimizer, loss and sample. Out: `Advice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.api.fit import (
+    Loss,
+    _check_arguments,
+    _chunk_tokens,
+    _device_of,
+    _driver,
+    _microbatch_counts,
+    _Problem,
+    _read_plan,
+)
+from memfit.api.machine import Machine
+from memfit.core.errors import DoesNotFitError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget, Limits
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.schedule import Schedule
+from memfit.core.timeline import Timeline
+from memfit.planning.rules import PlanChoice, Rung, choose_plan
+from memfit.prediction.predict import predict
+from memfit.profiling.blocks import find_blocks
+from memfit.runtime.losses import knows_loss
+from memfit.scheduling.build import build_step
+from memfit.scheduling.check import check_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A plan with everything that is known about it before it runs.
+
+    Attributes:
+        plan: the decisions.
+        reason: why these, in a sentence or two.
+        schedule: the step as data.
+        timeline: predicted bytes and seconds, action by action.
+        budget: the limit and what is taken off it before tensors.
+        profile: that the plan was made from.
+        hardware: that it was priced on.
+        ladder: what stood beside it, from the fastest to the leanest; empty for a plan that was given.
+        chosen: name of its rung; empty for a plan that was given.
+    """
+
+    plan: Plan
+    reason: str
+    schedule: Schedule
+    timeline: Timeline
+    budget: Budget
+    profile: Profile
+    hardware: Hardware
+    ladder: tuple[Rung, ...] = ()
+    chosen: str = ""
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """What the limit is compared with: tensors, what the process holds before, and the reserve."""
+        return self.timeline.peak_bytes + self.budget.base_bytes + self.budget.reserve_bytes
+
+
+def advise(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    sample: Any,
+    *,
+    limit: int | str | None = None,
+    plan: Plan | str | Path | None = None,
+    allow: Collection[str] = frozenset(),
+    max_grad_norm: float | None = None,
+    directory: str | Path | None = None,
+    hardware: Hardware | None = None,
+) -> Advice:
+    """Chooses a plan as `fit` does, or takes the one that is given, and prices it. Nothing is trained and nothing moves.
+
+    A model whose weights have no bytes (storages of size 0) can be asked about as well; its loss is then taken to add up over microbatches.
+
+    Args:
+        model: as in `fit`, like all the others.
+        optimizer: its states are foretold, it is not stepped.
+        loss: the user's.
+        sample: a batch.
+        limit: bytes of the device.
+        plan: priced instead of chosen.
+        allow: declared changes of arithmetic.
+        max_grad_norm: gradients are to be clipped.
+        directory: on the disk that homes would use.
+        hardware: what plans are priced on; by default this machine is probed.
+
+    Raises:
+        DoesNotFitError: no plan fits the limit. Others as in `fit`.
+    """
+    _check_arguments(model, loss, allow, max_grad_norm)
+    machine = Machine(_device_of(model), Limits.read(limit), is_emulated=False)
+    problem = _Problem(model=model, loss=loss, driver=_driver(optimizer, model), block_map=find_blocks(model, None))
+    is_hollow = any(p.numel() and not p.untyped_storage().nbytes() for p in model.parameters())
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    budget = machine.budget(0 if is_hollow else weight_bytes)
+    probed = hardware or machine.probe(directory)
+    clips_norm = max_grad_norm is not None
+    if plan is not None:
+        given = _read_plan(plan)
+        found = problem.profile(sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens)
+        schedule = build_step(given, found, clips_norm=clips_norm)
+        check_schedule(schedule, given, found, clips_norm=clips_norm)
+        return Advice(
+            plan=given,
+            reason="given by the user",
+            schedule=schedule,
+            timeline=predict(schedule, given, found, probed, clips_norm=clips_norm),
+            budget=budget,
+            profile=found,
+            hardware=probed,
+        )
+    whole = problem.profile(sample, _microbatch_counts(sample), chunk_tokens=None)
+    # Weights without bytes cannot be run, so that their loss cannot be tried on a few rows.
+    may_split = not whole.reads_batch_statistics  # that the loss adds up is shown by `fit`, which runs it
+    profiles: list[tuple[int | None, Profile]] = [(None, whole)]
+    if budget.limit_bytes is not None and knows_loss(model):
+        chunk = _chunk_tokens(model)
+        profiles.append((chunk, problem.profile(sample, _microbatch_counts(sample), chunk_tokens=chunk)))
+    chunk, found, choice = _fastest(
+        profiles, budget, probed, machine, allow, may_split=may_split, clips_norm=clips_norm
+    )
+    return Advice(
+        plan=replace(choice.plan, loss_chunk_tokens=chunk),
+        reason=choice.reason if chunk is None else f"{choice.reason} The loss runs in chunks of {chunk} tokens.",
+        schedule=choice.schedule,
+        timeline=choice.timeline,
+        budget=budget,
+        profile=found,
+        hardware=probed,
+        ladder=choice.ladder,
+        chosen=choice.name,
+    )
+
+
+def _fastest(
+    profiles: list[tuple[int | None, Profile]],
+    budget: Budget,
+    hardware: Hardware,
+    machine: Machine,
+    allow: Collection[str],
+    *,
+    may_split: bool,
+    clips_norm: bool,
+) -> tuple[int | None, Profile, PlanChoice]:
+    choices: list[tuple[int | None, Profile, PlanChoice]] = []
+    refusals: list[DoesNotFitError] = []
+    for chunk, profile in profiles:
+        try:
+            choice = choose_plan(
+                profile,
+                budget,
+                hardware,
+                allow=frozenset(allow),
+                clips_norm=clips_norm,
+                splits_allowed=may_split,
+                has_host=machine.has_host,
+            )
+        except DoesNotFitError as error:
+            refusals.append(error)
+        else:
+            choices.append((chunk, profile, choice))
+    if not choices:
+        raise min(refusals, key=lambda error: error.smallest_limit_bytes or 0)
+    return min(choices, key=lambda found: found[2].timeline.seconds)

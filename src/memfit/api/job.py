@@ -1,0 +1,595 @@
+"""A job: a model in training inside its limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from memfit.api.machine import Machine
+from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
+from memfit.api.setting import training_setting
+from memfit.api.splitting import (
+    Signature,
+    Weigh,
+    compare_split,
+    evaluating,
+    parts_to_check,
+    shares,
+    signature_of,
+    split,
+)
+from memfit.core.errors import DoesNotFitError, LimitBreachError, TornStepError, UsageError
+from memfit.core.plan import Order, Plan
+from memfit.core.profile import CallProfile, Profile
+from memfit.core.schedule import Schedule
+from memfit.core.timeline import Timeline
+from memfit.core.units import format_bytes
+from memfit.runtime.engine import Engine, Outcome, Work
+from memfit.runtime.frames import CallFrames
+from memfit.runtime.housing import House
+from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
+from memfit.runtime.sites import Site
+from memfit.runtime.states import BlockStates
+from memfit.runtime.streams import draw_streams
+from memfit.runtime.trees import tensors_in
+from memfit.runtime.updates import UpdateWorker
+from memfit.runtime.weights import BlockWeights, Slot
+from memfit.scheduling.build import build_forward
+from memfit.verification.meters import Proof
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One training step.
+
+    Attributes:
+        loss: weighted mean over microbatches, of the whole batch.
+        losses: one a microbatch.
+        norm: global gradient norm before clipping; None without `max_grad_norm`.
+        rows: rows of the batch.
+        tokens: elements of the batch's first integer tensor; None if it has none.
+        seconds: of this step, measured.
+        peak_bytes: measured peak of the step: of the process without a GPU, else of the device.
+        departures: what the model did that its trace did not foresee; each was served.
+        is_finite: False when the loss (or norm) is NaN or infinite: the update was made all the same, as plain PyTorch does.
+    """
+
+    loss: float
+    losses: tuple[float, ...]
+    norm: float | None
+    rows: int
+    tokens: int | None
+    seconds: float
+    peak_bytes: int
+    departures: tuple[str, ...]
+    is_finite: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateResult:
+    """One forward pass: weighted mean loss, one loss a microbatch, seconds."""
+
+    loss: float
+    losses: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that depends on the shapes of a batch."""
+
+    profile: Profile
+    rows: int
+    schedule: Schedule
+    evaluation: Schedule
+    timeline: Timeline
+    microbatches: int
+
+    @property
+    def calls(self) -> tuple[CallProfile, ...]:
+        """The calls of a microbatch, as traced."""
+        return self.profile.traces[self.rows].calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobParts:
+    """What `fit` hands over."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Any]
+    weight: Weigh | None
+    optimizer: torch.optim.Optimizer
+    driver: OptimizerDriver
+    machine: Machine
+    plan: Plan
+    reason: str
+    prepare: Callable[[Any, Plan], Prepared]
+    prepared: Prepared
+    signature: Signature
+    blocks: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]
+    sites: Sequence[Site]
+    predicted_peak_bytes: int
+    max_grad_norm: float | None
+    directory: str | Path | None
+    keeps_gradients: bool
+    enforces: bool
+
+
+class Job:
+    """A model in training. Made by `memfit.fit`; use as a context manager, or call `close`.
+
+    Memory: what the plan says; see `plan`, `predicted_peak_bytes` and `proof()`.
+    """
+
+    def __init__(self, parts: JobParts) -> None:
+        self.plan = parts.plan
+        self.reason = parts.reason
+        self._parts = parts
+        self._machine = parts.machine
+        self._prepared = {parts.signature: parts.prepared}
+        self._steps = 0
+        self._torn: str | None = None
+        self._is_closed = False
+        self._in_weights = 0
+        driver = parts.driver
+        self._blocks = tuple(BlockWeights(i, name, parameters) for i, (name, parameters) in enumerate(parts.blocks))
+        self._place = {slot.name: (block, slot) for block in self._blocks for slot in block.slots}
+        trained = set(driver.names)
+        self._states = {
+            block.index: BlockStates(
+                block, {slot.name: driver.state_layout(slot.name) for slot in block.slots if slot.name in trained}
+            )
+            for block in self._blocks
+            if any(slot.name in trained for slot in block.slots)
+        }
+        self._house = House(
+            parts.plan,
+            self._blocks,
+            self._states,
+            device=parts.machine.device,
+            directory=parts.directory,
+            keeps_gradients=parts.keeps_gradients,
+            keeps_norms=parts.max_grad_norm is not None,
+            host_ledger=parts.machine.host_ledger,
+        )
+        callbacks = OwnerCallbacks(
+            gather_state=self._gather_state, scatter_state=self._scatter_state, zero_grad=self._zero_grad
+        )
+        for name, state in driver.adopt(callbacks):
+            block, slot = self._place[name]
+            self._states[block.index].put(slot, state)
+        self._house.first_commit()
+        self._updates = UpdateWorker(driver, self._states, self._house.gradients)
+        self._frames = CallFrames(parts.plan, self._blocks, self._house.tier_stores(), device=parts.machine.device)
+        self._engine = Engine(
+            model=parts.model,
+            sites=parts.sites,
+            blocks=self._blocks,
+            frames=self._frames,
+            gradients=self._house.gradients,
+            updates=self._updates,
+            parameter_order=[name for name, _ in parts.model.named_parameters()],
+            device_types=("cpu", "cuda") if parts.machine.device.type == "cuda" else ("cpu",),
+        )
+        self._frames.attach(self._engine)
+        if parts.enforces:
+            self._machine.arm()
+
+    # --- training ---------------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> StepResult:
+        """Forward, backward and update on one batch.
+
+        Args:
+            batch: as the sample; other shapes are planned for when they come (about a second each time a new shape appears).
+
+        Returns:
+            The loss and what was measured.
+
+        Raises:
+            LimitBreachError: the limit was hit; says where, and whether the step can be repeated.
+            DoesNotFitError: a batch of another shape does not fit. UsageError: the batch, the loss, or the job is closed.
+            TornStepError: an earlier step was interrupted while it updated in place.
+        """
+        self._check_usable()
+        self._check_unchanged()
+        began = time.perf_counter()
+        prepared = self._prepare(batch)
+        parts = split(batch, prepared.microbatches)
+        factors = shares(parts, self._parts.weight)
+        phase = "first step" if self._steps == 0 else "steady"
+        with self._machine.phases(phase):
+            outcome = self._run_step(prepared, parts, factors)
+        self._steps += 1
+        return self._result(batch, outcome, time.perf_counter() - began)
+
+    def _run_step(self, prepared: Prepared, parts: Sequence[Any], factors: Sequence[float] | None) -> Outcome:
+        model, loss = self._parts.model, self._parts.loss
+        for _, slot in self._place.values():
+            slot.parameter.grad = None
+        self._parts.driver.begin_step()
+        self._house.gradients.begin_step()
+        self._updates.updated_blocks.clear()
+        self._frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
+        work = Work(
+            run=lambda m: loss(model, parts[m]),
+            shares=factors,
+            streams=draw_streams(prepared.microbatches),
+            max_norm=self._parts.max_grad_norm,
+        )
+        try:
+            with training_setting(model, self.plan.loss_chunk_tokens):
+                outcome = self._engine.run(prepared.schedule, work, tail=_tail(self.plan))
+            self._house.commit()
+        except BaseException as error:
+            self._fail(error, "step")
+            raise
+        self._parts.driver.end_step()
+        return outcome
+
+    def _fail(self, error: BaseException, phase: str) -> None:
+        """A step did not end: forget it, or say that it tore the weights. Allocation failures become breaches."""
+        self._parts.driver.abandon_step()
+        self._house.forget_step()
+        has_updated = bool(self._updates.updated_blocks)
+        is_torn = has_updated and not self._is_undoable
+        if is_torn:
+            names = [self._blocks[b].name for b in self._updates.updated_blocks]
+            self._torn = (
+                f"step {self._steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
+                + (f" and {len(names) - 1} more blocks" if len(names) > 1 else "")
+            )
+        if isinstance(error, torch.OutOfMemoryError):
+            raise LimitBreachError(
+                self._breach_text(error, torn=is_torn), phase=phase, where=self._engine.at, torn=is_torn
+            ) from error
+
+    @property
+    def _is_undoable(self) -> bool:
+        """The homes still hold the weights and states of before."""
+        return self.plan.is_atomic and all(
+            not self._states[b].nbytes or self._blocks[b].travels for b in self._updates.updated_blocks
+        )
+
+    def _breach_text(self, error: BaseException, *, torn: bool) -> str:
+        limit = self._machine.limits.device_bytes
+        largest = sorted(self._residents(), key=lambda item: -item[1])[:5]
+        held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest)
+        after = (
+            "The step had begun to update in place and is torn: load a saved state or fit again"
+            if torn
+            else "Nothing was updated: the job goes on with the weights of before"
+        )
+        return (
+            f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{self._engine.at}': {str(error).splitlines()[0]} "
+            f"Largest residents: {held or 'none of memfit'}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
+        )
+
+    def _residents(self) -> Iterator[tuple[str, int]]:
+        for block in self._blocks:
+            if block.is_here:
+                yield f"weights of {block.name!r}", block.nbytes
+            for slot in block.slots:
+                if slot.parameter.grad is not None:
+                    yield f"gradient of {slot.name!r}", slot.nbytes
+        for index, states in self._states.items():
+            if states.home is not None and states.home.memory is not None:
+                yield f"optimizer states of {self._blocks[index].name!r}", states.nbytes
+
+    def _result(self, batch: Any, outcome: Outcome, seconds: float) -> StepResult:
+        losses = tuple(float(loss) for loss in outcome.losses)
+        total = sum(x * share for x, share in zip(losses, outcome.shares, strict=True))
+        norm = None if outcome.norm is None else float(outcome.norm)
+        return StepResult(
+            loss=total,
+            losses=losses,
+            norm=norm,
+            rows=signature_of(batch).rows,
+            tokens=_tokens(batch),
+            seconds=seconds,
+            peak_bytes=self._machine.last_peak_bytes(),
+            departures=tuple(outcome.departures),
+            is_finite=_is_finite(total) and (norm is None or _is_finite(norm)),
+        )
+
+    def _prepare(self, batch: Any) -> Prepared:
+        signature = signature_of(batch)
+        prepared = self._prepared.get(signature)
+        if prepared is None:
+            prepared = self._parts.prepare(batch, self.plan)
+            budget = self._machine.armed_bytes
+            if self._parts.enforces and budget is not None and prepared.timeline.peak_bytes > budget:
+                raise DoesNotFitError(
+                    f"a batch of {signature.rows} rows with tensors {[list(s) for s, _ in signature.tensors]} would take "
+                    f"{format_bytes(prepared.timeline.peak_bytes)} of tensors under the job's plan, and {format_bytes(budget)} are left: cut it, or close the job "
+                    "and fit again with this batch as the sample"
+                )
+            self._prepared[signature] = prepared
+        return prepared
+
+    # --- beside training --------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Any) -> EvaluateResult:
+        """The loss of a batch, forward only, in evaluation mode (`model.eval()` for the time), weights streamed as in a step."""
+        self._check_usable()
+        began = time.perf_counter()
+        prepared = self._prepare(batch)
+        parts = split(batch, prepared.microbatches)
+        factors = shares(parts, self._parts.weight)
+        model, loss = self._parts.model, self._parts.loss
+        work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
+        with (
+            self._machine.phases("evaluate"),
+            torch.no_grad(),
+            evaluating(model),
+            training_setting(model, self.plan.loss_chunk_tokens),
+        ):
+            results = self._engine.evaluate(prepared.evaluation, work)
+        if factors is None and isinstance(results[0], tuple):
+            losses = (float(results[0][0]) / float(results[0][1]),)
+        elif isinstance(results[0], tuple):
+            total = float(sum(float(count) for _, count in results))
+            losses, factors = tuple(float(s) for s, _ in results), [1.0 / total] * len(results)
+        else:
+            losses = tuple(float(r) for r in results)
+        mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
+        return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
+
+    def check_split(self, sample: Any) -> None:
+        """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
+
+        In evaluation mode (dropout off), with the generators put back after; weights stream as in a step, so that it fits where the step fits.
+
+        Raises:
+            UnsupportedError: the results differ by more than 1e-5 of the whole.
+        """
+        pieces = parts_to_check(sample)
+        if pieces is None:
+            return
+        whole, parts = pieces
+        model, loss = self._parts.model, self._parts.loss
+        profile = self._parts.prepared.profile
+        results: list[list[Any]] = []
+        with (
+            torch.no_grad(),
+            evaluating(model),
+            training_setting(model, self.plan.loss_chunk_tokens),
+            torch.random.fork_rng(devices=[]),
+        ):
+            state = torch.get_rng_state()
+            for batches in ([whole], parts):
+                torch.set_rng_state(state)
+                schedule = build_forward(self.plan, profile, len(batches))
+                work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
+                results.append(self._engine.evaluate(schedule, work))
+        compare_split(results[0][0], results[1], parts, self._parts.weight)
+
+    @contextmanager
+    def weights(self, *blocks: str) -> Iterator[None]:
+        """Brings blocks (all without arguments) to the device for as long as the context lasts; what is changed inside is kept.
+
+        Args:
+            blocks: names of blocks (`job.block_names`) or of parameters.
+
+        Raises:
+            UsageError: an unknown name.
+        """
+        self._check_open()
+        chosen = self._choose_blocks(blocks)
+        fetched = [block for block in chosen if not block.is_here]
+        try:
+            for block in chosen:
+                block.fetch()
+                block.wait()
+            before = {block.index: block.versions() for block in chosen}
+            yield
+            for block in chosen:
+                if block.versions() != before[block.index]:
+                    ticket = block.write_home()
+                    if ticket is not None:
+                        ticket.wait()
+        finally:
+            for block in fetched:
+                block.release()
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+        extra: Mapping[str, Any] | None = None,
+    ) -> SaveResult:
+        """Saves weights, optimizer and the run's place as safetensors and JSON; see `saving.save_job`. Two pieces of 8 MiB of memory.
+
+        Args:
+            directory: replaced in one step, when all is written; an interrupted save leaves the old one. Files of others in it stay.
+            max_shard_bytes: of one file of weights.
+            extra: kept along and given back by `saving.load`: numbers, texts, lists, dictionaries (a scheduler's `state_dict()`, say).
+
+        Raises:
+            StoreError: the disk. UsageError: the directory, or the job is closed. TornStepError: the weights are no step's.
+        """
+        self._check_usable()
+        with self._machine.phases("save"):
+            return save_job(
+                directory,
+                model=self._parts.model,
+                optimizer=self._parts.optimizer,
+                blocks=self._blocks,
+                states=self._states,
+                steps=self._steps,
+                max_shard_bytes=max_shard_bytes,
+                extra=extra,
+            )
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """A copy of a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it received none."""
+        self._check_open()
+        if not self._parts.keeps_gradients:
+            raise UsageError("gradients are given up after the update; fit(keep_gradients=True) keeps them readable")
+        if name not in self._place:
+            raise UsageError(f"no parameter is called {name!r}; names are those of model.named_parameters()")
+        block, slot = self._place[name]
+        return self._house.gradients.read(block, slot)
+
+    def proof(self, *, before_bytes: int = 0) -> Proof:
+        """The limit, the predicted peak, and the measured peak over all phases so far.
+
+        Args:
+            before_bytes: a peak that was measured before `fit`, to be covered too.
+        """
+        limit = self._machine.limits.device_bytes
+        return Proof(
+            limit_bytes=limit if limit is not None else 0,
+            predicted_peak_bytes=self._parts.predicted_peak_bytes,
+            measured_peak_bytes=max(before_bytes, self._machine.measured_peak_bytes()),
+            phases=self._machine.phases.records,
+        )
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of the process without a GPU, else of the device, in a steady step."""
+        return self._parts.predicted_peak_bytes
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """In the order of their first call."""
+        return tuple(block.name for block in self._blocks)
+
+    @property
+    def profile(self) -> Profile:
+        """Of the sample's shapes."""
+        return self._parts.prepared.profile
+
+    @property
+    def schedule(self) -> Schedule:
+        """The step as data; `.text()` prints it."""
+        return self._parts.prepared.schedule
+
+    @property
+    def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(read, written) bytes of the disk since the job began, by purpose."""
+        return self._house.bytes_moved
+
+    # --- the end ----------------------------------------------------------------------------------------------------------------
+
+    def close(self, *, restore: bool = True) -> None:
+        """Gives the user an ordinary, complete model and optimizer back, where they fit; temporary files are deleted.
+
+        Memory: all weights and optimizer states at once, on the model's device.
+
+        Args:
+            restore: False gives nothing back: weights that are away are gone with their files (save before).
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._machine.disarm()
+        self._engine.close()
+        self._updates.close()
+        driver = self._parts.driver
+        for name in driver.names if restore else ():
+            block, slot = self._place[name]
+            driver.restore(name, self._states[block.index].gather(slot))
+        driver.release()
+        for block in self._blocks:
+            if restore:
+                block.move_out()
+            else:
+                block.release()
+        self._house.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(
+                "the job is closed; its model and optimizer are ordinary ones again. memfit.fit makes a new job"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._torn is not None:
+            raise TornStepError(
+                f"the step is torn: {self._torn}; some blocks hold new weights and some old ones. Go back: load a saved state into the model and "
+                "fit again. A plan with is_atomic=True cannot tear"
+            )
+
+    def _check_unchanged(self) -> None:
+        """The parameters are those of `fit`, lie where the job put them, and train as they did."""
+        now = dict(self._parts.model.named_parameters())
+        for name, (block, slot) in self._place.items():
+            parameter = now.get(name)
+            problem = None
+            if parameter is None:
+                problem = "was removed from the model"
+            elif parameter is not slot.parameter:
+                problem = "was replaced by another parameter"
+            elif parameter.requires_grad != slot.requires_grad:
+                problem = f"had requires_grad={slot.requires_grad} and has {parameter.requires_grad} now"
+            elif block.is_here and parameter.untyped_storage()._cdata != block.storage._cdata:  # noqa: SLF001, identity
+                problem = "was given other memory (parameter.data = ..., model.to(...))"
+            if problem is not None:
+                raise UsageError(
+                    f"the parameter {name!r} {problem} behind the job's back: homes, plan and optimizer states belong to the old one. Change values in place inside "
+                    "`with job.weights():`; for anything else close the job, change the model, and fit again"
+                )
+        added = [name for name in now if name not in self._place]
+        if added:
+            raise UsageError(
+                f"the model has a new parameter {added[0]!r} that the job does not know: close the job and fit again"
+            )
+
+    def _choose_blocks(self, names: Sequence[str]) -> list[BlockWeights]:
+        if not names:
+            return list(self._blocks)
+        by_name = {block.name: block for block in self._blocks} | {n: b for n, (b, _) in self._place.items()}
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            raise UsageError(f"no block or parameter is called {unknown[0]!r}; blocks are {list(self.block_names)}")
+        return list(dict.fromkeys(by_name[name] for name in names))
+
+    def _gather_state(self, name: str) -> dict[str, Any]:
+        block, slot = self._place[name]
+        return self._states[block.index].gather(slot)
+
+    def _scatter_state(self, name: str, state: dict[str, Any]) -> None:
+        block, slot = self._place[name]
+        self._states[block.index].put(slot, state)
+
+    def _zero_grad(self, set_to_none: bool) -> None:  # noqa: FBT001, the optimizer's own signature
+        for _, slot in self._place.values():
+            gradient = slot.parameter.grad
+            if set_to_none or gradient is None:
+                slot.parameter.grad = None
+            else:
+                gradient.zero_()
+
+
+def _tail(plan: Plan) -> int | None:
+    # A single microbatch has nothing to wait for: its one backward is plain PyTorch's, also in the order of its sums.
+    return plan.tail if plan.order is Order.LAYER_MAJOR and plan.microbatches > 1 else None
+
+
+def _tokens(batch: Any) -> int | None:
+    return next((t.numel() for t in tensors_in(batch) if not t.is_floating_point() and t.dim() > 1), None)
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+__all__ = ["EvaluateResult", "Job", "JobParts", "Prepared", "Slot", "StepResult"]

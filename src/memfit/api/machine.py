@@ -1,0 +1,257 @@
+"""The machine a job runs on: its allocator, its meters, its budget.
+
+In: a limit and a device. Out: `Machine`: what is left to tensors, the hard limit armed, peaks measured.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.limits import RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, Limits
+from memfit.core.units import MIB, format_bytes
+from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame_malloc
+from memfit.runtime.store import probe_disk
+from memfit.verification.meters import CpuMeter, CudaMeter, DeviceMeter, Phases, ProcessMeter
+
+_PROBE_DISK_S = 0.6
+_PROBE_FILE_BYTES = 64 * MIB
+_PROBE_SIZE = 768
+# Staging of the disk's workers, the probe's matrices and Python's own growth while a model is traced: 15 to 25 MiB seen.
+_LOAD_SCRATCH_BYTES = 32 * MIB
+
+
+def prepare_process() -> ProcessMeter:
+    """Puts memfit's allocator under torch now, so that what is built before `fit` is given back to the system when it is freed.
+
+    Returns:
+        A meter of this process and its children.
+    """
+    try:
+        install()
+    except TierUnavailableError:
+        tame_malloc()
+    return ProcessMeter(with_children=True)
+
+
+class Machine:
+    """One device, with its limit.
+
+    Without a GPU the device is this process: the limit counts everything the operating system charges to it, interpreter and
+    libraries included. `is_emulated` makes it a device of its own inside the process: only tensors count, host homes apart.
+
+    Memory: none.
+    """
+
+    def __init__(self, device: torch.device, limits: Limits, *, is_emulated: bool) -> None:
+        self.device = device
+        self.limits = limits
+        self.is_emulated = is_emulated
+        self.allocator: Allocator | FallbackAllocator | None = None
+        self.meter: DeviceMeter
+        if device.type == "cuda":
+            self.meter = CudaMeter(device)
+        else:
+            try:
+                self.allocator = install()
+            except TierUnavailableError:
+                if is_emulated:
+                    raise
+                self.allocator = FallbackAllocator.create()
+            self.meter = CpuMeter(self.allocator)
+            self.allocator.trim()  # what building the model left in the pool
+        self.counts_process = device.type == "cpu" and not is_emulated
+        self.process = ProcessMeter(with_children=True) if self.counts_process else None
+        self.phases = Phases(self.meter, self.process)
+        self.armed_bytes: int | None = None
+        self._lift = weakref.finalize(self, _lift_limit, self.meter, self.allocator, -1)
+
+    def base_bytes(self) -> int:
+        """Resident bytes of the process that our allocator did not give: interpreter, libraries, what was allocated before. 0 elsewhere."""
+        if self.process is None:
+            return 0
+        return max(0, self.process.resident_bytes().whole_bytes - self._mapped_bytes())
+
+    def budget(self, weight_bytes: int) -> Budget:
+        """What is left to tensors.
+
+        Args:
+            weight_bytes: of the model, which will live in homes. Those that our allocator did not give are part of the base until then.
+        """
+        foreign = max(0, weight_bytes - self.meter.live_bytes()) if self.counts_process else 0
+        base = max(0, self.base_bytes() - foreign)
+        reserve = self.reserve_bytes() if self.counts_process else 0
+        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
+
+    def load_bytes(self, model: torch.nn.Module) -> int:
+        """What is there when `fit` begins to move weights home: the base, with the whole model, and scratch."""
+        weights = sum(p.nbytes for p in model.parameters())
+        foreign = max(0, weights - self.meter.live_bytes()) if self.counts_process else 0
+        return max(0, self.base_bytes() - foreign) + weights + (_LOAD_SCRATCH_BYTES if self.counts_process else 0)
+
+    def reserve_bytes(self) -> int:
+        """Scratch of kernels and libraries that no trace sees."""
+        return RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
+
+    def arm(self) -> None:
+        """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError` before the limit is passed.
+
+        Raises:
+            DoesNotFitError: the process is above the limit already.
+        """
+        limit = self.limits.device_bytes
+        if limit is None:
+            return
+        if self.process is None:
+            self._set_limit(limit)
+            return
+        left = limit - self.base_bytes()
+        if left <= 0:
+            raise DoesNotFitError(
+                f"the process already holds {format_bytes(limit - left)} outside of memfit's tensors, above the limit of "
+                f"{format_bytes(limit)}: start from a fresh process, free what is not needed, or raise the limit",
+                smallest_limit_bytes=None,
+            )
+        self._set_limit(left)
+
+    def _set_limit(self, limit_bytes: int) -> None:
+        self.meter.set_limit(limit_bytes)
+        self.armed_bytes = limit_bytes
+        # A job that is dropped without `close` must not leave its limit on the process.
+        self._lift.detach()
+        self._lift = weakref.finalize(self, _lift_limit, self.meter, self.allocator, limit_bytes)
+
+    @contextmanager
+    def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
+        """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
+        limit = self.limits.device_bytes
+        if enforces and limit is not None and limit > self.base_bytes():  # else planning says what would be needed
+            self.arm()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.disarm()
+            raise LimitBreachError(
+                f"the limit of {format_bytes(self.limits.device_bytes or 0)} was hit in phase {phase!r}: {str(error).splitlines()[0]} Nothing was changed "
+                "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
+                phase=phase,
+                where=phase,
+                torn=False,
+            ) from error
+
+    def disarm(self) -> None:
+        """Takes the hard limit off."""
+        if self.armed_bytes is not None:
+            self.meter.set_limit(None)
+            self.armed_bytes = None
+            self._lift.detach()
+
+    @contextmanager
+    def host_ledger(self) -> Iterator[None]:
+        """What is allocated inside counts as host memory (emulated device only)."""
+        context = (
+            self.allocator.ledger("host")
+            if self.is_emulated and isinstance(self.allocator, Allocator)
+            else nullcontext()
+        )
+        with context:
+            yield
+
+    @property
+    def has_host(self) -> bool:
+        """There is host memory beside the device."""
+        return self.device.type == "cuda" or self.is_emulated
+
+    def probe(self, directory: str | Path | None) -> Hardware:
+        """Measures what plans are priced with: matrix products, the disk, the update. About a second; rough on a busy machine.
+
+        Args:
+            directory: on the disk that homes would use; the temporary directory's if None.
+        """
+        where = Path(tempfile.gettempdir()) if directory is None else Path(directory).absolute().parent
+        speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
+        free = shutil.disk_usage(where).free
+        is_cuda = self.device.type == "cuda"
+        link = _probe_host_link(self.device) if self.has_host else None
+        return Hardware(
+            device=torch.cuda.get_device_name(self.device) if is_cuda else "cpu",
+            flops_per_s=_probe_flops(self.device),
+            device_bytes=torch.cuda.mem_get_info(self.device)[1] if is_cuda else _memory_bytes(),
+            disk=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
+            disk_bytes=free if self.limits.disk_bytes is None else min(free, self.limits.disk_bytes),
+            host=link,
+            host_bytes=None if link is None else (self.limits.host_bytes or _memory_bytes()),
+        )
+
+    def last_peak_bytes(self) -> int:
+        """The peak of the phase that ended last."""
+        records = self.phases.records
+        if not records:
+            return 0
+        return (records[-1].process_peak_bytes or 0) if self.counts_process else records[-1].held_peak_bytes
+
+    def measured_peak_bytes(self) -> int:
+        """The largest peak over all phases: of the process, or of the device."""
+        peaks = [(r.process_peak_bytes or 0) if self.counts_process else r.held_peak_bytes for r in self.phases.records]
+        return max(peaks, default=0)
+
+    def _mapped_bytes(self) -> int:
+        return self.allocator.stats().mapped_bytes if self.allocator is not None else 0
+
+
+def _lift_limit(meter: DeviceMeter, allocator: Allocator | FallbackAllocator | None, limit_bytes: int) -> None:
+    """Lifts a limit, unless another job has set its own since."""
+    if allocator is not None and allocator.stats().limit_bytes == limit_bytes:
+        meter.set_limit(None)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _probe_flops(device: torch.device) -> float:
+    """Rate of square fp32 matrix products: best of several, since other work can only slow one down."""
+    size = _PROBE_SIZE if device.type == "cpu" else 8 * _PROBE_SIZE
+    a = torch.ones(size, size, device=device)
+    out = torch.empty_like(a)
+    best = float("inf")
+    for _ in range(5):
+        _synchronize(device)
+        began = time.perf_counter()
+        torch.mm(a, a, out=out)
+        _synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best
+
+
+def _probe_host_link(device: torch.device) -> Link:
+    """Copies between the device and (pinned) host memory, each way."""
+    nbytes = 32 * MIB
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    rates: list[float] = []
+    for source, to in ((on_host, on_device), (on_device, on_host)):
+        best = float("inf")
+        for _ in range(3):
+            _synchronize(device)
+            began = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            _synchronize(device)
+            best = min(best, time.perf_counter() - began)
+        rates.append(nbytes / best)
+    return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,385 @@
+"""Saving a job, and loading what was saved into ordinary objects.
+
+In: a job's parts. Out: a directory that transformers' `from_pretrained` and plain `load_file` read, with what continues the run beside it:
+
+| file                                         | what                                                                     |
+|----------------------------------------------|--------------------------------------------------------------------------|
+| `model.safetensors`, or numbered shards and  | weights and persistent buffers under the names of `state_dict`, tied     |
+| `model.safetensors.index.json`               | tensors once                                                             |
+| `config.json`, `generation_config.json`      | of a transformers model                                                  |
+| `optimizer.safetensors`                      | state tensors as `<parameter>.<key>`                                     |
+| `trainer_state.json`                         | settings of the groups, scalar states, steps, random numbers, `extra`    |
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.core.errors import LimitBreachError, StoreError, UsageError
+from memfit.core.units import parse_bytes
+from memfit.runtime.export.files import INDEX_NAME, OPTIMIZER_NAME, optimizer_file, settle, trained_slots, weight_files
+from memfit.runtime.export.format import TensorEntry
+from memfit.runtime.export.names import STALE, keep_names
+from memfit.runtime.export.reader import TensorFile
+from memfit.runtime.export.replace import check_target, replacing
+from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, class_name, read_text, write_text
+from memfit.runtime.export.writer import Pieces, write_tensors
+from memfit.runtime.optimizers import OptimizerDriver
+from memfit.runtime.optimizers.interception import AwayStates
+from memfit.runtime.optimizers.structure import check_whole_state
+from memfit.runtime.states import BlockStates
+from memfit.runtime.store import FileOperations
+from memfit.runtime.store.explain import explain
+from memfit.runtime.store.files import write_small_file
+from memfit.runtime.weights import BlockWeights
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+_INDEX_LIMIT_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveResult:
+    """A save that is whole and on stable storage.
+
+    Attributes:
+        directory: where.
+        files: bytes by file name, of the safetensors files.
+        seconds: it took.
+    """
+
+    directory: Path
+    files: Mapping[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadResult:
+    """What came with the weights: steps made before the save, and the `extra` that `save` was given."""
+
+    steps: int
+    extra: Mapping[str, Any]
+
+
+def save_job(
+    directory: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    blocks: Sequence[BlockWeights],
+    states: Mapping[int, BlockStates],
+    steps: int,
+    max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+    extra: Mapping[str, Any] | None = None,
+    operations: FileOperations | None = None,
+) -> SaveResult:
+    """Writes a job between two steps, a piece at a time.
+
+    An interrupted save leaves the directory as it was; see [Note: how a directory is replaced]. Files of others in it stay.
+
+    Memory: two pieces of 8 MiB; one slice more for a weight away whose memory order is not row-major.
+
+    Args:
+        directory: to be; parents are made.
+        model: the user's.
+        optimizer: the user's.
+        blocks: where the bytes of the parameters are.
+        states: where those of the optimizer's states are, by block index.
+        steps: made so far.
+        max_shard_bytes: of one file of weights.
+        extra: kept along: numbers, texts, lists, dictionaries, small tensors (a scheduler's `state_dict()`, for example).
+        operations: the system calls; tests make them fail.
+
+    Raises:
+        StoreError: the disk, with the bytes needed and free where it is full. UsageError: a directory that cannot be replaced.
+        UnsupportedError: something in the model or optimizer that has no safetensors or JSON form. LimitBreachError: no room for the pieces.
+    """
+    began = time.perf_counter()
+    used = FileOperations() if operations is None else operations
+    target = Path(directory).expanduser().resolve()
+    settle(blocks)
+    weights, index = weight_files(model, blocks, parse_bytes(max_shard_bytes))
+    files = [*weights, optimizer_file(blocks, states)]
+    trainer = write_text(_trainer_state(optimizer, blocks, states, steps, extra or {}))
+    check_target(target, needed_bytes=sum(f.header.file_bytes for f in files) + len(trainer), operations=used)
+    with replacing(target, stale=STALE, operations=used) as new:
+        _write_configs(model, new)
+        _write_text(new / FILE_NAME, trainer, used)
+        if index is not None:
+            _write_text(new / INDEX_NAME, index, used)
+        try:
+            pieces = Pieces(max(f.header.file_bytes for f in files))
+            for file in files:
+                write_tensors(new / file.name, file.header, file.sources, pieces, operations=used)
+        except torch.OutOfMemoryError as error:
+            raise LimitBreachError(
+                f"the limit was hit while saving to {target}: {str(error).splitlines()[0]} Nothing was changed, neither the job nor an older save. "
+                "Free what else the process holds, or raise the limit",
+                phase="save",
+                where="save",
+                torn=False,
+            ) from error
+    return SaveResult(
+        directory=target,
+        files={f.name: f.header.file_bytes for f in files},
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _trainer_state(
+    optimizer: torch.optim.Optimizer,
+    blocks: Sequence[BlockWeights],
+    states: Mapping[int, BlockStates],
+    steps: int,
+    extra: Mapping[str, Any],
+) -> TrainerState:
+    names = {id(slot.parameter): slot.name for block in blocks for slot in block.slots}
+    device = blocks[0].slots[0].parameter.device
+    is_cuda = device.type == "cuda"
+    return TrainerState(
+        steps=steps,
+        optimizer_class=class_name(optimizer),
+        groups=[
+            GroupState(
+                parameters=tuple(names[id(p)] for p in group["params"]),
+                settings={key: value for key, value in group.items() if key != "params"},
+            )
+            for group in optimizer.param_groups
+        ],
+        numbers={slot.name: own.numbers[slot.name] for own, slot in trained_slots(blocks, states)},
+        random_cpu=bytes(torch.get_rng_state().tolist()),
+        random_cuda=bytes(torch.cuda.get_rng_state(device).tolist()) if is_cuda else None,
+        extra=extra,
+    )
+
+
+def _write_text(path: Path, text: str, operations: FileOperations) -> None:
+    try:
+        write_small_file(path, text.encode(), operations=operations, durable=True)
+    except OSError as error:
+        raise explain(error, doing="write the file", path=path) from error
+
+
+def _write_configs(model: Any, directory: Path) -> None:
+    """`config.json` and `generation_config.json` as `from_pretrained` wants them. The model's own config is not changed."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+    config.save_pretrained(directory)
+
+
+# --- loading --------------------------------------------------------------------------------------------------------------------
+
+
+def load(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    restore_random: bool = True,
+) -> LoadResult:
+    """Puts a save into an ordinary model and optimizer, bit for bit: the next plain `optimizer.step()` is the one that would have come.
+
+    All names, shapes, dtypes and settings are compared before the first byte is changed; sizes that files tell are checked against
+    their lengths before anything is allocated.
+
+    Memory: one piece of 8 MiB, and the optimizer's states, which come into being.
+
+    Args:
+        directory: that `job.save` wrote.
+        model: of the same architecture, not under a job. Weights are written in place.
+        optimizer: of the same class over the same parameters; None: weights alone.
+        restore_random: torch's default generators go on where they were (with an optimizer only).
+
+    Raises:
+        StoreError: a file that is missing, damaged or not memfit's. UsageError: a model or optimizer that the save does not fit.
+    """
+    source = Path(directory).expanduser()
+    if not source.is_dir():
+        raise StoreError(f"there is no directory {source}; name one that job.save wrote")
+    _refuse_live(model, optimizer)
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(source / name)) for name in _weight_file_names(source)]
+        weights = _match_weights(files, model, source)
+        trainer = read_text(source / FILE_NAME)
+        if optimizer is None:
+            _copy(weights)
+            return LoadResult(steps=trainer.steps, extra=trainer.extra)
+        file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
+        named = dict(model.named_parameters())
+        states = _match_optimizer(file, trainer, named, optimizer, source)
+        _copy(weights)
+        _restore_optimizer(file, trainer, states, named, optimizer)
+    if restore_random:
+        _restore_random(trainer, source)
+    return LoadResult(steps=trainer.steps, extra=trainer.extra)
+
+
+def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    is_live = optimizer is not None and isinstance(optimizer.state, AwayStates)
+    if is_live or any(hasattr(type(p), "_memfit_present_class") for p in model.parameters()):
+        raise UsageError("the model is under a running job: load before memfit.fit, or after job.close()")
+    for name, p in model.named_parameters():
+        if p.device.type == "meta":
+            raise UsageError(
+                f"{name!r} has no memory (meta device): give it some first, with model.to_empty(device=...)"
+            )
+
+
+def _weight_file_names(source: Path) -> list[str]:
+    index = source / INDEX_NAME
+    if not index.exists():
+        return ["model.safetensors"]
+    try:
+        if index.stat().st_size > _INDEX_LIMIT_BYTES:
+            raise StoreError(f"{index} is too large to be an index of weights; take another save")  # noqa: TRY301
+        document = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(document["weight_map"].values()))
+    except StoreError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(
+            f"{index} is no index of weights ({type(error).__name__}: {error}); take another save"
+        ) from error
+    for name in names:
+        # A name with directories in it would read files from elsewhere.
+        if not isinstance(name, str) or Path(name).name != name or not STALE.fullmatch(name):
+            raise StoreError(f"{index} names the file {str(name)[:80]!r}, which is none of a save; take another save")
+    return names
+
+
+def _match_weights(
+    files: Sequence[TensorFile], model: nn.Module, source: Path
+) -> list[tuple[TensorFile, TensorEntry, torch.Tensor]]:
+    kept = keep_names(model)
+    matched: list[tuple[TensorFile, TensorEntry, torch.Tensor]] = []
+    waiting = dict(kept.tensors)
+    for file in files:
+        for entry in file.header.entries:
+            # Which of two tied names was kept may differ between versions of a library.
+            name = entry.name if entry.name in waiting else kept.tied.get(entry.name, entry.name)
+            name = name if name in waiting else next((n for n, k in kept.tied.items() if k == entry.name), name)
+            if name not in waiting:
+                raise UsageError(
+                    f"{file.path} holds {entry.name!r}, which the model does not have (or comes twice); build the model as it was when it was saved"
+                )
+            tensor = waiting.pop(name)
+            _compare(f"the weight {name!r}", entry, tensor.dtype, tuple(tensor.shape))
+            matched.append((file, entry, tensor))
+    if waiting:
+        raise UsageError(
+            f"{source} has no {next(iter(waiting))!r} ({len(waiting)} of {len(kept.tensors)} tensors are missing); build the model as it was when it was saved"
+        )
+    return matched
+
+
+def _compare(what: str, entry: TensorEntry, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape or entry.dtype != dtype:
+        raise UsageError(
+            f"{what} was saved with shape {list(entry.shape)} and {entry.dtype}; here it has shape {list(shape)} and {dtype}: build the model as it was"
+        )
+
+
+def _copy(weights: Sequence[tuple[TensorFile, TensorEntry, torch.Tensor]]) -> None:
+    for file, entry, tensor in weights:
+        file.read_into(entry, tensor.detach())
+
+
+def _match_optimizer(
+    file: TensorFile,
+    trainer: TrainerState,
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    source: Path,
+) -> dict[str, dict[str, TensorEntry]]:
+    """By parameter, the entries of its state tensors; everything agrees with the live optimizer."""
+    if class_name(optimizer) != trainer.optimizer_class:
+        raise UsageError(
+            f"{source} was saved with {trainer.optimizer_class}, this optimizer is {class_name(optimizer)}: make the same one, or load the weights alone"
+        )
+    names = {id(p): name for name, p in named.items()}
+    here = [tuple(names.get(id(p), "?") for p in group["params"]) for group in optimizer.param_groups]
+    if here != [group.parameters for group in trainer.groups]:
+        raise UsageError(
+            f"{source} was saved with {len(trainer.groups)} parameter groups of {[len(g.parameters) for g in trainer.groups]} parameters, this optimizer "
+            f"has {len(here)} of {[len(g) for g in here]}, or they hold other parameters: build it as it was"
+        )
+    states: dict[str, dict[str, TensorEntry]] = {name: {} for name in trainer.numbers}
+    for entry in file.header.entries:
+        name, _, key = entry.name.rpartition(".")
+        states.setdefault(name, {})[key] = entry
+    driver = OptimizerDriver(optimizer, named)
+    for name, entries in states.items():
+        if name not in driver.names:
+            raise UsageError(
+                f"{source} holds a state of {name!r}, which this optimizer does not update; build it as it was"
+            )
+        layout = driver.state_layout(name)
+        planned = {t.key: t for t in layout}
+        numbers = trainer.numbers.get(name, {})
+        shapes = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()}
+        check_whole_state("load", name, layout, {**numbers, **shapes})
+        for key, entry in entries.items():
+            expected = planned[key].dtype or entry.dtype
+            _compare(f"the state {key!r} of {name!r}", entry, expected, planned[key].shape)
+    return states
+
+
+def _restore_optimizer(
+    file: TensorFile,
+    trainer: TrainerState,
+    states: Mapping[str, Mapping[str, TensorEntry]],
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    for group, saved in zip(optimizer.param_groups, trainer.groups, strict=True):
+        for key, value in saved.settings.items():
+            live = group.get(key)
+            if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                value = value.to(live.device)  # noqa: PLW2901, a rate held in a tensor stays on its device
+            group[key] = value
+    optimizer.state.clear()
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, entries in states.items():
+        parameter = named[name]
+        own: dict[str, Any] = {}
+        for key, entry in entries.items():
+            if entry.shape == tuple(parameter.shape):
+                own[key] = torch.empty_like(parameter.detach(), dtype=entry.dtype)
+            else:
+                own[key] = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
+            file.read_into(entry, own[key])
+        group = group_of[id(parameter)]
+        for key, value in trainer.numbers.get(name, {}).items():
+            # torch's own rule: counters live on the CPU, unless a kernel on the device reads them.
+            moves = isinstance(value, torch.Tensor) and (group.get("capturable") or group.get("fused"))
+            own[key] = value.to(parameter.device) if moves else value
+        optimizer.state[parameter] = own
+
+
+def _restore_random(trainer: TrainerState, source: Path) -> None:
+    try:
+        torch.set_rng_state(torch.tensor(list(trainer.random_cpu), dtype=torch.uint8))
+        if trainer.random_cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.tensor(list(trainer.random_cuda), dtype=torch.uint8))
+    except (RuntimeError, TypeError) as error:
+        raise StoreError(
+            f"{source / FILE_NAME} holds no state of torch's generators ({error}); load with restore_random=False"
+        ) from error

@@ -1,0 +1,32 @@
+"""Tables and lines on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+# Where there is no terminal (a file, a pipe) nothing is cut at 80 characters.
+_WIDTH_ELSEWHERE = 160
+
+
+def open_console() -> Console:
+    """A console on standard output."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_ELSEWHERE)
+
+
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = ()
+) -> None:
+    """Prints a table; the first column and those in `left` are text, the others numbers, aligned right."""
+    table = Table(header_style="", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        is_text = index == 0 or column in left
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*row)
+    console.print(title, style="bold", markup=False)
+    console.print(table, markup=False)
+    console.print()

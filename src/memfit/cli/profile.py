@@ -1,0 +1,83 @@
+"""`memfit profile`: what a training step would take, by block and by category."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from memfit.cli.output import open_console, print_table
+from memfit.cli.source import (
+    BatchOption,
+    FunctionArgument,
+    RecipeOption,
+    SequenceOption,
+    TransformersOption,
+    find_source,
+)
+from memfit.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.core.profile import Profile, TraceProfile
+
+
+def profile(
+    function: FunctionArgument = None,
+    recipe: RecipeOption = None,
+    transformers: TransformersOption = None,
+    batch: BatchOption = 8,
+    sequence: SequenceOption = 512,
+    largest: Annotated[int, typer.Option(min=0, help="How many of the largest saved tensors to list.")] = 8,
+) -> None:
+    """Shows what plain training would take, without training: weights, gradients, states, activations, by block."""
+    console = open_console()
+    with console.status("tracing a step"):
+        source = find_source(function, recipe, transformers, batch, sequence)
+        from memfit.api import profile as profile_step
+
+        found = profile_step(source.model, source.optimizer, source.loss, source.sample)
+    trace = found.traces[found.batch_rows]
+    console.print(f"{source.name}; one step of {found.batch_rows} rows, plain training, all predicted", markup=False)
+    console.print()
+    _print_blocks(console, found, trace)
+    _print_categories(console, found, trace)
+    if largest:
+        rows = [(what, format_bytes(nbytes)) for what, nbytes in trace.largest_saved[:largest]]
+        print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
+
+
+def _print_blocks(console: Console, found: Profile, trace: TraceProfile) -> None:
+    rows: list[tuple[str, ...]] = []
+    for block in found.blocks:
+        own = [call for call in trace.calls if call.blocks and call.blocks[0] == block.name]
+        rows.append(
+            (
+                block.name or "(model)",
+                str(len(own)),
+                format_bytes(block.weight_bytes),
+                format_bytes(block.gradient_bytes),
+                format_bytes(found.state_bytes.get(block.name, 0)),
+                format_bytes(sum(trace.saved_bytes(call.index) for call in own)),
+                f"{sum(call.forward_flops + call.backward_flops for call in own) / 1e9:.3g}",
+            )
+        )
+    columns = ("block", "calls", "weights", "gradients", "states", "saved inside", "GFLOP")
+    print_table(console, "By block, in the order of their first call", columns, rows)
+
+
+def _print_categories(console: Console, found: Profile, trace: TraceProfile) -> None:
+    weights = found.weight_bytes
+    gradients = sum(block.gradient_bytes for block in found.blocks)
+    states = sum(found.state_bytes.values())
+    peak = weights + states + found.buffer_bytes + trace.plain_peak_bytes
+    rows = [
+        ("weights", format_bytes(weights)),
+        ("gradients", format_bytes(gradients)),
+        ("optimizer states", format_bytes(states)),
+        ("buffers", format_bytes(found.buffer_bytes)),
+        ("activations at their peak", format_bytes(trace.whole_peak_bytes)),
+        ("forward and backward at their peak, gradients included", format_bytes(trace.plain_peak_bytes)),
+        ("predicted peak of a plain step, interpreter not included", format_bytes(peak)),
+    ]
+    print_table(console, "By category", ("what", "bytes"), rows)

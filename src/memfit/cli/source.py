@@ -1,0 +1,124 @@
+"""What a command is about: a built-in recipe, a transformers configuration, or a function of the user's.
+
+In: the options that name it. Out: `Source`: model, optimizer, loss, sample.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memfit.core.errors import UsageError
+
+FunctionArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODULE:FUNCTION]",
+        help="Your function: it takes nothing and returns (model, optimizer, loss, sample).",
+    ),
+]
+RecipeOption = Annotated[str | None, typer.Option("--recipe", help="A built-in recipe, such as gpt2-small.")]
+TransformersOption = Annotated[
+    Path | None,
+    typer.Option("--transformers", help="A config.json of a causal language model; its weights are not needed."),
+]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences a step, with --transformers.")]
+SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --transformers.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What the user would hand to `memfit.fit`; `name` for headings."""
+
+    name: str
+    model: Any
+    optimizer: Any
+    loss: Callable[[Any, Any], Any]
+    sample: Any
+
+
+def find_source(
+    function: str | None, recipe: str | None, transformers: Path | None, batch: int, sequence: int
+) -> Source:
+    """Builds what the options name.
+
+    Raises:
+        UsageError: none or several are named, or it cannot be built.
+    """
+    # OpenMP reads this when torch is loaded: idle threads sleep instead of spinning.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    named = [option for option in (function, recipe, transformers) if option is not None]
+    if len(named) != 1:
+        raise UsageError(
+            f"name one of MODULE:FUNCTION, --recipe and --transformers; {len(named) or 'none'} of them {'was' if len(named) < 2 else 'were'} given"
+        )
+    if recipe is not None:
+        return _from_recipe(recipe)
+    if transformers is not None:
+        return _from_config(transformers, batch, sequence)
+    assert function is not None
+    return _from_function(function)
+
+
+def _from_recipe(name: str) -> Source:
+    from memfit.api.machine import prepare_process
+    from memfit.recipes import find_recipe
+
+    recipe = find_recipe(name)
+    prepare_process()
+    model = recipe.build_model(0)
+    return Source(
+        name=recipe.description,
+        model=model,
+        optimizer=recipe.build_optimizer(model),
+        loss=recipe.loss,
+        sample=next(recipe.batches(0)),
+    )
+
+
+def _from_config(path: Path, batch: int, sequence: int) -> Source:
+    from memfit.api.machine import prepare_process
+    from memfit.recipes.configured import build_configured
+
+    prepare_process()
+    run = build_configured(path, batch_size=batch, sequence_length=sequence)
+    return Source(
+        name=f"{type(run.model).__name__} of {path}, {batch} sequences of {sequence} tokens, AdamW",
+        model=run.model,
+        optimizer=run.optimizer,
+        loss=run.loss,
+        sample=run.sample,
+    )
+
+
+def _from_function(text: str) -> Source:
+    module_name, _, function_name = text.partition(":")
+    if not module_name or not function_name:
+        raise UsageError(f"{text!r} is not MODULE:FUNCTION, such as my_project.training:build")
+    # As `python -m` does: what lies in the working directory can be imported.
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"there is no module {error.name!r} (from {text!r}): run memfit in its directory, or install it"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"the module {module_name!r} has no function {function_name!r}")
+    from memfit.api.machine import prepare_process
+
+    prepare_process()
+    parts = function()
+    if not isinstance(parts, tuple) or len(parts) != 4:
+        raise UsageError(f"{text} must return (model, optimizer, loss, sample), not {type(parts).__name__}")
+    model, optimizer, loss, sample = parts
+    return Source(name=text, model=model, optimizer=optimizer, loss=loss, sample=sample)

@@ -1,0 +1,61 @@
+"""Every error that memfit raises on purpose, in one family.
+
+In: nothing. Out: exception classes. Each message says what happened, where, and what to try. `MemfitError` is the root, so that
+`except memfit.MemfitError` catches all of them; the second base keeps ordinary `except ValueError` code working.
+"""
+
+from __future__ import annotations
+
+
+class MemfitError(Exception):
+    """Root of the family."""
+
+
+class UsageError(MemfitError, ValueError):
+    """An argument that memfit cannot take (wrong type, unknown name, contradictory settings)."""
+
+
+class UnsupportedError(MemfitError, ValueError):
+    """A model, loss or optimizer that memfit would change silently if it went on; refused instead."""
+
+
+class PlanError(MemfitError, ValueError):
+    """A plan or schedule that is not legal; the message points at the decision or action."""
+
+
+class DoesNotFitError(MemfitError, ValueError):
+    """No plan fits the limit. `smallest_limit_bytes` is the smallest limit that some plan would fit."""
+
+    def __init__(self, message: str, *, smallest_limit_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_limit_bytes = smallest_limit_bytes
+
+
+class AwayError(MemfitError, RuntimeError):
+    """A weight was touched while its bytes rest in its home (host or disk) and not on the device."""
+
+
+class LimitBreachError(MemfitError, RuntimeError):
+    """The limit was hit while running. Carries the phase and the place; `torn` says whether the step can be repeated."""
+
+    def __init__(self, message: str, *, phase: str, where: str, torn: bool) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.where = where
+        self.torn = torn
+
+
+class TornStepError(MemfitError, RuntimeError):
+    """A step that updates in place was interrupted: some blocks hold new weights and some old ones."""
+
+
+class StoreError(MemfitError, OSError):
+    """A disk home cannot be created, read, written or locked."""
+
+
+class StoreInUseError(StoreError):
+    """Another live job owns the directory."""
+
+
+class TierUnavailableError(MemfitError, RuntimeError):
+    """A tier, device or allocator that was asked for does not exist on this machine."""

@@ -1,0 +1,56 @@
+"""Hard numbers of bytes, a tier each.
+
+In: what the user wrote. Out: `Limits`. A limit is what must never be passed; a budget is a limit less what memfit does not steer
+(`base_bytes`: interpreter, libraries; `reserve_bytes`: scratch of kernels that no trace sees).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.core.units import MIB, parse_bytes
+
+# FACTS measured here: oneDNN and OpenMP scratch of 5 to 65 MB, absolute, not proportional; 2 MB a thread.
+RESERVE_BYTES = 64 * MIB
+RESERVE_BYTES_PER_THREAD = 2 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What each tier may hold; None: no limit was given.
+
+    Attributes:
+        device_bytes: memory of the device; without a GPU, of this process as the operating system counts it.
+        host_bytes: host memory, pinned staging included.
+        disk_bytes: files.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    @classmethod
+    def read(cls, device: int | str | None, host: int | str | None = None, disk: int | str | None = None) -> Limits:
+        """From what a person writes; see `units.parse_bytes`."""
+        sizes = [None if size is None else parse_bytes(size) for size in (device, host, disk)]
+        return cls(device_bytes=sizes[0], host_bytes=sizes[1], disk_bytes=sizes[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What is left to tensors under a limit: `limit_bytes - base_bytes - reserve_bytes`.
+
+    Attributes:
+        limit_bytes: the device limit; None without one.
+        base_bytes: resident before any tensor of the job: interpreter and libraries (0 on CUDA).
+        reserve_bytes: held back for scratch that is not in a trace.
+    """
+
+    limit_bytes: int | None
+    base_bytes: int = 0
+    reserve_bytes: int = 0
+
+    @property
+    def tensor_bytes(self) -> int | None:
+        """Bytes that tensors may take; None without a limit; may be negative when the limit is below the base."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.base_bytes - self.reserve_bytes

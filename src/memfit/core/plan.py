@@ -1,0 +1,241 @@
+"""The decisions, and nothing else: a plan is JSON that a person can read, diff, edit and pass back in.
+
+In: choices of planning or of a person. Out: `Plan`, checked against a model's blocks and calls by `Plan.check`, turned into a
+`Schedule` by `scheduling`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, cast
+
+from memfit.core.errors import PlanError
+
+PLAN_FORMAT = 1
+
+
+class Tier(StrEnum):
+    """Where bytes rest. On a machine without a GPU, `device` is this process's memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Saved(StrEnum):
+    """What happens to the tensors that a call saves for backward.
+
+    In memory: KEEP holds all of them; RECOMPUTE holds only the call's arguments (at `boundary_home`); SELECT also holds the
+    outputs of matrix products and attention; OFFLOAD holds none while away: they rest at `saved_home`.
+    """
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    SELECT = "select"
+    OFFLOAD = "offload"
+
+
+class Order(StrEnum):
+    """LAYER_MAJOR: all microbatches through a call, then through the next. MICROBATCH_MAJOR: one microbatch at a time."""
+
+    LAYER_MAJOR = "layer-major"
+    MICROBATCH_MAJOR = "microbatch-major"
+
+
+class UpdateTime(StrEnum):
+    """IN_BACKWARD: a block is updated as soon as its gradient is complete. AFTER_BACKWARD: all are updated at the end."""
+
+    IN_BACKWARD = "in-backward"
+    AFTER_BACKWARD = "after-backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """Homes of one block's tensors."""
+
+    weight_home: Tier = Tier.DEVICE
+    gradient_home: Tier = Tier.DEVICE
+    state_home: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPlan:
+    """Fate of what one call saves.
+
+    Attributes:
+        saved: see `Saved`.
+        saved_home: where offloaded tensors rest (only for OFFLOAD).
+        boundary_home: where the arguments of a recomputed call rest (only for RECOMPUTE and SELECT).
+        joins_previous: this call belongs to the same recompute segment as the call before it: they are resident together, and only
+            the first call's arguments are held.
+    """
+
+    saved: Saved = Saved.KEEP
+    saved_home: Tier = Tier.DISK
+    boundary_home: Tier = Tier.DEVICE
+    joins_previous: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All decisions for a run.
+
+    Attributes:
+        microbatches: into how many slices of equal or nearly equal rows the batch is cut.
+        order: see `Order`; without effect for one microbatch.
+        blocks: homes by block name; blocks not named have everything on the device.
+        calls: fates by call index as traced; calls beyond the end of the tuple are kept.
+        tail: index of the first call of the tail: from it on, each microbatch runs forward to its loss and back at once, so that
+            logits of one microbatch only are alive (layer-major order); None: no tail is cut.
+        update: see `UpdateTime`.
+        is_atomic: an interrupted step leaves the state of before; otherwise it is fused in place and an interruption tears it.
+        prefetch: how many visits beyond the running one may be on the device (1: two buffers).
+        loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
+    """
+
+    microbatches: int = 1
+    order: Order = Order.LAYER_MAJOR
+    blocks: Mapping[str, BlockPlan] = field(default_factory=dict[str, BlockPlan])
+    calls: tuple[CallPlan, ...] = ()
+    tail: int | None = None
+    update: UpdateTime = UpdateTime.IN_BACKWARD
+    is_atomic: bool = False
+    prefetch: int = 1
+    loss_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise PlanError(f"a plan needs at least one microbatch, not {self.microbatches}")
+        if self.prefetch < 0:
+            raise PlanError(f"prefetch counts visits ahead and cannot be {self.prefetch}")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise PlanError(f"loss_chunk_tokens must be at least 1, not {self.loss_chunk_tokens}")
+        if self.calls and self.calls[0].joins_previous:
+            raise PlanError("the first call cannot join a call before it (calls[0].joins_previous)")
+
+    def block(self, name: str) -> BlockPlan:
+        """Homes of a block; all on the device if the plan does not name it."""
+        return self.blocks.get(name, BlockPlan())
+
+    def call(self, index: int) -> CallPlan:
+        """Fate of a call; kept if the plan does not reach it."""
+        return self.calls[index] if index < len(self.calls) else CallPlan()
+
+    def segments(self, number_of_calls: int) -> tuple[tuple[int, int], ...]:
+        """(first, last) call of each segment: the units of yielding and visiting, in forward order."""
+        bounds: list[tuple[int, int]] = []
+        for index in range(number_of_calls):
+            if index and self.call(index).joins_previous and index != self.tail:
+                bounds[-1] = (bounds[-1][0], index)
+            else:
+                bounds.append((index, index))
+        return tuple(bounds)
+
+    def check(self, block_names: Sequence[str], number_of_calls: int) -> None:
+        """Raises `PlanError` where the plan names blocks or calls that the model does not have, or contradicts itself."""
+        unknown = sorted(set(self.blocks) - set(block_names))
+        if unknown:
+            raise PlanError(
+                f"the plan names blocks that the model does not have: {unknown}; it has {list(block_names)}"
+            )
+        if len(self.calls) > number_of_calls:
+            raise PlanError(f"the plan decides {len(self.calls)} calls, the model makes {number_of_calls}")
+        if self.tail is not None and not 0 <= self.tail < number_of_calls:
+            raise PlanError(f"tail={self.tail} is not one of the {number_of_calls} calls")
+        for index, call in enumerate(self.calls):
+            if call.joins_previous and call.saved not in (Saved.RECOMPUTE, Saved.SELECT):
+                raise PlanError(f"calls[{index}] joins the call before it but is not recomputed (saved={call.saved})")
+            if call.joins_previous and self.call(index - 1).saved is not call.saved:
+                raise PlanError(f"calls[{index}] joins a call with another fate ({self.call(index - 1).saved})")
+            if call.saved is Saved.OFFLOAD and call.saved_home is Tier.DEVICE:
+                raise PlanError(f"calls[{index}] is offloaded to the device; use saved='keep', or host or disk")
+        for name, block in self.blocks.items():
+            if block.weight_home is not Tier.DEVICE and block.state_home is Tier.DEVICE:
+                continue  # legal: states stay on the device and the weight comes to them
+            if self.is_atomic and self.update is UpdateTime.IN_BACKWARD and block.weight_home is not Tier.DISK:
+                raise PlanError(
+                    f"block {name!r}: an atomic step that updates in backward needs homes with a spare slot (disk); "
+                    "use update='after-backward', or is_atomic=False"
+                )
+
+    def to_json(self) -> str:
+        """The plan as indented JSON; `Plan.from_json` gives an equal plan."""
+        return json.dumps({"format": PLAN_FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            PlanError: not JSON, another format, an unknown field, or a value that the field does not take.
+        """
+        try:
+            read: object = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan is not JSON: {error}") from error
+        try:
+            raw = _object("the plan", read)
+            _check_format(raw.pop("format", None))
+            blocks = {
+                name: BlockPlan(**_values(BlockPlan, _object(f"blocks[{name!r}]", block)))
+                for name, block in _object("blocks", raw.pop("blocks", {})).items()
+            }
+            calls = tuple(
+                CallPlan(**_values(CallPlan, _object(f"calls[{index}]", call)))
+                for index, call in enumerate(_list("calls", raw.pop("calls", [])))
+            )
+            decided = _values(cls, raw)
+            decided.update(blocks=blocks, calls=calls)
+            return cls(**decided)
+        except PlanError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"the plan cannot be read: {error}") from error
+
+
+_ENUMS: dict[str, type[StrEnum]] = {
+    "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "saved": Saved, "saved_home": Tier,
+    "boundary_home": Tier, "order": Order, "update": UpdateTime,
+}  # fmt: skip
+_BOOLEANS = {"joins_previous", "is_atomic"}
+_OPTIONAL = {"tail", "loss_chunk_tokens"}
+
+
+def _check_format(found: object) -> None:
+    if found != PLAN_FORMAT:
+        raise ValueError(f'it must say "format": {PLAN_FORMAT}')
+
+
+def _object(what: str, value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{what} must be a JSON object, not {type(value).__name__}")
+    return cast("dict[str, object]", value)
+
+
+def _list(what: str, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{what} must be a JSON list, not {type(value).__name__}")
+    return cast("list[object]", value)
+
+
+def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
+    """Checked values of a dataclass's fields, enums made of their texts."""
+    known = {f.name for f in fields(kind)}
+    if unknown := sorted(set(raw) - known):
+        raise ValueError(f"unknown field {unknown[0]!r} of {kind.__name__}; it has {sorted(known)}")
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name in _ENUMS:
+            values[name] = _ENUMS[name](value)
+        elif name in _BOOLEANS:
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, not {value!r}")
+            values[name] = value
+        elif (value is None and name in _OPTIONAL) or (isinstance(value, int) and not isinstance(value, bool)):
+            values[name] = value
+        else:
+            raise ValueError(f"{name} must be an integer, not {value!r}")
+    return values

@@ -1,0 +1,210 @@
+"""What a training step does with memory, as data: blocks, calls, storages.
+
+In: nothing (the `profiling` package fills it). Out: frozen dataclasses that planning, scheduling, prediction and report read without torch.
+
+[Note: segments of a trace]
+A microbatch's forward is cut at the *entry* of each call. What runs from the beginning to the first entry is segment -1 (the prologue);
+what runs from the entry of call c to the entry of call c + 1 is segment c, so that code between calls ("glue", such as a residual sum
+or, after the last call, the loss) belongs to the call before it. Backward is cut the same way: segment c of the backward begins when the
+first gradient reaches an output of call c and ends when that of the next call in reverse order begins. The engine yields, fetches and
+frees at exactly these points, so what is profiled per segment is what a schedule's action costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorProfile:
+    """A parameter: its name (dotted, first name if tied), shape, dtype as torch prints it without the prefix, bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """Parameters that travel together.
+
+    Attributes:
+        name: dotted name of the module that owns them.
+        kind: equal for blocks of the same structure (class and shapes), so that one price serves them all.
+        parameters: in the order of `named_parameters`; each parameter of the model is in exactly one block.
+        is_spanning: a weight is read outside every call (by glue code), so the block must stay on the device.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[TensorProfile, ...]
+    is_spanning: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, without alignment."""
+        return sum(p.nbytes for p in self.parameters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of the parameters that train."""
+        return sum(p.nbytes for p in self.parameters if p.requires_grad)
+
+    @property
+    def largest_gradient_bytes(self) -> int:
+        """Bytes of the largest single gradient: what adding one more microbatch's gradient holds for a moment."""
+        return max((p.nbytes for p in self.parameters if p.requires_grad), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageProfile:
+    """A block of memory that the traced step made (weights and gradients of weights excluded).
+
+    Attributes:
+        index: position in `TraceProfile.storages`.
+        nbytes: its bytes.
+        segment: forward segment in which it was made (see [Note: segments of a trace]).
+        saved_inside: calls that saved it for backward between their entry and their return: what recompute drops and offload moves.
+        saved_outside: segments whose glue saved it: always kept.
+        argument_of: calls that receive it as an argument: what a recomputed call must hold.
+        last_use: last forward segment in which an operation reads it or a call receives it (or the one that made it).
+        held_until: last forward segment at whose end it is still alive in the plain run *without* being saved by anyone (held by the program,
+            such as logits in an output object); equals `last_use` if not held longer.
+        is_input: it came with the batch or is a buffer: it is there before the step and outlives it.
+        is_buffer: it is a buffer of the model (then `is_input` too): all microbatches share it, so it counts once.
+    """
+
+    index: int
+    nbytes: int
+    segment: int
+    saved_inside: tuple[int, ...] = ()
+    saved_outside: tuple[int, ...] = ()
+    argument_of: tuple[int, ...] = ()
+    last_use: int = -1
+    held_until: int = -1
+    is_input: bool = False
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallProfile:
+    """One use of a block site in forward order.
+
+    Attributes:
+        index: position in the forward order.
+        site: dotted name of the module called.
+        blocks: names of the blocks whose weights it reads (own block first).
+        kind: equal for calls of equal cost.
+        is_repeated: the site is one of a row of like modules (a transformer layer), not head, embedding or norm.
+        has_backward: gradients flow through it.
+        uses_random: it draws random numbers (dropout): recompute must restore the generator.
+        mutates_inputs: it changes a tensor it received in place: recompute must hold a copy.
+        changes_arguments: an object among its arguments (a key-value cache) holds other tensors after the call: running
+            the call again would change it twice.
+        forward_peak_bytes: most bytes alive at once made inside the segment (saved and outputs included) above those alive at its entry.
+        inside_peak_bytes: the same, counted only until the call returns: what recomputing it needs.
+        output_bytes: bytes of distinct new storages that the call returns.
+        select_bytes: bytes of the outputs of matrix products and attention inside the call: what SELECT holds beyond
+            the arguments; None: not traced, SELECT is then priced as if it held everything.
+        backward_peak_bytes: most bytes alive at once above those at the backward segment's entry, gradients of parameters excluded,
+            with everything saved kept (its release during the segment is already subtracted).
+        backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry (gradients of parameters excluded):
+            negative when more was freed (saved tensors) than made.
+        forward_flops, backward_flops: floating point operations (2 a multiply-add).
+    """
+
+    index: int
+    site: str
+    blocks: tuple[str, ...]
+    kind: str
+    is_repeated: bool
+    has_backward: bool
+    uses_random: bool = False
+    mutates_inputs: bool = False
+    changes_arguments: bool = False
+    forward_peak_bytes: int = 0
+    inside_peak_bytes: int = 0
+    output_bytes: int = 0
+    select_bytes: int | None = None
+    backward_peak_bytes: int = 0
+    backward_leaves_bytes: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceProfile:
+    """One microbatch of `rows` rows, traced forward and backward.
+
+    Attributes:
+        rows: size of the batch dimension.
+        calls: in forward order.
+        storages: all memory made in forward that is alive at some segment's end, or saved, or an argument.
+        prologue_peak_bytes: most bytes alive at once in segment -1.
+        seed_peak_bytes: most bytes alive at once, above those at the forward's end, from the start of backward until the
+            first gradient reaches a call (the backward of the loss runs in it).
+        seed_leaves_bytes: bytes alive at the end of that stretch above those at its start.
+        whole_peak_bytes: peak of the plain step (forward and backward, this microbatch), activations only.
+        plain_peak_bytes: the same with the gradients of parameters, each from its making on: what a meter outside shows.
+        largest_saved: human-readable causes of the largest saved tensors: (operation and shape, bytes), largest first, at most 20.
+    """
+
+    rows: int
+    calls: tuple[CallProfile, ...]
+    storages: tuple[StorageProfile, ...]
+    prologue_peak_bytes: int = 0
+    seed_peak_bytes: int = 0
+    seed_leaves_bytes: int = 0
+    whole_peak_bytes: int = 0
+    plain_peak_bytes: int = 0
+    largest_saved: tuple[tuple[str, int], ...] = ()
+
+    def saved_bytes(self, call: int) -> int:
+        """Bytes that call `call` saves inside itself beyond its arguments: what recompute drops."""
+        return sum(
+            s.nbytes for s in self.storages if call in s.saved_inside and call not in s.argument_of and not s.is_input
+        )
+
+    def boundary_bytes(self, call: int) -> int:
+        """Bytes of the arguments that a recomputed call must hold (batch and buffers excluded)."""
+        return sum(s.nbytes for s in self.storages if call in s.argument_of and not s.is_input)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model, an optimizer and a batch as memory sees them.
+
+    Attributes:
+        batch_rows: rows of the whole batch of a step.
+        blocks: partition of the parameters, in the order of their first call.
+        traces: by rows of a microbatch; always holds at least one entry. All have the same calls.
+        state_bytes: optimizer state bytes by block name, once the states exist.
+        reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
+        buffer_bytes: buffers of the model (always resident).
+        source: "fake" (traced without data) or "real" (a real step was run on real tensors).
+        source_reason: why a fake trace was not possible; empty if it was or was not tried.
+    """
+
+    batch_rows: int
+    blocks: tuple[BlockProfile, ...]
+    traces: Mapping[int, TraceProfile]
+    state_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    reads_batch_statistics: bool = False
+    buffer_bytes: int = 0
+    source: str = "fake"
+    source_reason: str = ""
+
+    def block(self, name: str) -> BlockProfile:
+        """The block of that name; `KeyError` if there is none."""
+        for block in self.blocks:
+            if block.name == name:
+                return block
+        raise KeyError(name)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(b.weight_bytes for b in self.blocks)

@@ -1,0 +1,103 @@
+"""What a plan makes of a model's calls: the facts that building, checking and predicting a schedule all read.
+
+In: `Plan` and `Profile`. Out: `StepShape`, per segment: the blocks whose weights it needs, whether it has a backward,
+whose gradients that backward makes, where what it saves leaves to; per block: whether it visits and whether it trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.core.plan import Order, Plan, Saved, Tier
+from memfit.core.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """A plan and a profile, resolved to indices.
+
+    Attributes:
+        blocks: names by index.
+        segments: (first, last) call of each segment, in forward order.
+        has_backward: by segment: gradients flow through one of its calls.
+        needs: by segment: blocks whose weights its calls read, in forward and in backward, ascending.
+        contributes: by segment: blocks that train and get a gradient from its backward, ascending.
+        leaves: by segment: the tier to which what it holds for backward leaves after forward; None: it stays.
+        tail_segment: index of the first segment of the tail; the number of segments without a tail.
+        visiting: blocks whose weights come to the device for a visit.
+        trainable: blocks with a parameter that trains, ascending.
+        loose: of these, those that get a gradient outside every traced call (read by glue, or by no call that has a
+            backward), so that it is complete only when a pass of backward has ended.
+    """
+
+    blocks: tuple[str, ...]
+    segments: tuple[tuple[int, int], ...]
+    has_backward: tuple[bool, ...]
+    needs: tuple[tuple[int, ...], ...]
+    contributes: tuple[tuple[int, ...], ...]
+    leaves: tuple[Tier | None, ...]
+    tail_segment: int
+    visiting: frozenset[int]
+    trainable: tuple[int, ...]
+    loose: frozenset[int]
+
+    def segment_of(self, call: int) -> int:
+        """Index of the segment that holds a call."""
+        for index, (first, last) in enumerate(self.segments):
+            if first <= call <= last:
+                return index
+        raise IndexError(call)
+
+
+def describe_step(plan: Plan, profile: Profile) -> StepShape:
+    """Resolves a plan against a profile.
+
+    Raises:
+        PlanError: the plan names blocks or calls that the model does not have, or contradicts itself.
+    """
+    trace = next(iter(profile.traces.values()))
+    names = tuple(b.name for b in profile.blocks)
+    plan.check(names, len(trace.calls))
+    index = {name: i for i, name in enumerate(names)}
+    segments = plan.segments(len(trace.calls))
+    trains = {i for i, b in enumerate(profile.blocks) if any(p.requires_grad for p in b.parameters)}
+    needs: list[tuple[int, ...]] = []
+    contributes: list[tuple[int, ...]] = []
+    has_backward: list[bool] = []
+    leaves: list[Tier | None] = []
+    for first, last in segments:
+        calls = trace.calls[first : last + 1]
+        reads = {index[b] for c in calls for b in c.blocks}
+        gets = {index[b] for c in calls if c.has_backward for b in c.blocks}
+        needs.append(tuple(sorted(reads)))
+        contributes.append(tuple(sorted(gets & trains)))
+        has_backward.append(any(c.has_backward for c in calls))
+        leaves.append(_leaves(plan, first) if has_backward[-1] else None)
+    called = {b for gets in contributes for b in gets}
+    spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}
+    # A tail is a matter of the layer-major order: one microbatch at a time, each runs to its loss and back anyway.
+    has_tail = plan.tail is not None and plan.order is Order.LAYER_MAJOR
+    tail = next((i for i, (first, _) in enumerate(segments) if has_tail and first == plan.tail), len(segments))
+    return StepShape(
+        blocks=names,
+        segments=segments,
+        has_backward=tuple(has_backward),
+        needs=tuple(needs),
+        contributes=tuple(contributes),
+        leaves=tuple(leaves),
+        tail_segment=tail,
+        visiting=frozenset(
+            i for i, name in enumerate(names) if plan.block(name).weight_home is not Tier.DEVICE and i not in spanning
+        ),
+        trainable=tuple(sorted(trains)),
+        loose=frozenset(trains & spanning | trains - called),
+    )
+
+
+def _leaves(plan: Plan, first: int) -> Tier | None:
+    call = plan.call(first)
+    if call.saved is Saved.OFFLOAD:
+        return call.saved_home
+    if call.saved is Saved.KEEP or call.boundary_home is Tier.DEVICE:
+        return None
+    return call.boundary_home

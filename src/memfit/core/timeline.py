@@ -1,0 +1,63 @@
+"""What a schedule costs, action by action.
+
+In: filled by `prediction` (predicted) or by the runtime's recorder (measured). Out: `Timeline`, read by verification and report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One action's cost.
+
+    Attributes:
+        action: its text.
+        peak_bytes: most device bytes alive while it runs.
+        after_bytes: device bytes alive when it is done.
+        start_s, end_s: seconds from the step's begin.
+        by_category: device bytes at the peak by category: "weight", "gradient", "state", "activation", "transient", "staging".
+    """
+
+    action: str
+    peak_bytes: int
+    after_bytes: int
+    start_s: float = 0.0
+    end_s: float = 0.0
+    by_category: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A whole step.
+
+    Attributes:
+        moments: in the schedule's order.
+        host_peak_bytes, disk_peak_bytes: peaks of the other tiers.
+        bytes_read, bytes_written: moved over the links, by category.
+        stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload", "accumulate", "update".
+    """
+
+    moments: tuple[Moment, ...]
+    host_peak_bytes: int = 0
+    disk_peak_bytes: int = 0
+    bytes_read: Mapping[str, int]
+    bytes_written: Mapping[str, int]
+    stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most device bytes alive at once."""
+        return max((m.peak_bytes for m in self.moments), default=0)
+
+    @property
+    def peak(self) -> Moment | None:
+        """The action at which the peak stands."""
+        return max(self.moments, key=lambda m: m.peak_bytes, default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted or measured time of the step."""
+        return max((m.end_s for m in self.moments), default=0.0)

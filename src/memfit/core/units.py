@@ -1,0 +1,69 @@
+"""Bytes in, words out: the only place that knows GiB.
+
+In: integers of bytes, or a person's `"8 GiB"`. Out: integers of bytes, or text. Binary (KiB, MiB, GiB, TiB) and decimal (kB, MB, GB, TB)
+units are both read; only binary ones are written.
+"""
+
+from __future__ import annotations
+
+import re
+
+from memfit.core.errors import UsageError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*$")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Reads a size: an integer of bytes, or text such as `"1.25GiB"`, `"400 MB"`, `"8g"` is refused (ambiguous).
+
+    Args:
+        size: bytes as an integer, or a number with a unit.
+
+    Returns:
+        Whole bytes, rounded down.
+
+    Raises:
+        UsageError: not a size, negative, or an unknown or ambiguous unit.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything
+        raise UsageError(f"a size is an integer of bytes or text such as '8GiB', not {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise UsageError(f"a size cannot be negative: {size}")
+        return size
+    match = _PATTERN.match(size)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise UsageError(
+            f"cannot read the size {size!r}: write a number and a unit, such as '8GiB', '512 MiB' or '10GB'"
+        )
+    number, unit = match.group(1), match.group(2).lower()
+    whole, _, fraction = number.partition(".")
+    scale = _UNITS[unit]
+    # Integer arithmetic: a float of 2**53 bytes and more would lose whole bytes.
+    fraction_bytes = int(fraction) * scale // 10 ** len(fraction) if fraction else 0
+    return int(whole or "0") * scale + fraction_bytes
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Writes bytes for a person: `"1.25 GiB"`, `"37.0 MiB"`, `"512 B"`."""
+    sign = "-" if size_bytes < 0 else ""
+    size = abs(size_bytes)
+    for scale, unit, digits in ((TIB, "TiB", 2), (GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
+        if size >= scale:
+            return f"{sign}{size / scale:.{digits}f} {unit}"
+    return f"{sign}{size} B"
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `size`."""
+    return -(-size // multiple) * multiple

@@ -1,0 +1,154 @@
+"""The plans that the rules look at: every combination of a few uniform decisions.
+
+In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
+
+| decision     | choices                                                                                                |
+|--------------|--------------------------------------------------------------------------------------------------------|
+| microbatches | 1, 2, 4, 8, ... up to the rows of the batch                                                            |
+| order        | layer-major; with several microbatches also microbatch-major (plain accumulation)                      |
+| saved        | keep; select; recompute; recompute with arguments away; offload: the same for all repeated calls       |
+| homes        | all on the device; states away; states and gradients away (where gradients wait); everything away      |
+| prefetch     | 1; with everything away also 0                                                                         |
+| tail         | with several microbatches, layer-major: the calls after the last repeated one                          |
+| update       | in backward, unless the norm of all gradients must be known first                                      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.profile import Profile, TraceProfile
+from memfit.core.units import MIB
+
+# Moving less than this saves little memory, and a transfer of its own costs more than it.
+SMALL_BLOCK_BYTES = MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan to look at, and its name in a ladder."""
+
+    name: str
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Homes:
+    name: str
+    tier: Tier = Tier.DEVICE
+    moves_gradients: bool = False
+    moves_weights: bool = False
+    prefetch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fate:
+    name: str
+    call: CallPlan
+
+
+def list_candidates(
+    profile: Profile, *, microbatches: int, tiers: tuple[Tier, ...], clips_norm: bool
+) -> Iterator[Candidate]:
+    """All candidates for one number of microbatches, simplest first.
+
+    Args:
+        profile: of the model; any of its traces.
+        microbatches: into how many slices the batch is cut.
+        tiers: where things may go, besides the device.
+        clips_norm: gradients are clipped by their global norm.
+    """
+    trace = next(iter(profile.traces.values()))
+    chosen = decided_calls(trace)
+    orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
+    for order in orders:
+        waits = clips_norm or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
+        for fate in _fates(trace, chosen, tiers):
+            # A call that changes what it was given (a key-value cache) cannot be run again.
+            again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
+            calls = tuple(
+                fate.call if c.index in chosen and not (again and c.changes_arguments) else CallPlan()
+                for c in trace.calls
+            )
+            for homes in _homes(tiers, gradients_wait=waits):
+                is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
+                yield Candidate(
+                    name=_name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes),
+                    plan=Plan(
+                        microbatches=microbatches,
+                        order=order,
+                        blocks=_blocks(profile, homes),
+                        calls=() if fate.call.saved is Saved.KEEP else calls,
+                        tail=find_tail(trace) if is_layer_major else None,
+                        update=UpdateTime.AFTER_BACKWARD if clips_norm else UpdateTime.IN_BACKWARD,
+                        prefetch=homes.prefetch,
+                    ),
+                )
+
+
+def decided_calls(trace: TraceProfile) -> frozenset[int]:
+    """Calls whose saved tensors are decided: the repeated ones with a backward; all with a backward if none repeats."""
+    backward = {c.index for c in trace.calls if c.has_backward}
+    repeated = {c.index for c in trace.calls if c.is_repeated} & backward
+    return frozenset(repeated or backward)
+
+
+def find_tail(trace: TraceProfile) -> int | None:
+    """First of the calls after the last repeated one; the last call if none repeats; None if nothing follows."""
+    repeated = [c.index for c in trace.calls if c.is_repeated]
+    first = repeated[-1] + 1 if repeated else len(trace.calls) - 1
+    return first if 0 < first < len(trace.calls) else None
+
+
+def _fates(trace: TraceProfile, chosen: frozenset[int], tiers: tuple[Tier, ...]) -> list[_Fate]:
+    fates = [_Fate(name="keep", call=CallPlan())]
+    # Without traced outputs of matrix products, selecting is priced as holding everything: no better than keeping.
+    if chosen and all(trace.calls[i].select_bytes is not None for i in chosen):
+        fates.append(_Fate(name="select", call=CallPlan(saved=Saved.SELECT)))
+    if chosen:
+        fates.append(_Fate(name="recompute", call=CallPlan(saved=Saved.RECOMPUTE)))
+    for tier in tiers if chosen else ():
+        away = CallPlan(saved=Saved.RECOMPUTE, boundary_home=tier)
+        fates.append(_Fate(name=f"recompute, arguments on {tier}", call=away))
+        fates.append(_Fate(name=f"offload to {tier}", call=CallPlan(saved=Saved.OFFLOAD, saved_home=tier)))
+    return fates
+
+
+def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool) -> list[_Homes]:
+    homes = [_Homes(name="all on the device")]
+    for tier in tiers:
+        homes.append(_Homes(name=f"states on {tier}", tier=tier))
+        if gradients_wait:
+            homes.append(_Homes(name=f"states and gradients on {tier}", tier=tier, moves_gradients=True))
+        everything = _Homes(name=f"everything on {tier}", tier=tier, moves_gradients=gradients_wait, moves_weights=True)
+        one = _Homes(
+            name=f"everything on {tier}, one buffer",
+            tier=tier,
+            moves_gradients=gradients_wait,
+            moves_weights=True,
+            prefetch=0,
+        )
+        homes += [everything, one]
+    return homes
+
+
+def _blocks(profile: Profile, homes: _Homes) -> dict[str, BlockPlan]:
+    if homes.tier is Tier.DEVICE:
+        return {}
+    return {
+        b.name: BlockPlan(
+            weight_home=homes.tier if homes.moves_weights and not b.is_spanning else Tier.DEVICE,
+            gradient_home=homes.tier if homes.moves_gradients else Tier.DEVICE,
+            state_home=homes.tier,
+        )
+        for b in profile.blocks
+        if b.weight_bytes >= SMALL_BLOCK_BYTES
+    }
+
+
+def _name(microbatches: int, *, is_layer_major: bool, fate: _Fate, homes: _Homes) -> str:
+    count = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
+    order = " layer by layer" if is_layer_major else ""
+    return f"{count}{order}; {fate.name}; {homes.name}"

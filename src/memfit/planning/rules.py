@@ -1,0 +1,341 @@
+"""Chooses a plan: of all candidates whose predicted peaks fit, the fastest.
+
+In: `Profile`, `Budget`, `Hardware`. Out: `PlanChoice`, or `DoesNotFitError` with the
+smallest limit that would do. Deterministic: the same inputs give the same plan, whatever the clock says.
+
+[Note: which candidates are built]
+A schedule is built and predicted for each candidate that could still win, in the order of a lower bound of its seconds
+(compute alone, or what must at least pass a link). The search ends when the best that fits is no slower than the bound
+of the next. Weights, states and gradients that never leave are a lower bound of a candidate's bytes: one that is over
+the budget by those alone is not built, unless nothing fits and it may hold the smallest limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from memfit.core.errors import DoesNotFitError, UsageError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget
+from memfit.core.plan import Plan, Tier
+from memfit.core.profile import Profile
+from memfit.core.schedule import Schedule
+from memfit.core.shape import describe_step
+from memfit.core.timeline import Timeline
+from memfit.core.units import format_bytes
+from memfit.planning.candidates import Candidate, list_candidates
+from memfit.prediction.bytes import STAGING_BYTES, flat_weight_bytes, trace_of
+from memfit.prediction.predict import Appraisal, appraise, predict
+from memfit.prediction.residents import peak_report
+from memfit.prediction.seconds import compute_seconds, link_of, update_compute_seconds, update_traffic
+from memfit.scheduling.build import build_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One step of a ladder: what a plan would take and give.
+
+    Attributes:
+        name: the decisions in words.
+        peak_bytes: predicted device bytes of tensors.
+        seconds: predicted for a step.
+        fits: it is within every budget.
+    """
+
+    name: str
+    peak_bytes: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """A plan, what it is predicted to cost, and what stood beside it.
+
+    Attributes:
+        name: the decisions in words.
+        plan: them.
+        schedule: the step built from it.
+        timeline: its prediction.
+        ladder: from the fastest to the leanest, plans that no other beats in both; the chosen one is among them.
+        reason: why this one, in a sentence or two.
+        built: number of candidates that were built and predicted.
+    """
+
+    name: str
+    plan: Plan
+    schedule: Schedule
+    timeline: Timeline
+    ladder: tuple[Rung, ...]
+    reason: str
+    built: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Priced:
+    index: int
+    candidate: Candidate
+    profile: Profile
+    seconds_bound: float
+    bytes_bound: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    priced: _Priced
+    cost: Appraisal
+    fits: bool
+    fits_elsewhere: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What is asked, resolved."""
+
+    budget: Budget
+    hardware: Hardware
+    clips_norm: bool
+    host_bytes: int | None
+    disk_bytes: int | None
+    staging_bytes: int
+
+    def build(self, priced: _Priced) -> _Built:
+        plan = priced.candidate.plan
+        schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
+        found = appraise(schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes)
+        elsewhere = _within(found.host_peak_bytes, self.host_bytes) and _within(found.disk_peak_bytes, self.disk_bytes)
+        return _Built(
+            priced=priced,
+            cost=found,
+            fits=elsewhere and _within(found.peak_bytes, self.budget.tensor_bytes),
+            fits_elsewhere=elsewhere,
+        )
+
+
+def choose_plan(
+    profile: Profile,
+    budget: Budget,
+    hardware: Hardware,
+    *,
+    allow: Collection[str] = frozenset(),
+    clips_norm: bool = False,
+    has_disk: bool = True,
+    has_host: bool = False,
+    splits_allowed: bool = True,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> PlanChoice:
+    """Takes the fastest candidate whose predicted peaks fit.
+
+    Args:
+        profile: with traces of the microbatch sizes to consider; sizes without a trace are not candidates.
+        budget: of the device; without a limit everything fits.
+        hardware: speeds and capacities.
+        allow: names of changes that the user permits; "batch-statistics" lets a batch be cut although the model computes
+            statistics over it. Other names change nothing here: every candidate is exact or reordered.
+        clips_norm: gradients are clipped by their global norm.
+        has_disk: homes on disk may be used.
+        has_host: homes in host memory may be used (only where the hardware has a link to it).
+        splits_allowed: the loss adds up over microbatches.
+        host_bytes: limit of host memory; None: the hardware's capacity.
+        disk_bytes: limit of disk; None: the hardware's capacity.
+        staging_bytes: as in `prediction.predict`.
+
+    Raises:
+        DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that one would.
+        UsageError: no microbatch size has a trace.
+    """
+    question = _Question(
+        budget=budget,
+        hardware=hardware,
+        clips_norm=clips_norm,
+        host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
+        disk_bytes=hardware.disk_bytes if disk_bytes is None else disk_bytes,
+        staging_bytes=staging_bytes,
+    )
+    tiers = tuple(
+        tier
+        for tier, is_there in ((Tier.HOST, has_host and hardware.host is not None), (Tier.DISK, has_disk))
+        if is_there
+    )
+    may_split = splits_allowed and (not profile.reads_batch_statistics or "batch-statistics" in allow)
+    priced = _price_all(profile, question, tiers, may_split=may_split)
+    built, waiting = _search(priced, question)
+    fitting = [b for b in built if b.fits]
+    if not fitting:
+        built += _search_leanest(waiting, built, question)
+        raise _does_not_fit(built, question, tiers, may_split=may_split)
+    best = min(fitting, key=lambda b: (b.cost.seconds, b.priced.index))
+    plan = best.priced.candidate.plan
+    schedule = build_step(plan, profile, clips_norm=clips_norm)
+    return PlanChoice(
+        name=best.priced.candidate.name,
+        plan=plan,
+        schedule=schedule,
+        timeline=predict(schedule, plan, profile, hardware, staging_bytes=staging_bytes),
+        ladder=_ladder(built, best),
+        reason=_reason(built, best, budget),
+        built=len(built),
+    )
+
+
+def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *, may_split: bool) -> list[_Priced]:
+    priced: list[_Priced] = []
+    count = 1
+    while count <= (max(1, profile.batch_rows) if may_split else 1):
+        if -(-profile.batch_rows // count) in profile.traces:
+            for candidate in list_candidates(profile, microbatches=count, tiers=tiers, clips_norm=question.clips_norm):
+                priced.append(_price(len(priced), candidate, profile, question))
+        count *= 2
+    if not priced:
+        raise UsageError(f"none of the microbatch sizes has a trace; traced rows are {sorted(profile.traces)}")
+    return priced
+
+
+def _price(index: int, candidate: Candidate, profile: Profile, question: _Question) -> _Priced:
+    """Lower bounds of seconds and device bytes. See [Note: which candidates are built]."""
+    plan, hardware = candidate.plan, question.hardware
+    shape = describe_step(plan, profile)
+    trace = trace_of(profile, plan.microbatches)
+    work_s = compute_seconds(trace, plan, shape, hardware)
+    moved_s: dict[tuple[Tier, str], float] = {}
+    resident = 0
+    for block, profiled in enumerate(profile.blocks):
+        homes = plan.block(profiled.name)
+        weight = flat_weight_bytes(profiled)
+        resident += 0 if block in shape.visiting else weight
+        resident += profile.state_bytes.get(profiled.name, 0) if homes.state_home is Tier.DEVICE else 0
+        if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
+            resident += profiled.gradient_bytes
+        if block in shape.visiting:
+            _add(moved_s, hardware, homes.weight_home, "read", weight)
+        if block in shape.trainable:
+            work_s += update_compute_seconds(plan, profile, block, hardware)
+            traffic = update_traffic(plan, profile, block, is_visiting=True)
+            for (tier, _), nbytes in traffic.read.items():
+                _add(moved_s, hardware, tier, "read", nbytes)
+            for (tier, _), nbytes in traffic.written.items():
+                _add(moved_s, hardware, tier, "write", nbytes)
+    return _Priced(
+        index=index,
+        candidate=candidate,
+        profile=profile,
+        seconds_bound=max([work_s, *moved_s.values()]),
+        bytes_bound=resident,
+    )
+
+
+def _add(moved_s: dict[tuple[Tier, str], float], hardware: Hardware, tier: Tier, direction: str, nbytes: int) -> None:
+    link = link_of(hardware, tier)
+    speed = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
+    moved_s[tier, direction] = moved_s.get((tier, direction), 0.0) + nbytes / speed
+
+
+def _search(priced: list[_Priced], question: _Question) -> tuple[list[_Built], list[_Priced]]:
+    """Builds what could win; returns that, and what was not built because its residents alone are too much."""
+    built: list[_Built] = []
+    waiting: list[_Priced] = []
+    best_s = math.inf
+    for candidate in sorted(priced, key=lambda p: (p.seconds_bound, p.index)):
+        # A bound may be a rounding above what it bounds.
+        if best_s <= candidate.seconds_bound * (1 + 1e-9):
+            break
+        # The fastest of all is built in any case: what it would need is what a person asks first.
+        if built and not _within(candidate.bytes_bound, question.budget.tensor_bytes):
+            waiting.append(candidate)
+            continue
+        built.append(question.build(candidate))
+        if built[-1].fits:
+            best_s = min(best_s, built[-1].cost.seconds)
+    return built, waiting
+
+
+def _search_leanest(waiting: list[_Priced], built: list[_Built], question: _Question) -> list[_Built]:
+    """Nothing fits: builds what may have the smallest peak of all."""
+    found: list[_Built] = []
+    least = min((b.cost.peak_bytes for b in built if b.fits_elsewhere), default=math.inf)
+    for candidate in sorted(waiting, key=lambda p: (p.bytes_bound, p.index)):
+        if candidate.bytes_bound >= least:
+            break
+        found.append(question.build(candidate))
+        if found[-1].fits_elsewhere:
+            least = min(least, found[-1].cost.peak_bytes)
+    return found
+
+
+def _ladder(built: list[_Built], best: _Built) -> tuple[Rung, ...]:
+    rungs: list[Rung] = []
+    least = math.inf
+    for b in sorted(built, key=lambda b: (b.cost.seconds, b.cost.peak_bytes, b.priced.index)):
+        if b.cost.peak_bytes < least or b is best:
+            least = min(least, b.cost.peak_bytes)
+            rungs.append(_rung(b))
+    return tuple(rungs)
+
+
+def _rung(built: _Built) -> Rung:
+    return Rung(
+        name=built.priced.candidate.name,
+        peak_bytes=built.cost.peak_bytes,
+        seconds=built.cost.seconds,
+        fits=built.fits,
+    )
+
+
+def _reason(built: list[_Built], best: _Built, budget: Budget) -> str:
+    peak, seconds = best.cost.peak_bytes, best.cost.seconds
+    room = "no limit" if budget.tensor_bytes is None else f"{format_bytes(budget.tensor_bytes)} for tensors"
+    text = (
+        f"{best.priced.candidate.name}: predicted {format_bytes(peak)} of {room}, {seconds:.3g} s a step; "
+        f"the fastest of the plans that fit ({len(built)} built)."
+    )
+    faster = [b for b in built if not b.fits and b.cost.seconds < seconds]
+    if faster:
+        next_up = min(faster, key=lambda b: (b.cost.peak_bytes, b.priced.index))
+        more = next_up.cost.peak_bytes - (budget.tensor_bytes or 0)
+        if more > 0:
+            text += (
+                f" With {format_bytes(more)} more it would be {next_up.priced.candidate.name}, "
+                f"{next_up.cost.seconds:.3g} s."
+            )
+    return text
+
+
+def _does_not_fit(
+    built: list[_Built], question: _Question, tiers: tuple[Tier, ...], *, may_split: bool
+) -> DoesNotFitError:
+    possible = [b for b in built if b.fits_elsewhere]
+    if not possible:
+        leanest = min(built, key=lambda b: (b.cost.host_peak_bytes + b.cost.disk_peak_bytes, b.priced.index))
+        return DoesNotFitError(
+            f"no plan fits host memory and disk: the leanest there would take "
+            f"{format_bytes(leanest.cost.host_peak_bytes)} of host memory and "
+            f"{format_bytes(leanest.cost.disk_peak_bytes)} of disk; raise those limits or free space"
+        )
+    leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
+    budget = question.budget
+    smallest = leanest.cost.peak_bytes + budget.base_bytes + budget.reserve_bytes
+    advice = ["shorter sequences or smaller images"]
+    if not may_split:
+        advice.insert(0, "a loss and a model that allow the batch to be split, or fewer rows")
+    if len(possible) < len(built):
+        advice.insert(0, "more host memory or disk")
+    if Tier.DISK not in tiers:
+        advice.insert(0, "the disk as a tier")
+    plan, profile = leanest.priced.candidate.plan, leanest.priced.profile
+    schedule = build_step(plan, profile, clips_norm=question.clips_norm)
+    report = peak_report(schedule, plan, profile, staging_bytes=question.staging_bytes, rows=6)
+    return DoesNotFitError(
+        f"no plan fits the limit of {format_bytes(budget.limit_bytes or 0)} "
+        f"({format_bytes(budget.tensor_bytes or 0)} of it for tensors). The smallest limit that one would fit is "
+        f"{format_bytes(smallest)} ({smallest} bytes), with {leanest.priced.candidate.name}. In its way:\n{report}\n"
+        f"Try {'; '.join(advice)}.",
+        smallest_limit_bytes=smallest,
+    )
+
+
+def _within(nbytes: int, limit: int | None) -> bool:
+    return limit is None or nbytes <= limit

@@ -1,0 +1,301 @@
+"""Bytes alive on the device at every action, and on the other tiers at most.
+
+In: `Schedule`, `Plan`, `Profile`. Out: `ActionBytes` an action, host and disk peaks.
+
+What is counted, by category: *weight*, flat buffers (`core.layout`) of blocks on the device, the model's buffers and
+the batch; *gradient*, of parameters, from the first backward that adds to them to the clear or, for an accumulate, to
+the end of the compute action after it; *state*, of the optimizer where its home is the device; *activation* and
+*transient*, see `lifetimes`, a transient also holds the gradient that is about to be added to another; *staging*,
+pieces of what is updated away from its home. Not modelled: scratch that no trace sees (the reserve of a limit), loss
+chunking (the trace must have been taken with it).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.core.errors import PlanError
+from memfit.core.layout import flat_layout
+from memfit.core.plan import Plan, Tier
+from memfit.core.profile import BlockProfile, Profile, TraceProfile
+from memfit.core.schedule import (
+    Accumulate,
+    Action,
+    Backward,
+    Clear,
+    Commit,
+    Drop,
+    Fetch,
+    Forward,
+    Norm,
+    Offload,
+    Release,
+    Reload,
+    Schedule,
+    Seed,
+    Start,
+    Update,
+)
+from memfit.core.shape import StepShape, describe_step
+from memfit.core.units import MIB
+from memfit.prediction.lifetimes import Event, EventCost, Lifetimes
+from memfit.prediction.segments import SegmentFacts
+
+# Two pieces of weight, gradient and two states each, 4 MiB a piece: one is worked on while the next is read.
+STAGING_BYTES = 32 * MIB
+# A disk home keeps the step before beside the one that is being written, so that a crash never leaves a half-new state.
+DISK_GENERATIONS = 2
+
+CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionBytes:
+    """Device bytes of one action: the most alive while it runs, alive after it, and the most by category."""
+
+    peak_bytes: int
+    after_bytes: int
+    by_category: dict[str, int]
+
+
+def trace_of(profile: Profile, microbatches: int) -> TraceProfile:
+    """The trace of the largest of `microbatches` nearly equal slices of the batch.
+
+    Raises:
+        PlanError: there is no trace of that many rows.
+    """
+    rows = -(-profile.batch_rows // microbatches)
+    if rows not in profile.traces:
+        raise PlanError(
+            f"{microbatches} microbatches of {profile.batch_rows} rows need a trace of {rows} rows; "
+            f"traced are {sorted(profile.traces)}: profile that size too"
+        )
+    return profile.traces[rows]
+
+
+def flat_weight_bytes(block: BlockProfile) -> int:
+    """Bytes of a block's flat buffer of weights."""
+    return flat_layout([p.nbytes for p in block.parameters])[1]
+
+
+def flat_gradient_bytes(block: BlockProfile) -> int:
+    """Bytes of a block's gradients, laid out as its weights are."""
+    return flat_layout([p.nbytes for p in block.parameters if p.requires_grad])[1]
+
+
+class DeviceBytes:
+    """Adds up a schedule, action by action.
+
+    Attributes:
+        shape: of the step.
+        trace: of a microbatch.
+        weights, gradients, leaving: device bytes by block; `leaving` are gradients on their way home.
+        states: bytes by block that never move.
+        live: activations by microbatch.
+        away_bytes, away_peaks: activations at rest, by tier: now and at most.
+        facts: of the plan's segments.
+    """
+
+    def __init__(
+        self, schedule: Schedule, plan: Plan, profile: Profile, *, microbatches: int, staging_bytes: int
+    ) -> None:
+        self.plan = plan
+        self.profile = profile
+        self.shape: StepShape = describe_step(plan, profile)
+        self.trace = trace_of(profile, microbatches)
+        self.facts = SegmentFacts(self.trace, plan, self.shape, profile)
+        self.is_training = any(isinstance(a, Seed) for a in schedule)
+        self.staging_bytes = staging_bytes
+        self.weights = {i: flat_weight_bytes(b) for i, b in enumerate(profile.blocks) if i not in self.shape.visiting}
+        self.states = {
+            i: profile.state_bytes.get(b.name, 0)
+            for i, b in enumerate(profile.blocks)
+            if plan.block(b.name).state_home is Tier.DEVICE
+        }
+        self.gradients: dict[int, int] = {}
+        self.leaving: dict[int, int] = {}
+        self.live = [0] * schedule.microbatches
+        self.away_bytes: Counter[Tier] = Counter()
+        self.away_peaks: Counter[Tier] = Counter()
+        self._from_tail: set[int] = set()
+        self._done = [0] * schedule.microbatches
+        self._events = _split(schedule, self.shape)
+        self._costs = self._all_costs()
+        self._segment = {first: i for i, (first, _) in enumerate(self.shape.segments)}
+        self._offloaded: dict[tuple[int, int], tuple[Tier, int]] = {}
+        self._input_bytes = profile.buffer_bytes + sum(
+            s.nbytes * schedule.microbatches for s in self.trace.storages if s.is_input and not s.is_buffer
+        )
+        self._resident_staging = staging_bytes if self.is_training and self._streams() else 0
+        self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self._totals.update(
+            weight=sum(self.weights.values()) + self._input_bytes,
+            state=sum(self.states.values()),
+            staging=self._resident_staging,
+        )
+
+    def events_of(self, microbatch: int) -> tuple[tuple[tuple[Event, int], ...], int]:
+        """A microbatch's events, and how many it has been through so far."""
+        return self._events[microbatch], self._done[microbatch]
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the batch and of the model's buffers."""
+        return self._input_bytes
+
+    def moved_bytes(self, call: int) -> int:
+        """Bytes that an offload or reload of a call moves."""
+        return self.facts.copy_bytes(self._segment[call])
+
+    def run(self, schedule: Schedule) -> Iterator[ActionBytes]:
+        """Takes the actions one by one; stop early to look at the state in between."""
+        for action in schedule:
+            yield self._take(action)
+
+    def _take(self, action: Action) -> ActionBytes:
+        before = dict(self._totals)
+        match action:
+            case Start() | Forward() | Backward() | Seed() | Offload() | Drop() | Reload():
+                return self._compute_or_move(action)
+            case Fetch(block=b):
+                self.weights[b] = flat_weight_bytes(self.profile.blocks[b])
+                self._totals["weight"] += self.weights[b]
+            case Release(block=b):
+                self._totals["weight"] -= self.weights.pop(b, 0)
+            case Accumulate(block=b):
+                self.leaving[b] = self.leaving.get(b, 0) + self.gradients.pop(b, 0)
+            case Clear(block=b):
+                self._totals["gradient"] -= self.gradients.pop(b, 0)
+            case Update():
+                before["staging"] = self.staging_bytes
+            case Norm() | Commit():
+                self._flush()
+        return self._moment(before)
+
+    def _compute_or_move(self, action: Action) -> ActionBytes:
+        if isinstance(action, Seed):
+            # Glue after the last call may hand over gradients before the first call's backward begins.
+            self._contribute(self.shape.loose)
+            microbatches = range(action.first, action.last + 1)
+        else:
+            assert isinstance(action, Start | Forward | Backward | Offload | Drop | Reload)
+            microbatches = range(action.microbatch, action.microbatch + 1)
+        added = 0
+        if isinstance(action, Backward):
+            contributors = {*self.shape.contributes[self._segment[action.first]], *self.shape.loose}
+            added = self._contribute(contributors, self._segment[action.first])
+        before = dict(self._totals)
+        rise = 0
+        for m in microbatches:
+            cost = self._costs[m][self._done[m]]
+            self._done[m] += 1
+            # A seed of several losses goes through them one by one: each rises above what the earlier ones left.
+            rise = max(rise, self._totals["activation"] - before["activation"] + cost.rise_bytes)
+            self._totals["activation"] += cost.after_bytes - self.live[m]
+            self.live[m] = cost.after_bytes
+            self._account_away(action, m, cost)
+        before["transient"] = rise + added
+        if isinstance(action, Forward | Backward):
+            self._flush()
+        return self._moment(before)
+
+    def _contribute(self, blocks: frozenset[int] | set[int], segment: int | None = None) -> int:
+        """Gradients begin; returns the bytes of the largest one that is made beside the one it is added to.
+
+        Where a shared weight's gradient waited in the trace, the traced rise holds the one that is added to it. What the
+        tail has made lies on the parameter when the joint backward begins to sum its own part beside it.
+        """
+        added = 0
+        is_tail = segment is not None and segment >= self.shape.tail_segment
+        for b in blocks:
+            if is_tail:
+                self._from_tail.add(b)
+            elif b in self._from_tail:
+                self._from_tail.discard(b)
+                beside = flat_gradient_bytes(self.profile.blocks[b]) if b in self.gradients else 0
+                if beside:
+                    self.gradients[b] += beside
+                    self._totals["gradient"] += beside
+                    continue
+            if b in self.gradients:
+                if segment is not None and self.facts.has_waited(self.shape.blocks[b], segment):
+                    continue
+                added = max(added, self.profile.blocks[b].largest_gradient_bytes)
+            else:
+                self.gradients[b] = flat_gradient_bytes(self.profile.blocks[b])
+                self._totals["gradient"] += self.gradients[b]
+        return added
+
+    def _flush(self) -> None:
+        self._totals["gradient"] -= sum(self.leaving.values())
+        self.leaving.clear()
+
+    def _account_away(self, action: Action, microbatch: int, cost: EventCost) -> None:
+        if isinstance(action, Offload):
+            self._offloaded[action.call, microbatch] = (action.tier, cost.moved_bytes)
+            self.away_bytes[action.tier] += cost.moved_bytes
+            self.away_peaks[action.tier] = max(self.away_peaks[action.tier], self.away_bytes[action.tier])
+        elif isinstance(action, Backward):
+            tier, nbytes = self._offloaded.pop((action.first, microbatch), (Tier.DISK, 0))
+            self.away_bytes[tier] -= nbytes
+
+    def _moment(self, during: dict[str, int]) -> ActionBytes:
+        peak, after = sum(during.values()), sum(self._totals.values())
+        most = during
+        if peak < after:
+            most, peak = dict(self._totals), after
+        return ActionBytes(peak_bytes=peak, after_bytes=after, by_category=most)
+
+    def _streams(self) -> bool:
+        homes = (self.plan.block(self.shape.blocks[b]) for b in self.shape.trainable)
+        return any({h.weight_home, h.gradient_home, h.state_home} != {Tier.DEVICE} for h in homes)
+
+    def _all_costs(self) -> list[tuple[EventCost, ...]]:
+        known: dict[tuple[tuple[Event, int], ...], tuple[EventCost, ...]] = {}
+        for events in self._events:
+            if events not in known:
+                known[events] = Lifetimes(self.facts, is_training=self.is_training).follow(events)
+        return [known[events] for events in self._events]
+
+
+def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
+    """Bytes of weights, gradients and states whose home is a tier; kept ones in `DISK_GENERATIONS` on disk."""
+    kept = working = 0
+    for block in profile.blocks:
+        homes = plan.block(block.name)
+        trains = any(p.requires_grad for p in block.parameters)
+        if homes.weight_home is tier:
+            kept += flat_weight_bytes(block)
+        if homes.state_home is tier:
+            kept += profile.state_bytes.get(block.name, 0)
+        if homes.gradient_home is tier and trains:
+            working += flat_gradient_bytes(block)
+    return kept * (DISK_GENERATIONS if tier is Tier.DISK else 1) + working
+
+
+def _split(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[Event, int], ...]]:
+    """Each microbatch's part of a schedule, as events on segments."""
+    segment = {first: i for i, (first, _) in enumerate(shape.segments)}
+    events: list[list[tuple[Event, int]]] = [[] for _ in range(schedule.microbatches)]
+    for action in schedule:
+        match action:
+            case Start(microbatch=m):
+                events[m].append((Event.START, -1))
+            case Seed(first=first, last=last):
+                for m in range(first, last + 1):
+                    events[m].append((Event.SEED, -1))
+            case Forward(first=call, microbatch=m):
+                events[m].append((Event.FORWARD, segment[call]))
+            case Backward(first=call, microbatch=m):
+                events[m].append((Event.BACKWARD, segment[call]))
+            case Offload(call=call, microbatch=m):
+                events[m].append((Event.OFFLOAD, segment[call]))
+            case Drop(call=call, microbatch=m):
+                events[m].append((Event.DROP, segment[call]))
+            case Reload(call=call, microbatch=m):
+                events[m].append((Event.RELOAD, segment[call]))
+            case _:
+                pass
+    return [tuple(e) for e in events]

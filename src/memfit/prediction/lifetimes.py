@@ -1,0 +1,199 @@
+"""Activations of one microbatch through its own events: what is alive after each, and how high it rises meanwhile.
+
+In: `SegmentFacts` and the events of a microbatch (its part of a schedule). Out: `EventCost` an event. All microbatches
+have the same trace, so those with the same events share one result.
+
+[Note: what keeps a storage alive]
+A storage is alive from the end of the segment that made it until the last of its *keepers* lets go:
+- use: operations and the program hold it until the end of segment last_use - 1 (it is freed in the segment that uses it
+  last), or of held_until where that is later than last_use; what is held at the end of the last segment stays until
+  the microbatch's last backward (in a forward-only pass, until its last forward);
+- glue: saved outside calls; the backward of segment c's glue runs before the first gradient reaches call c, so within
+  the backward of the next segment that has one, or after the seed;
+- a kept call that saved it inside, until its backward; an offloaded call, until its drop;
+- a recomputed or selective segment of which it is an argument made before the segment, until the segment's backward;
+  with a boundary that leaves, until its drop.
+What is reloaded is a new copy, counted from the reload to the end of the backward, even where the original is alive.
+A segment without a backward lets go with the nearest earlier one that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from memfit.core.plan import Saved
+from memfit.core.profile import StorageProfile
+from memfit.prediction.segments import END, SEED, SegmentFacts
+
+
+class Event(Enum):
+    """What happens to a microbatch."""
+
+    START = "start"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SEED = "seed"
+    OFFLOAD = "offload"
+    DROP = "drop"
+    RELOAD = "reload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventCost:
+    """Bytes of one microbatch's activations.
+
+    Attributes:
+        rise_bytes: most bytes above those alive before the event, while it runs.
+        after_bytes: alive after it.
+        moved_bytes: leaving or coming back (offload, reload).
+    """
+
+    rise_bytes: int
+    after_bytes: int
+    moved_bytes: int = 0
+
+
+class Lifetimes:
+    """Follows one microbatch's storages through its events."""
+
+    def __init__(self, facts: SegmentFacts, *, is_training: bool) -> None:
+        self.facts = facts
+        self.is_training = is_training
+        self.keepers: dict[int, int] = {}
+        self.copies: dict[int, int] = {}
+        self.alive: dict[int, StorageProfile] = {}
+        self.alive_bytes = 0
+        self.extra_bytes = 0
+        self.gradient_bytes = 0
+        self._on_forward: dict[int, list[StorageProfile]] = {}
+        self._on_backward: dict[int, list[StorageProfile]] = {}
+        self._on_drop: dict[int, list[StorageProfile]] = {}
+
+    def follow(self, events: Sequence[tuple[Event, int]], stop: int | None = None) -> tuple[EventCost, ...]:
+        """Costs of the events (or of the first `stop` of them), in order; indices are segments."""
+        final = self._final(events)
+        last = max((i for i, (e, _) in enumerate(events) if e is final), default=len(events) - 1)
+        moves = {segment for event, segment in events if event is Event.OFFLOAD}
+        costs: list[EventCost] = []
+        for index, (event, segment) in enumerate(events[:stop]):
+            rise, moved = self._take(event, segment, moves)
+            if index == last:
+                self._end()
+            after = self.alive_bytes + self.extra_bytes + self.gradient_bytes + sum(self.copies.values())
+            costs.append(EventCost(rise_bytes=rise, after_bytes=after, moved_bytes=moved))
+        return tuple(costs)
+
+    def _final(self, events: Sequence[tuple[Event, int]]) -> Event:
+        kinds = {event for event, _ in events}
+        order = (Event.BACKWARD, Event.SEED, Event.FORWARD) if self.is_training else (Event.FORWARD,)
+        return next((kind for kind in order if kind in kinds), Event.START)
+
+    def _take(self, event: Event, segment: int, moves: set[int]) -> tuple[int, int]:
+        facts = self.facts
+        match event:
+            case Event.START:
+                self._make(-1, moves)
+                return facts.trace.prologue_peak_bytes, 0
+            case Event.FORWARD:
+                self._make(segment, moves)
+                for s in self._on_forward.pop(segment, ()):
+                    self._let_go(s)
+                if self.is_training and facts.shape.has_backward[segment]:
+                    self.extra_bytes += facts.extra_held_bytes(segment) + facts.selected_bytes(segment)
+                return facts.forward_rise(segment), 0
+            case Event.BACKWARD:
+                return self._back(segment, moves), 0
+            case Event.OFFLOAD:
+                return 0, facts.copy_bytes(segment)
+            case Event.DROP:
+                for s in self._on_drop.pop(segment, ()):
+                    self._let_go(s)
+                self.extra_bytes -= facts.extra_held_bytes(segment)
+                return 0, 0
+            case Event.RELOAD:
+                self.copies[segment] = facts.copy_bytes(segment)
+                return self.copies[segment], self.copies[segment]
+            case Event.SEED:
+                for s in self._on_backward.pop(SEED, ()):
+                    self._let_go(s)
+                self.gradient_bytes = facts.gradient_bytes[-1]
+                count = len(facts.trace.calls)
+                held = sum(s.nbytes for s in self.alive.values() if facts.plain_release.get(s.index) == count)
+                return facts.trace.seed_peak_bytes + held, 0
+
+    def _make(self, segment: int, moves: set[int]) -> None:
+        facts = self.facts
+        end = len(facts.trace.calls) - 1
+        entered = -1 if segment < 0 else facts.shape.segments[segment][1]
+        for s in facts.made_in.get(segment, ()):
+            count = 0
+            until = facts.used_until(s)
+            if until >= end:
+                count += 1  # only the end lets go
+            elif until >= entered:
+                count += 1
+                self._on_forward.setdefault(self._first_segment_after(until), []).append(s)
+            for target, key in self._keepers(s, moves):
+                count += 1
+                target.setdefault(key, []).append(s)
+            if count:
+                self.keepers[s.index] = count
+                self.alive[s.index] = s
+                self.alive_bytes += s.nbytes
+
+    def _first_segment_after(self, call: int) -> int:
+        """The first segment whose end lies behind the end of `call`: there, use no longer keeps."""
+        return next(i for i, (_, last) in enumerate(self.facts.shape.segments) if last > call)
+
+    def _keepers(self, s: StorageProfile, moves: set[int]) -> list[tuple[dict[int, list[StorageProfile]], int]]:
+        facts = self.facts
+        if not self.is_training:
+            return []
+        keepers: list[tuple[dict[int, list[StorageProfile]], int]] = []
+        if s.saved_outside:
+            # Backward comes to glue last to first, so the first to save it lets go last; the seed comes before all.
+            release = {facts.glue_release_segment(call) for call in s.saved_outside}
+            keepers.append((self._on_backward, min(release - {SEED}, default=SEED)))
+        held: set[int] = set()
+        for call in s.saved_inside:
+            if facts.plan.call(call).saved is Saved.KEEP or not facts.shape.has_backward[facts.segment_of[call]]:
+                keepers.append((self._on_backward, facts.release_segment(call)))
+            elif facts.plan.call(call).saved is Saved.OFFLOAD:
+                held.add(facts.segment_of[call])
+        for call in s.argument_of:
+            segment = facts.segment_of[call]
+            is_replayed = facts.plan.call(call).saved in (Saved.RECOMPUTE, Saved.SELECT)
+            if is_replayed and s.segment < facts.shape.segments[segment][0] and facts.shape.has_backward[segment]:
+                held.add(segment)
+        keepers += [(self._on_drop if segment in moves else self._on_backward, segment) for segment in sorted(held)]
+        return keepers
+
+    def _let_go(self, s: StorageProfile) -> None:
+        self.keepers[s.index] -= 1
+        if not self.keepers[s.index]:
+            del self.keepers[s.index]
+            del self.alive[s.index]
+            self.alive_bytes -= s.nbytes
+
+    def _back(self, segment: int, moves: set[int]) -> int:
+        facts = self.facts
+        for s in self._on_backward.pop(segment, ()):
+            self._let_go(s)
+        first, last = facts.shape.segments[segment]
+        still_held = sum(
+            s.nbytes for s in self.alive.values() if first <= facts.plain_release.get(s.index, END) <= last
+        )
+        self.copies.pop(segment, None)
+        self.extra_bytes -= facts.selected_bytes(segment)
+        if segment not in moves:
+            self.extra_bytes -= facts.extra_held_bytes(segment)
+        self.gradient_bytes = facts.gradient_bytes[first]
+        return facts.backward_rise(segment) + still_held
+
+    def _end(self) -> None:
+        self.keepers.clear()
+        self.copies.clear()
+        self.alive.clear()
+        self.alive_bytes = self.extra_bytes = self.gradient_bytes = 0

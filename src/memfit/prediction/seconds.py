@@ -1,0 +1,289 @@
+"""When each action begins and ends: the schedule run on a model of the machine.
+
+In: `Schedule`, `Plan`, `Profile`, `Hardware`. Out: `ActionTime` an action, stalls by cause, bytes moved by category.
+
+[Note: the clock]
+One main thread takes the actions in order. Compute takes its time; transfers start at once, or when what they need is
+done, and are served by their link in the order they were issued: reading and writing are two queues a tier. The main
+thread stops only where core.schedule's [Note: what an action means] says that an action waits; those seconds are
+stalls, by what was waited for. An update reads, works and writes as a pipeline: it ends when the slowest of the three
+has. Where its elements are worked on by the device that computes (always on a CPU), that time delays compute.
+Not modelled: links and compute slowing each other, the cost of a first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from memfit.core.errors import PlanError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.profile import Profile, TraceProfile
+from memfit.core.schedule import (
+    Accumulate,
+    Action,
+    Backward,
+    Clear,
+    Commit,
+    Drop,
+    Fetch,
+    Forward,
+    Norm,
+    Offload,
+    Release,
+    Reload,
+    Schedule,
+    Update,
+)
+from memfit.core.shape import StepShape
+from memfit.prediction.bytes import flat_gradient_bytes, flat_weight_bytes
+from memfit.prediction.segments import SegmentFacts
+
+# An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer microbatches win ties.
+CALL_OVERHEAD_S = 1e-4
+# Share of a forward that selective recompute repeats although matrix products and attention are kept (an assumption).
+SELECT_REPLAY_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionTime:
+    """Seconds from the step's begin; a transfer ends when its bytes are there: later actions may have begun before."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes over links: (tier, category) -> bytes."""
+
+    read: Mapping[tuple[Tier, str], int]
+    written: Mapping[tuple[Tier, str], int]
+
+
+def segment_flops(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int, *, is_backward: bool) -> float:
+    """Floating point operations of a segment for one microbatch, replay included."""
+    first, last = shape.segments[segment]
+    calls = trace.calls[first : last + 1]
+    forward = sum(c.forward_flops for c in calls)
+    if not is_backward:
+        return forward
+    share = {Saved.RECOMPUTE: 1.0, Saved.SELECT: SELECT_REPLAY_SHARE}.get(plan.call(first).saved, 0.0)
+    return sum(c.backward_flops for c in calls) + share * forward
+
+
+def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware: Hardware) -> float:
+    """Seconds of pure compute of a training step: a lower bound of any schedule's time."""
+    flops = calls = 0.0
+    for segment, (first, last) in enumerate(shape.segments):
+        flops += segment_flops(trace, plan, shape, segment, is_backward=False)
+        calls += last - first + 1
+        if shape.has_backward[segment]:
+            flops += segment_flops(trace, plan, shape, segment, is_backward=True)
+            calls += last - first + 1
+    return plan.microbatches * (flops / hardware.flops_per_s + calls * CALL_OVERHEAD_S)
+
+
+def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: bool) -> Traffic:
+    """Bytes that an update of a block moves between where its master weight lives and the homes of the rest.
+
+    Between the device and itself, and between host memory and a worker on the host, nothing moves. What rests on disk
+    is read, and weight and states written back; a weight that visits is not read again.
+    """
+    profiled = profile.blocks[block]
+    homes = plan.block(profiled.name)
+    place = homes.weight_home
+    read: Counter[tuple[Tier, str]] = Counter()
+    written: Counter[tuple[Tier, str]] = Counter()
+    sizes = {
+        "weight": (place, flat_weight_bytes(profiled)),
+        "gradient": (homes.gradient_home, flat_gradient_bytes(profiled)),
+        "state": (homes.state_home, profile.state_bytes.get(profiled.name, 0)),
+    }
+    for category, (home, nbytes) in sizes.items():
+        if home is not Tier.DISK and (home is not Tier.HOST or place is not Tier.DEVICE):
+            continue
+        if category != "weight" or not is_visiting:
+            read[home, category] += nbytes
+        if category != "gradient":
+            written[home, category] += nbytes
+    return Traffic(read=read, written=written)
+
+
+def update_compute_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
+    """Seconds for which a block's update delays compute; 0 where a worker on the host does it beside."""
+    place = plan.block(profile.blocks[block].name).weight_home
+    is_computing = hardware.device == "cpu" or place is Tier.DEVICE
+    return _update_seconds(profile, block, hardware) if is_computing else 0.0
+
+
+def _update_seconds(profile: Profile, block: int, hardware: Hardware) -> float:
+    trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
+    return trained / hardware.update_elements_per_s
+
+
+class Clock:
+    """Runs a schedule on a `Hardware`. See [Note: the clock]."""
+
+    def __init__(self, plan: Plan, profile: Profile, facts: SegmentFacts, hardware: Hardware | None) -> None:
+        self.plan = plan
+        self.profile = profile
+        self.facts = facts
+        self.shape = facts.shape
+        self.hardware = hardware
+        self.now_s = 0.0
+        self.stalls_s: dict[str, float] = {}
+        self.bytes_read: Counter[str] = Counter()
+        self.bytes_written: Counter[str] = Counter()
+        self._segment = {first: i for i, (first, _) in enumerate(facts.shape.segments)}
+        self._flops: dict[tuple[int, bool], float] = {}
+        # When each queue is free again, and when the last thing of a kind about a key is done.
+        self._free_s: dict[tuple[Tier, str], float] = {}
+        self._done_s: dict[tuple[str, object], float] = {}
+        self._accumulated: set[int] = set()
+        self._leaving: list[int] = []
+        self._present: set[int] = set()
+
+    def run(self, schedule: Schedule) -> list[ActionTime]:
+        """Times of all actions, in order."""
+        return [self._take(action) for action in schedule]
+
+    def _take(self, action: Action) -> ActionTime:
+        start = self.now_s
+        match action:
+            case Forward() | Backward():
+                return self._compute(action)
+            case Fetch(block=b):
+                self._present.add(b)
+                home = self.plan.block(self.shape.blocks[b]).weight_home
+                begin = max(start, self._done_s.get(("update", b), 0.0))
+                size = flat_weight_bytes(self.profile.blocks[b])
+                return self._transfer("fetch", b, home, "weight", begin, read=size)
+            case Offload(call=call, microbatch=m, tier=tier):
+                size = self.facts.copy_bytes(self._segment[call])
+                return self._transfer("offload", (call, m), tier, "activation", start, written=size)
+            case Reload(call=call, microbatch=m):
+                tier = self.shape.leaves[self._segment[call]]
+                assert tier is not None, f"{action} in a plan that keeps it"
+                size = self.facts.copy_bytes(self._segment[call])
+                return self._transfer("reload", (call, m), tier, "activation", start, read=size)
+            case Accumulate(block=b):
+                return self._accumulate(b)
+            case Update(block=b):
+                return self._update(b)
+            case Drop(call=call, microbatch=m):
+                self._wait("offload", [(call, m)])
+            case Release(block=b):
+                self._present.discard(b)
+                self._wait("fetch", [b])
+                self._wait("update", [b])
+            case Clear(block=b):
+                self._wait("update", [b])
+            case Norm():
+                self._wait_all("accumulate")
+            case Commit():
+                self._wait_all("accumulate")
+                self._wait_all("update")
+            case _:
+                pass
+        return ActionTime(start_s=start, end_s=self.now_s)
+
+    def _compute(self, action: Forward | Backward) -> ActionTime:
+        segment = self._segment[action.first]
+        self._wait("fetch", self.shape.needs[segment])
+        is_backward = isinstance(action, Backward)
+        if is_backward:
+            self._wait("reload", [(action.first, action.microbatch)])
+        start = self.now_s
+        if (segment, is_backward) not in self._flops:
+            flops = segment_flops(self.facts.trace, self.plan, self.shape, segment, is_backward=is_backward)
+            self._flops[segment, is_backward] = flops
+        flops = self._flops[segment, is_backward]
+        if self.hardware is not None:
+            self.now_s += flops / self.hardware.flops_per_s + CALL_OVERHEAD_S * (action.last - action.first + 1)
+        end = self.now_s
+        # The bytes of an accumulate stay no longer than the compute action after it.
+        self._wait("accumulate", self._leaving)
+        self._leaving = []
+        return ActionTime(start_s=start, end_s=end)
+
+    def _accumulate(self, block: int) -> ActionTime:
+        home = self.plan.block(self.shape.blocks[block]).gradient_home
+        size = flat_gradient_bytes(self.profile.blocks[block])
+        # The first gradient overwrites what is at home. A later one is added: on disk that reads the sum back first.
+        reads = size if home is Tier.DISK and block in self._accumulated else 0
+        self._accumulated.add(block)
+        self._leaving.append(block)
+        begin = max(self.now_s, self._done_s.get(("accumulate", block), 0.0))
+        return self._transfer("accumulate", block, home, "gradient", begin, read=reads, written=size)
+
+    def _update(self, block: int) -> ActionTime:
+        traffic = update_traffic(self.plan, self.profile, block, is_visiting=block in self._present)
+        begin = max(self.now_s, self._done_s.get(("accumulate", block), 0.0))
+        end = self.now_s
+        for direction, moved in (("read", traffic.read), ("write", traffic.written)):
+            for (tier, category), nbytes in moved.items():
+                counter = self.bytes_read if direction == "read" else self.bytes_written
+                counter[category] += nbytes
+                end = max(end, self._serve(tier, direction, begin, nbytes))
+        if self.hardware is not None:
+            work_s = update_compute_seconds(self.plan, self.profile, block, self.hardware)
+            if work_s:
+                self.now_s += work_s
+                end = max(end, self.now_s)
+            else:
+                work_s = _update_seconds(self.profile, block, self.hardware)
+                free = max(begin, self._free_s.get((Tier.HOST, "work"), 0.0)) + work_s
+                self._free_s[Tier.HOST, "work"] = free
+                end = max(end, free)
+        self._done_s["update", block] = end
+        return ActionTime(start_s=begin, end_s=end)
+
+    def _transfer(
+        self, kind: str, key: object, tier: Tier, category: str, begin: float, *, read: int = 0, written: int = 0
+    ) -> ActionTime:
+        end = begin
+        if read:
+            self.bytes_read[category] += read
+            end = self._serve(tier, "read", begin, read)
+        if written:
+            self.bytes_written[category] += written
+            end = self._serve(tier, "write", end, written)
+        self._done_s[kind, key] = end
+        return ActionTime(start_s=begin, end_s=end)
+
+    def _serve(self, tier: Tier, direction: str, begin: float, nbytes: int) -> float:
+        if self.hardware is None:
+            return begin
+        link = link_of(self.hardware, tier)
+        speed = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
+        end = max(begin, self._free_s.get((tier, direction), 0.0)) + nbytes / speed
+        self._free_s[tier, direction] = end
+        return end
+
+    def _wait(self, kind: str, keys: Iterable[object]) -> None:
+        for key in keys:
+            done = self._done_s.get((kind, key), 0.0)
+            if done > self.now_s:
+                self.stalls_s[kind] = self.stalls_s.get(kind, 0.0) + done - self.now_s
+                self.now_s = done
+
+    def _wait_all(self, kind: str) -> None:
+        self._wait(kind, [key for k, key in self._done_s if k == kind])
+
+
+def link_of(hardware: Hardware, tier: Tier) -> Link:
+    """The link between the device and a tier.
+
+    Raises:
+        PlanError: the machine has no such tier.
+    """
+    link = hardware.host if tier is Tier.HOST else hardware.disk
+    if link is None:
+        raise PlanError(
+            "the plan uses host memory as a tier, but on this machine the device is the host; use device or disk"
+        )
+    return link

@@ -1,0 +1,136 @@
+"""Puts traces together into a `Profile`, and brings the block map into its order.
+
+In: one `TraceProfile` for each size of microbatch, and what the traces found out about the model as a whole. Out:
+`Profile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.profile import BlockProfile, Profile, TensorProfile, TraceProfile
+from memfit.profiling.blocks import Block, BlockMap, refine_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """One size: its profile, and what concerns the model as a whole."""
+
+    profile: TraceProfile
+    spanning: frozenset[str]
+    reads_batch_statistics: bool
+
+
+def assemble_profile(
+    model: nn.Module,
+    block_map: BlockMap,
+    traced: Sequence[Traced],
+    *,
+    batch_rows: int,
+    state_bytes: Mapping[str, int],
+    source: str,
+    source_reason: str,
+) -> Profile:
+    """The profile of a model from its traces.
+
+    Args:
+        model: for its buffers and its batch norms.
+        block_map: as the traces used it.
+        traced: one for each size.
+        batch_rows: rows of the whole batch.
+        state_bytes: bytes of optimizer state by parameter name.
+        source: see `Profile`.
+        source_reason: see `Profile`.
+
+    Raises:
+        UsageError: `state_bytes` names an unknown parameter.
+        UnsupportedError: the calls differ from size to size.
+    """
+    traces = _with_kinds([t.profile for t in traced])
+    spanning = frozenset[str]().union(*(t.spanning for t in traced))
+    calls = next(iter(traces.values())).calls
+    called = dict.fromkeys(name for call in calls for name in call.blocks)
+    position = {name: index for index, name in enumerate(called)}
+    blocks = [_block_profile(block, spanning) for block in block_map.blocks]
+    states = {block.name: sum(state_bytes.get(parameter.name, 0) for parameter in block.parameters) for block in blocks}
+    unknown = set(state_bytes) - {parameter.name for block in blocks for parameter in block.parameters}
+    if unknown:
+        raise UsageError(f"state_bytes names parameters that the model does not have: {sorted(unknown)}")
+    return Profile(
+        batch_rows=batch_rows,
+        blocks=tuple(sorted(blocks, key=lambda block: position.get(block.name, len(position)))),
+        traces=traces,
+        state_bytes=states,
+        reads_batch_statistics=any(t.reads_batch_statistics for t in traced) or _has_batch_norm(model),
+        buffer_bytes=sum({id(b): b.nbytes for b in model.buffers()}.values()),
+        source=source,
+        source_reason=source_reason,
+    )
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)
+        for m in model.modules()
+    )
+
+
+def _block_profile(block: Block, spanning: frozenset[str]) -> BlockProfile:
+    parameters = tuple(
+        TensorProfile(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            nbytes=parameter.numel() * parameter.element_size(),
+            requires_grad=parameter.requires_grad,
+        )
+        for name, parameter in block.parameters
+    )
+    return BlockProfile(
+        name=block.name,
+        kind=block.kind,
+        parameters=parameters,
+        is_spanning=block.is_spanning or block.name in spanning,
+    )
+
+
+def _with_kinds(profiles: Sequence[TraceProfile]) -> dict[int, TraceProfile]:
+    """Calls of equal cost at every size get equal kinds: the class of their module and a number."""
+    sites = [[(call.site, call.blocks) for call in profile.calls] for profile in profiles]
+    if any(other != sites[0] for other in sites):
+        raise UnsupportedError("the order of calls depends on the number of rows; pass one size in rows=")
+    numbers: dict[tuple[Any, ...], str] = {}
+    counts: dict[str, int] = {}
+    kinds: list[str] = []
+    for index, first in enumerate(profiles[0].calls):
+        costs = tuple(_cost(profile, index) for profile in profiles)
+        key = (first.kind, costs)
+        if key not in numbers:
+            numbers[key] = f"{first.kind}#{counts.setdefault(first.kind, 0)}"
+            counts[first.kind] += 1
+        kinds.append(numbers[key])
+    return {
+        profile.rows: replace(profile, calls=tuple(replace(call, kind=kinds[call.index]) for call in profile.calls))
+        for profile in profiles
+    }
+
+
+def _cost(profile: TraceProfile, index: int) -> tuple[Any, ...]:
+    call = replace(profile.calls[index], index=0, site="", blocks=())
+    return call, profile.saved_bytes(index), profile.boundary_bytes(index)
+
+
+def arrange_blocks(block_map: BlockMap, profile: Profile) -> BlockMap:
+    """The block map as the profile has it: order of blocks, spanning blocks, all blocks that a site's calls read."""
+    reads: dict[str, list[str]] = {}
+    for traced in profile.traces.values():
+        for call in traced.calls:
+            reads.setdefault(call.site, []).extend(call.blocks)
+    order = [block.name for block in profile.blocks]
+    spanning = [block.name for block in profile.blocks if block.is_spanning]
+    return refine_blocks(block_map, order=order, spanning=spanning, reads=reads)

@@ -1,0 +1,374 @@
+"""Watches one forward and backward: every storage that is made and freed, who reads it, who saves it, call by call.
+
+In: operations (as a dispatch mode), module entries and returns (as hooks), saved tensors (as hooks). Out: a log of
+events and records, which `summary` turns into a profile. It works on fake and on real tensors alike; it holds no
+tensor longer than the program does.
+
+[Note: storages, not tensors]
+Memory belongs to storages; views share them. A record lives as long as its storage, watched by a weak reference whose
+callback logs the release. The key is the address of the storage object, taken out of the table by that callback
+before it can be used again.
+
+[Note: sums of gradients]
+When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first.
+Under a dispatch mode (and for fake tensors) it makes a third tensor instead. The recorder undoes the difference: an
+addition that the autograd engine itself makes, whose first operand is released before anything else happens, is
+logged as done in place.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.core.errors import UnsupportedError
+from memfit.profiling.blocks import Site
+from memfit.profiling.flops import operation_flops
+from memfit.profiling.operations import is_random, is_selected, reads_batch_statistics, run_operation
+from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors
+from memfit.profiling.values import Values
+from memfit.profiling.workspaces import workspace_bytes
+
+aten = torch.ops.aten
+
+
+class Role(Enum):
+    """MADE: by the step. INPUT: there before it (batch, buffer, constant). WEIGHT, GRADIENT: of a parameter."""
+
+    MADE = "made"
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+
+
+class Event(Enum):
+    """What happened: bytes came, bytes left, an operation held bytes inside itself."""
+
+    ALLOCATED = "allocated"
+    FREED = "freed"
+    WORKSPACE = "workspace"
+
+
+@dataclass(eq=False)
+class StorageRecord:
+    """One storage; `order` counts those made, equal in two runs of the same program."""
+
+    role: Role
+    nbytes: int
+    order: int
+    segment: int
+    is_backward: bool
+    description: str = ""
+    block: str = ""
+    is_batch: bool = False
+    saved_inside: set[int] = field(default_factory=set)
+    saved_outside: set[int] = field(default_factory=set)
+    argument_of: set[int] = field(default_factory=set)
+    last_use: int = -1
+    freed_in: int | None = None
+    freed_in_backward: bool = False
+    is_trusted: bool = True
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One call of a site."""
+
+    index: int
+    site: Site
+    began: int
+    depth: int
+    returned: int = -1
+    reads: set[str] = field(default_factory=set)
+    uses_random: bool = False
+    mutates_inputs: bool = False
+    changes_arguments: bool = False
+    output_bytes: int = 0
+    select_bytes: int = 0
+    arguments: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    received: Any = None
+    held_at_entry: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class SegmentRecord:
+    """A stretch of the log: `call` -1 is the prologue (forward) or the seed (backward)."""
+
+    call: int
+    began: int
+    flops: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Logs one step. Use: hooks on, `with recorder`, forward, `begin_backward_phase`, backward, `end`.
+
+    Args:
+        sites: where calls begin and end, by `id` of the module.
+        values: whether known values of fake tensors are followed.
+    """
+
+    def __init__(self, sites: Mapping[int, Site], *, follows_values: bool) -> None:
+        super().__init__()
+        self.sites = sites
+        self.events: list[tuple[Event, StorageRecord | None, int]] = []
+        self.records: list[StorageRecord] = []
+        self.calls: list[CallRecord] = []
+        self.forward: list[SegmentRecord] = [SegmentRecord(call=-1, began=0)]
+        self.backward: list[SegmentRecord] = []
+        self.spanning: set[str] = set()
+        self.reads_batch_statistics = False
+        self.backward_reads: set[tuple[int, str]] = set()
+        self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
+        self._active: CallRecord | None = None
+        self._modules: list[str] = []
+        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int] | None = None
+        self._values = Values(self._is_trusted, self._distrust) if follows_values else None
+
+    # -- what is known before the step -------------------------------------------------------------------------
+
+    def register(self, tensor: torch.Tensor, role: Role, block: str = "", *, is_batch: bool = False) -> None:
+        """Declares a weight or an input; what is neither declared nor made by an operation is a shared input."""
+        self._record_of(tensor, role, block).is_batch = is_batch
+
+    @property
+    def segment(self) -> int:
+        """Index of the running forward segment; the last one during backward."""
+        return self.forward[-1].call
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the backward has begun."""
+        return bool(self.backward)
+
+    # -- operations --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
+        self._pending_sum = None
+        read = list(operator_tensors((args, kwargs)))
+        for tensor in read:
+            self._note_read(func, tensor)
+        is_answered, out = self._values.answer(func, args, kwargs) if self._values else (False, None)
+        if not is_answered:
+            out = run_operation(func, args, kwargs, is_fake=self._values is not None)
+            if self._values:
+                self._values.follow(func, args, kwargs, out)
+        made = [self._note_made(func, tensor) for tensor in operator_tensors(out)]
+        self._note_operation(func, args, kwargs, out)
+        if self._active and not self.is_backward and is_selected(func, args, kwargs):
+            self._active.select_bytes += sum(r.nbytes for r in {id(r): r for r in made}.values() if r.role is Role.MADE)
+        if self.is_backward and func is aten.add.Tensor and _is_called_by_autograd():
+            self._note_sum(args, made)
+        return out
+
+    def _note_read(self, func: Any, tensor: torch.Tensor) -> None:
+        record = self._record_of(tensor, Role.INPUT)
+        if record.role is Role.WEIGHT:
+            if self.is_backward and not func.is_view:
+                self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
+            elif not func.is_view:
+                (self._active.reads if self._active else self.spanning).add(record.block)
+        elif tensor.requires_grad and tensor.is_leaf and record.role is Role.INPUT and isinstance(tensor, nn.Parameter):
+            raise UnsupportedError(
+                f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that is not part of the model "
+                f"({func}); put the model and what belongs to the loss into one nn.Module, so that all parameters are "
+                "placed and updated"
+            )
+        if not self.is_backward:
+            record.last_use = self.segment
+
+    def _note_made(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        if entry is None:
+            module = self._modules[-1] if self._modules else "the loss"
+            shape = tuple(tensor.shape)
+            text = f"{func._overloadpacket} in {module}: {shape} {str(tensor.dtype).removeprefix('torch.')}"
+            return self._watch(storage, Role.MADE, text)
+        record = entry[0]
+        if record.nbytes != storage.nbytes() and record.role is Role.MADE:
+            self.note_resize(storage)
+        return record
+
+    def _note_operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        workspace = workspace_bytes(func, args, out)
+        if workspace:
+            self.events.append((Event.WORKSPACE, None, workspace))
+        segments = self.backward if self.is_backward else self.forward
+        segments[-1].flops += operation_flops(func, args, kwargs, out)
+        if self._active and not self.is_backward and not self._active.uses_random:
+            self._active.uses_random = is_random(func, args, kwargs)
+        if reads_batch_statistics(func, args, kwargs):
+            self.reads_batch_statistics = True
+
+    def _note_sum(self, args: Sequence[Any], made: Sequence[StorageRecord]) -> None:
+        old, new = args[0], args[1]
+        if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.shape != new.shape:
+            return
+        operand = self._live[old.untyped_storage()._cdata][0]
+        event, record, _ = self.events[-1] if self.events else (None, None, 0)
+        if event is Event.ALLOCATED and record is not None and record is made[0] and record.nbytes == operand.nbytes:
+            key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
+            self._pending_sum = (operand, record, len(self.events) - 1, key)
+
+    # -- storages ----------------------------------------------------------------------------------------------
+
+    def _record_of(self, tensor: torch.Tensor, role: Role, block: str = "") -> StorageRecord:
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        return entry[0] if entry else self._watch(storage, role, "", block)
+
+    def _watch(self, storage: torch.UntypedStorage, role: Role, description: str, block: str = "") -> StorageRecord:
+        record = StorageRecord(
+            role=role,
+            nbytes=storage.nbytes(),
+            order=-1,
+            segment=self.segment,
+            is_backward=self.is_backward,
+            description=description,
+            block=block,
+        )
+        record.last_use = self.segment
+        key = storage._cdata
+        self._live[key] = (record, weakref.ref(storage, lambda _: self._note_freed(key)))
+        if role is Role.MADE:
+            record.order = len(self.records)
+            self.events.append((Event.ALLOCATED, record, record.nbytes))
+            self.records.append(record)
+        elif role is Role.INPUT:
+            self.records.append(record)
+        return record
+
+    def _note_freed(self, key: int) -> None:
+        record = self._live.pop(key)[0]
+        if self._pending_sum and self._pending_sum[0] is record:
+            _, merged, event, merged_key = self._pending_sum
+            self._pending_sum = None
+            # The sum takes the operand's place: as if it had been added in place.
+            self.events[event] = (Event.WORKSPACE, None, 0)
+            self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
+            self._live[merged_key] = (record, self._live[merged_key][1])
+            return
+        if record.role in (Role.MADE, Role.GRADIENT):
+            record.freed_in = self.segment if not self.is_backward else None
+            record.freed_in_backward = self.is_backward
+            self.events.append((Event.FREED, record, record.nbytes))
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage that the step made has another size now."""
+        entry = self._live.get(storage._cdata)
+        if entry is None or entry[0].role is not Role.MADE:
+            return
+        record = entry[0]
+        change = storage.nbytes() - record.nbytes
+        record.nbytes = max(record.nbytes, storage.nbytes())
+        self.events.append((Event.ALLOCATED, record, change) if change > 0 else (Event.FREED, record, -change))
+
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient has arrived: its storage is no activation."""
+        if parameter.grad is not None:
+            record = self._record_of(parameter.grad, Role.GRADIENT)
+            record.role = Role.GRADIENT
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor."""
+        record = self._record_of(tensor, Role.INPUT)
+        if self._active:
+            record.saved_inside.add(self._active.index)
+        else:
+            record.saved_outside.add(self.segment)
+
+    def live_records(self) -> list[StorageRecord]:
+        """Records of the storages that are alive now."""
+        return [record for record, _ in self._live.values()]
+
+    def _is_trusted(self, tensor: torch.Tensor) -> bool:
+        return self._record_of(tensor, Role.INPUT).is_trusted
+
+    def _distrust(self, tensor: torch.Tensor) -> None:
+        self._record_of(tensor, Role.INPUT).is_trusted = False
+
+    # -- modules -----------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
+        """A module begins: a call begins if it is a site and no call is running."""
+        self._modules.append(name or type(module).__name__)
+        site = self.sites.get(id(module))
+        if site is None or self._active is not None or self.is_backward:
+            return
+        index = len(self.calls)
+        self._active = CallRecord(index=index, site=site, began=len(self.events), depth=len(self._modules))
+        self.calls.append(self._active)
+        self.forward.append(SegmentRecord(call=index, began=len(self.events)))
+        self._active.received = (args, kwargs)
+        self._active.held_at_entry = frozenset(id(tensor) for tensor in reachable_tensors((args, kwargs)))
+        for tensor in contained_tensors((args, kwargs)):
+            record = self._record_of(tensor, Role.INPUT)
+            if record.role is not Role.WEIGHT:
+                record.argument_of.add(index)
+                record.last_use = index
+                self._active.arguments.append((tensor, tensor._version))
+
+    def leave_module(self, output: Any) -> CallRecord | None:
+        """A module returns; the call that ends with it, if one does."""
+        call = self._active
+        depth = len(self._modules)
+        self._modules.pop()
+        if call is None or depth != call.depth:
+            return None
+        self._active = None
+        call.returned = len(self.events)
+        call.mutates_inputs = any(tensor._version != version for tensor, version in call.arguments)
+        call.changes_arguments = frozenset(map(id, reachable_tensors(call.received))) != call.held_at_entry
+        call.arguments.clear()
+        call.received = None
+        returned = {id(r): r for r in (self._record_of(t, Role.INPUT) for t in contained_tensors(output))}
+        call.output_bytes = sum(r.nbytes for r in returned.values() if r.role is Role.MADE and r.segment == call.index)
+        return call
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def begin_backward_phase(self) -> None:
+        """The seed: backward starts, no call has a gradient yet."""
+        self.backward.append(SegmentRecord(call=-1, began=len(self.events)))
+
+    def begin_backward(self, call: CallRecord) -> None:
+        """The first gradient reaches an output of a call."""
+        self.backward.append(SegmentRecord(call=call.index, began=len(self.events)))
+
+
+@contextmanager
+def storage_resizes(recorder: Recorder) -> Iterator[None]:
+    """Tells the recorder of `UntypedStorage.resize_`, which no dispatch mode sees."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        recorder.note_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def _is_called_by_autograd() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith("_python_dispatch.py"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

@@ -1,0 +1,193 @@
+"""Turns what a recorder logged into a `TraceProfile`: peaks, lifetimes, causes.
+
+In: the log of a whole step, and that of a second forward in which nothing was saved (it tells how long the program
+itself holds a storage).
+Out: `TraceProfile`. Pure arithmetic over the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from memfit.core.errors import UnsupportedError
+from memfit.core.profile import CallProfile, StorageProfile, TraceProfile
+from memfit.profiling.recorder import CallRecord, Event, Recorder, Role, SegmentRecord, StorageRecord
+
+_MOST_CAUSES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Range:
+    """Most bytes above the start, and bytes above the start at the end, of a stretch of the log."""
+
+    peak_bytes: int
+    end_bytes: int
+
+
+def summarize(step: Recorder, forward_only: Recorder, rows: int, block_names: Sequence[str]) -> TraceProfile:
+    """The profile of one traced step.
+
+    Args:
+        step: forward and backward, with everything saved.
+        forward_only: the same forward, with nothing saved.
+        rows: of the traced microbatch.
+        block_names: by index, as sites refer to blocks.
+
+    Raises:
+        UnsupportedError: the two forwards are not the same program.
+    """
+    held = _held_until(step, forward_only)
+    ends = _forward_ends(step)
+    storages = _storages(step, held)
+    backward = _backward_ranges(step)
+    prologue = _forward_range(step, -1, ends[-1])
+    seed = backward.get(-1, _Range(peak_bytes=0, end_bytes=0))
+    return TraceProfile(
+        rows=rows,
+        calls=tuple(_call(step, call, ends, backward, block_names) for call in step.calls),
+        storages=storages,
+        prologue_peak_bytes=prologue.peak_bytes,
+        seed_peak_bytes=seed.peak_bytes,
+        seed_leaves_bytes=seed.end_bytes,
+        whole_peak_bytes=_range(step, 0, len(step.events), _is_activation).peak_bytes,
+        plain_peak_bytes=_range(step, 0, len(step.events), lambda _: True).peak_bytes,
+        largest_saved=_largest_saved(step),
+    )
+
+
+def _call(
+    step: Recorder,
+    call: CallRecord,
+    ends: Mapping[int, int],
+    backward: Mapping[int, _Range],
+    block_names: Sequence[str],
+) -> CallProfile:
+    gone = backward.get(call.index)
+    own = [block_names[index] for index in call.site.blocks]
+    return CallProfile(
+        index=call.index,
+        site=call.site.name,
+        blocks=tuple(dict.fromkeys([*own, *sorted(call.reads)])),
+        kind=type(call.site.module).__qualname__,
+        is_repeated=call.site.is_repeated,
+        has_backward=gone is not None,
+        uses_random=call.uses_random,
+        mutates_inputs=call.mutates_inputs,
+        forward_peak_bytes=_forward_range(step, call.index, ends[call.index]).peak_bytes,
+        inside_peak_bytes=_forward_range(step, call.index, call.returned).peak_bytes,
+        changes_arguments=call.changes_arguments,
+        output_bytes=call.output_bytes,
+        select_bytes=call.select_bytes,
+        backward_peak_bytes=gone.peak_bytes if gone else 0,
+        backward_leaves_bytes=gone.end_bytes if gone else 0,
+        forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
+        backward_flops=sum(s.flops for s in step.backward if s.call == call.index),
+    )
+
+
+def _is_activation(record: StorageRecord) -> bool:
+    return record.role is Role.MADE
+
+
+def _range(step: Recorder, start: int, stop: int, counts: Callable[[StorageRecord], bool]) -> _Range:
+    """Peak and end of the bytes of the counted storages over events start..stop, relative to the start."""
+    now = peak = 0
+    for event, record, nbytes in step.events[start:stop]:
+        if event is Event.WORKSPACE:
+            peak = max(peak, now + nbytes)
+        elif record is not None and counts(record):
+            now += nbytes if event is Event.ALLOCATED else -nbytes
+            peak = max(peak, now)
+    return _Range(peak_bytes=peak, end_bytes=now)
+
+
+def _forward_range(step: Recorder, segment: int, stop: int) -> _Range:
+    """Only what the segment made counts: what older storages give up during it is told by their own lifetimes."""
+    start = next(s.began for s in step.forward if s.call == segment)
+    return _range(step, start, stop, lambda r: _is_activation(r) and r.segment == segment and not r.is_backward)
+
+
+def _forward_ends(step: Recorder) -> dict[int, int]:
+    begins: list[SegmentRecord] = [*step.forward, step.backward[0]]
+    return {segment.call: begins[i + 1].began for i, segment in enumerate(step.forward)}
+
+
+def _backward_ranges(step: Recorder) -> dict[int, _Range]:
+    stops = [segment.began for segment in step.backward[1:]] + [len(step.events)]
+    return {
+        segment.call: _range(step, segment.began, stop, _is_activation)
+        for segment, stop in zip(step.backward, stops, strict=True)
+    }
+
+
+def _held_until(step: Recorder, forward_only: Recorder) -> dict[int, int]:
+    """By the order in which storages were made: the last segment at whose end the program itself still holds it."""
+    made = [r for r in step.records if r.role is not Role.INPUT and not r.is_backward]
+    other = [r for r in forward_only.records if r.role is not Role.INPUT]
+    if [(r.segment, r.description) for r in made] != [(r.segment, r.description) for r in other]:
+        place = next(
+            (a.description for a, b in zip(made, other, strict=False) if a.description != b.description),
+            f"{len(made)} against {len(other)} storages",
+        )
+        raise UnsupportedError(
+            f"two forwards of the same batch did different things (first at {place}): the loss depends on something "
+            "that changes from call to call; make it repeatable for the profile (or pass plan= to skip profiling)"
+        )
+    last = len(step.calls) - 1
+    return {a.order: last if b.freed_in is None else b.freed_in - 1 for a, b in zip(made, other, strict=True)}
+
+
+def _storages(step: Recorder, held: Mapping[int, int]) -> tuple[StorageProfile, ...]:
+    chosen = [r for r in step.records if r.nbytes and not r.is_backward and _is_worth_a_record(r)]
+    return tuple(
+        StorageProfile(
+            index=index,
+            nbytes=record.nbytes,
+            segment=record.segment if record.role is not Role.INPUT else -1,
+            saved_inside=tuple(sorted(record.saved_inside | _kept_by_function(record))),
+            saved_outside=tuple(sorted(record.saved_outside)),
+            argument_of=tuple(sorted(record.argument_of)),
+            last_use=record.last_use,
+            held_until=max(record.last_use, -1 if _kept_by_function(record) else held.get(record.order, -1)),
+            is_input=record.role is Role.INPUT,
+            is_buffer=record.role is Role.INPUT and not record.is_batch,
+        )
+        for index, record in enumerate(chosen)
+    )
+
+
+_NUMBER_BYTES = 8
+
+
+def _kept_by_function(record: StorageRecord) -> set[int]:
+    """The call that made it, if an autograd function keeps it to itself until its backward, past the saved-tensor hooks.
+
+    So does a function that makes gradients in its forward: they are freed, or become a parameter's gradient, in backward.
+    """
+    is_unsaved = not record.saved_inside and not record.saved_outside
+    outlives_forward = record.role is Role.GRADIENT or record.freed_in_backward
+    # The loss itself is one number, held by who asked for its gradient.
+    made_in_call = (
+        record.role is not Role.INPUT
+        and not record.is_backward
+        and record.segment >= 0
+        and record.nbytes > _NUMBER_BYTES
+    )
+    return {record.segment} if is_unsaved and outlives_forward and made_in_call else set()
+
+
+def _is_worth_a_record(record: StorageRecord) -> bool:
+    is_noted = bool(record.saved_inside or record.saved_outside or record.argument_of)
+    if record.role is Role.INPUT:
+        return is_noted or record.is_batch
+    outlives_segment = record.freed_in is None or record.freed_in > record.segment
+    return is_noted or outlives_segment
+
+
+def _largest_saved(step: Recorder) -> tuple[tuple[str, int], ...]:
+    saved: Iterable[StorageRecord] = (
+        r for r in step.records if r.role is Role.MADE and (r.saved_inside or r.saved_outside) and not r.is_backward
+    )
+    ranked = sorted(saved, key=lambda r: -r.nbytes)[:_MOST_CAUSES]
+    return tuple((record.description, record.nbytes) for record in ranked)

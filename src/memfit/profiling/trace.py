@@ -1,0 +1,356 @@
+"""Traces training steps without allocating them, and tells what they would do with memory.
+
+In: a model, a loss, a batch and the model's blocks. Out: a `Profile`. By default on fake tensors (shapes without
+data): nothing is allocated, weights may be away, and the model is afterwards as it was. Where a program must see
+data, on real tensors: a real step on a few rows.
+
+[Note: two forwards]
+Each row count runs forward twice. In the first run nothing is saved for backward, so a storage lives exactly as long
+as the program itself holds it (`held_until`). The second run saves, and goes backward. Both meet the same random
+numbers and the same model state.
+
+[Note: what a trace does not see]
+Memory inside operations is added from a table (`workspaces`); the allocator's rounding, libraries' own caches and
+compiled code are not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
+
+from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.profile import Profile, TraceProfile
+from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
+from memfit.profiling.batch import batch_rows, map_tensors, slice_batch
+from memfit.profiling.blocks import BlockMap
+from memfit.profiling.recorder import CallRecord, Recorder, Role, storage_resizes
+from memfit.profiling.standins import fake_like, stand_ins, untouched_generators
+from memfit.profiling.summary import summarize
+from memfit.profiling.trees import contained_tensors
+from memfit.profiling.values import give_copy
+
+__all__ = ["Loss", "Source", "arrange_blocks", "profile_real", "profile_step"]
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Source = Literal["auto", "fake", "real"]
+# What fake tensors raise where data is missing, and what programs raise that stumble over the missing data later.
+_FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError)
+
+
+def profile_step(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    block_map: BlockMap,
+    *,
+    rows: Sequence[int] | None = None,
+    state_bytes: Mapping[str, int] | None = None,
+    trace: Source = "auto",
+) -> Profile:
+    """Traces forward and backward of a microbatch of each of several sizes.
+
+    Args:
+        model: in the mode (training or not) in which it is to be profiled. It is left as it was.
+        loss: `loss(model, batch)`, a scalar that requires gradients.
+        batch: the batch of a whole step (see `profiling.batch`).
+        block_map: from `find_blocks(model)`.
+        rows: sizes of microbatches; the whole batch if None.
+        state_bytes: bytes of optimizer state by parameter name, once the states exist.
+        trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the memory and the
+            weights for it; "auto" is "fake", and where that fails "real" on the smallest size alone. `Profile.source`
+            tells which it was.
+
+    Returns:
+        Blocks in the order of their first call; blocks whose weights are read outside of every call are spanning.
+
+    Raises:
+        UsageError: rows outside the batch, a loss that is no scalar, parameters that the block map does not know.
+        UnsupportedError: the program needs data that a fake trace does not have, or does not repeat itself.
+        AwayError: a real trace was asked for while weights are away.
+    """
+    whole = batch_rows(batch)
+    sizes = sorted(set(rows)) if rows is not None else [whole]
+    if not sizes or sizes[0] < 1 or sizes[-1] > whole:
+        raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
+    setting = _Setting(model=model, loss=loss, batch=batch, block_map=block_map)
+    _check_known_parameters(setting)
+    traced, source, reason = _trace_sizes(setting, sizes, trace)
+    return assemble_profile(
+        model,
+        block_map,
+        traced,
+        batch_rows=whole,
+        state_bytes=state_bytes or {},
+        source=source,
+        source_reason=reason,
+    )
+
+
+def profile_real(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    block_map: BlockMap,
+    *,
+    rows: Sequence[int] | None = None,
+    state_bytes: Mapping[str, int] | None = None,
+) -> Profile:
+    """`profile_step` on real tensors, for programs that depend on data. Costs the memory of a plain step."""
+    return profile_step(model, loss, batch, block_map, rows=rows, state_bytes=state_bytes, trace="real")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    block_map: BlockMap
+
+
+def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tuple[list[Traced], str, str]:
+    """(one result a size, "fake" or "real", why not fake)."""
+    if trace == "real":
+        return [_trace_one(setting, size, is_fake=False) for size in sizes], "real", ""
+    try:
+        return [_trace_one(setting, size, is_fake=True) for size in sizes], "fake", ""
+    except (UnsupportedError, UsageError):
+        raise
+    except _FAKE_FAILURES as error:
+        reason = _why_fake_failed(error)
+        if trace == "fake":
+            raise UnsupportedError(
+                f"the step cannot be traced without data: {reason}. Let it be profiled on the device "
+                "(trace='real', or the default), or pass a plan with plan=, which needs no profile"
+            ) from error
+        return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+
+
+def _why_fake_failed(error: Exception) -> str:
+    operation = getattr(error, "func", None)
+    told = f"{operation} needs values that a fake tensor does not have" if operation is not None else str(error)
+    return told.strip().splitlines()[0] if told.strip() else type(error).__name__
+
+
+def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
+    forward_only = _run(setting, rows, is_fake=is_fake, is_whole=False)
+    step = _run(setting, rows, is_fake=is_fake, is_whole=True)
+    names = [block.name for block in setting.block_map.blocks]
+    profile = summarize(step, forward_only, rows, names)
+    return Traced(
+        profile=profile,
+        spanning=frozenset(step.spanning | _read_beside_their_call(step, profile)),
+        reads_batch_statistics=step.reads_batch_statistics,
+    )
+
+
+def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:
+    """Blocks whose weights backward reads while another call's segment runs: their call's gradient came by a side door, past its outputs.
+
+    (A tensor that a block leaves on itself, read by the loss.) Nothing tells the engine when to fetch them, so they stay.
+    """
+    return {block for call, block in step.backward_reads if call < 0 or block not in profile.calls[call].blocks}
+
+
+def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Recorder:
+    """One run of the loss on stand-ins: forward, and backward if `is_whole`."""
+    recorder = Recorder({id(site.module): site for site in setting.block_map.sites}, follows_values=is_fake)
+    device = next((t.device for t in contained_tensors(setting.batch)), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(untouched_generators())
+        stack.enter_context(storage_resizes(recorder))
+        if is_fake:
+            stack.enter_context(_masks_as_for_real_tensors())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            made = stack.enter_context(
+                stand_ins(setting.model, lambda p: _fake_parameter(p, device), lambda b: _fake_buffer(b, device))
+            )
+            batch = map_tensors(setting.batch, lambda t: _fake_input(t, device, rows))
+        else:
+            _check_present(setting)
+            made = stack.enter_context(stand_ins(setting.model, _alias, lambda b: b.detach().clone()))
+            batch = map_tensors(slice_batch(setting.batch, 0, rows), lambda t: t.detach().clone())
+        _declare(recorder, setting, made, batch)
+        _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
+        pack = _pack if is_whole else _forget
+        unpack = _unpack if is_whole else _refuse_to_unpack
+
+        def save(tensor: torch.Tensor) -> Any:
+            recorder.note_saved(tensor)
+            return pack(tensor)
+
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recorder)
+        with saved_tensors_hooks(save, unpack):
+            value = setting.loss(setting.model, batch)
+        _check_loss(value)
+        if is_whole:
+            recorder.begin_backward_phase()
+            value.backward()
+    return recorder
+
+
+def _pack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _forget(_: torch.Tensor) -> None:
+    return None
+
+
+def _refuse_to_unpack(_: None) -> torch.Tensor:
+    raise UnsupportedError(
+        "the loss runs a backward of its own (torch.autograd.grad or a gradient penalty); memfit cannot place "
+        "memory around it: compute the penalty without a second backward"
+    )
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        told = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise UsageError(f"loss(model, batch) must return a scalar tensor, not {told}")
+    if not value.requires_grad:
+        raise UsageError(
+            "loss(model, batch) returned a value without gradient: are all parameters frozen, or is it detached?"
+        )
+
+
+def _check_present(setting: _Setting) -> None:
+    for block in setting.block_map.blocks:
+        for name, parameter in block.parameters:
+            if parameter.device.type == "meta" or not _has_data(parameter):
+                raise AwayError(
+                    f"a real trace needs the weights, but {name!r} is away (or on meta): fetch it, or use trace='fake'"
+                )
+
+
+def _check_known_parameters(setting: _Setting) -> None:
+    known = setting.block_map.block_of_parameter()
+    for name, parameter in setting.model.named_parameters():
+        if id(parameter) not in known:
+            raise UsageError(
+                f"parameter {name!r} is not in the block map: call find_blocks(model) after the model's last change"
+            )
+
+
+# -- stand-ins -------------------------------------------------------------------------------------------------
+
+
+def _fake_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    fake = fake_like(parameter, device).detach()
+    return nn.Parameter(fake, requires_grad=parameter.requires_grad)
+
+
+def _fake_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return _with_value(fake_like(buffer, device), buffer)
+
+
+def _fake_input(tensor: torch.Tensor, device: torch.device, rows: int) -> torch.Tensor:
+    return _with_value(fake_like(tensor, device, rows), _first_rows(tensor, rows))
+
+
+def _with_value(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    if real.device.type != "meta" and _has_data(real):
+        give_copy(fake, real)
+    return fake
+
+
+def _first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    with unset_fake_temporarily():
+        return tensor[:rows] if tensor.dim() else tensor
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size() or tensor.numel() == 0
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """The same memory as another leaf, so that gradients and hooks of the real parameter stay out of the trace."""
+    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _masks_as_for_real_tensors() -> Iterator[None]:
+    """Lets transformers skip attention masks as it does for real tensors: its fake ones have values to look at here."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if module is None or not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    original = module.is_fake_tensor
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------
+
+
+def _declare(recorder: Recorder, setting: _Setting, made: Mapping[int, torch.Tensor], batch: Any) -> None:
+    for block in setting.block_map.blocks:
+        for _, parameter in block.parameters:
+            stand_in = made[id(parameter)]
+            recorder.register(stand_in, Role.WEIGHT, block.name)
+            if stand_in.requires_grad:
+                stand_in.register_post_accumulate_grad_hook(recorder.note_gradient)
+    for buffer in setting.model.buffers():
+        recorder.register(buffer, Role.INPUT)
+    for tensor in contained_tensors(batch):
+        recorder.register(tensor, Role.INPUT, is_batch=True)
+
+
+def _place_hooks(stack: ExitStack, recorder: Recorder, model: nn.Module, *, is_whole: bool) -> None:
+    for name, module in model.named_modules():
+        stack.callback(_hook_module(recorder, module, name, is_whole=is_whole))
+
+
+def _hook_module(recorder: Recorder, module: nn.Module, name: str, *, is_whole: bool) -> Callable[[], None]:
+    def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.enter_module(entered, name, args, kwargs)
+
+    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del args, kwargs
+        call = recorder.leave_module(output)
+        if call is not None and is_whole:
+            _watch_gradients(recorder, call, output)
+
+    before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    after = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def remove() -> None:
+        before.remove()
+        after.remove()
+
+    return remove
+
+
+def _watch_gradients(recorder: Recorder, call: CallRecord, output: Any) -> None:
+    """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node; of a view, only the base's node may remain."""
+    outputs = [t for t in contained_tensors(output) if t.requires_grad and not isinstance(t, nn.Parameter)]
+    outputs += [t._base for t in outputs if t._is_view() and t._base is not None]
+    begun: list[bool] = []
+
+    def begins(_gradients: Any) -> None:
+        if not begun:
+            begun.append(True)
+            recorder.begin_backward(call)
+
+    for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
+        node.register_prehook(begins)

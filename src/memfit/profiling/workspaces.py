@@ -1,0 +1,183 @@
+"""What operations allocate and free inside themselves, where no dispatch trace sees it: additions to the peaks, on CPU.
+
+In: an operation with its arguments and result (metadata only). Out: bytes alive for a moment above arguments and
+results.
+
+The table was measured with torch.profiler's memory events on torch 2.13, AVX512, two threads;
+`tests/memory/test_trace.py` measures it again. It is meant to err upwards, by the rounding of channels to 16 and
+by the scratch of half-precision products:
+
+| operation                           | workspace                                                                      |
+|-------------------------------------|--------------------------------------------------------------------------------|
+| convolution, NCHW                   | oneDNN's blocked copies: max(input + weight, output), channels rounded up to 16|
+| convolution backward, NCHW          | blocked gradient, input and weight, beside the results                         |
+| convolution, channels last          | a reordered weight (forward), two (backward)                                   |
+| flash attention forward, backward   | tiles of scores for each thread; the gradient in the output's layout           |
+| products in bf16, fp16              | reordered operands, at most 3 MiB                                              |
+| indexing by a mask                  | the positions: 8 bytes for each dimension of the mask and each hit             |
+| LSTM layer forward, backward        | reordered weights and the gates of all steps                                   |
+| inverse, solve                      | a copy of the matrix                                                           |
+
+fp32 products, norms, softmax, cross-entropy and embeddings have none. Other devices: none is modelled; measure there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+_CHANNEL_BLOCK = 16
+_SCRATCH_BYTES = 64 * 1024
+_HALF_SCRATCH_BYTES = 3 * 2**20
+_HALF = (torch.bfloat16, torch.float16)
+aten = torch.ops.aten
+
+
+def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
+    """Bytes that one operation holds inside itself beyond its arguments and results (see the table above).
+
+    Args:
+        func: the operator, as a dispatch mode receives it.
+        args: its positional arguments.
+        out: its result.
+    """
+    formula = _FORMULAS.get(func._overloadpacket)
+    if formula is None:
+        return 0
+    first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+    if first is None or first.device.type != "cpu":
+        return 0
+    return formula(args, out)
+
+
+def _convolution(args: Sequence[Any], out: torch.Tensor) -> int:
+    x, weight = args[0], args[1]
+    if _is_channels_last(x) or _is_channels_last(weight):
+        return _blocked_weight(weight) + _SCRATCH_BYTES // 4
+    blocked_out = _blocked(out)
+    operands = weight.nbytes if _is_first(weight) else _blocked(x) + _blocked_weight(weight)
+    return max(operands + blocked_out - out.nbytes, blocked_out)
+
+
+def _convolution_backward(args: Sequence[Any], out: Sequence[torch.Tensor | None]) -> int:
+    gradient, x, weight = args[0], args[1], args[2]
+    if _is_channels_last(x) or _is_channels_last(weight):
+        return 2 * _blocked_weight(weight) + _SCRATCH_BYTES
+    # Two phases, one after the other: the gradient of the input (which then exists in both layouts), and that of the
+    # weight.
+    results = sum(t.nbytes for t in out if t is not None)
+    x_result = x.nbytes if out[0] is not None else 0
+    input_phase = _blocked(gradient) + _blocked_weight(weight) + _blocked(x) if out[0] is not None else 0
+    operands = 2 * weight.nbytes if _is_first(weight) else _blocked(x) + 2 * _blocked_weight(weight)
+    weight_phase = x_result + _blocked(gradient) + operands if out[1] is not None else 0
+    return max(input_phase - results, weight_phase - results, 0) + _SCRATCH_BYTES // 4
+
+
+def _flash_tiles(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of a tile of scores. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of torch 2.13."""
+    rows = query.shape[2]
+    split = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return min(split, rows), min(512, key.shape[2])
+
+
+def _flash_forward(args: Sequence[Any], _: Any) -> int:
+    query, key = args[0], args[1]
+    rows, columns = _flash_tiles(query, key)
+    tile = rows * (columns + 2 + query.shape[3]) * 4
+    if query.dtype in _HALF:
+        tile += rows * columns * query.element_size()
+    return torch.get_num_threads() * tile
+
+
+def _flash_backward(args: Sequence[Any], _: Any) -> int:
+    gradient, query, key = args[0], args[1], args[2]
+    rows, columns = _flash_tiles(query, key)
+    tile = 2 * rows * columns * 4
+    scratch = rows * 4
+    if query.dtype in _HALF:
+        tile += rows * columns * 2 * query.element_size() // 2
+        scratch += 8 * _SCRATCH_BYTES
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else query.nbytes
+    return torch.get_num_threads() * tile + scratch + copied
+
+
+def _product(args: Sequence[Any], out: torch.Tensor) -> int:
+    operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if out.dtype not in _HALF:
+        return 0
+    # The last two are the factors (addmm has its summand first).
+    return min(_HALF_SCRATCH_BYTES, _SCRATCH_BYTES + sum(operand.nbytes for operand in operands[-2:]))
+
+
+def _masked_index(args: Sequence[Any], out: torch.Tensor) -> int:
+    total = 0
+    for mask in args[1]:
+        if mask is not None and mask.dtype in (torch.bool, torch.uint8):
+            kept = prod(args[0].shape) // max(prod(mask.shape), 1)
+            hits = out.numel() // max(kept, 1) if out.shape != args[0].shape else mask.numel()
+            total += 8 * mask.dim() * hits
+    return total
+
+
+def _lstm(args: Sequence[Any], _: Any) -> int:
+    x, hidden = args[0], args[5]
+    gates = (x.shape[0] + 1) * x.shape[1] * 4 * hidden.shape[-1] * x.element_size()
+    return args[1].nbytes + args[2].nbytes + gates + _SCRATCH_BYTES // 2
+
+
+def _lstm_backward(args: Sequence[Any], _: Any) -> int:
+    x, hidden = args[0], args[5]
+    gates = (x.shape[0] + 1) * x.shape[1] * 4 * hidden.shape[-1] * x.element_size()
+    return 2 * (args[1].nbytes + args[2].nbytes) + gates + x.nbytes + _SCRATCH_BYTES // 2
+
+
+def _matrix_copy(args: Sequence[Any], _: Any) -> int:
+    return args[0].nbytes + _SCRATCH_BYTES // 16
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.dim() not in formats or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=formats[tensor.dim()])
+
+
+def _is_first(weight: torch.Tensor) -> bool:
+    """Whether oneDNN takes a convolution for the first of a network: few channels, which it then reads as they are."""
+    return weight.shape[1] <= 4 and prod(weight.shape[2:]) > 1
+
+
+def _blocked(tensor: torch.Tensor) -> int:
+    channels = tensor.shape[1]
+    return tensor.nbytes // max(channels, 1) * _rounded(channels)
+
+
+def _blocked_weight(weight: torch.Tensor) -> int:
+    out_channels, in_channels = weight.shape[0], weight.shape[1]
+    return weight.nbytes // max(out_channels * in_channels, 1) * _rounded(out_channels) * _rounded(in_channels)
+
+
+def _rounded(channels: int) -> int:
+    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+
+
+_FORMULAS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    aten.mm: _product,
+    aten.addmm: _product,
+    aten.bmm: _product,
+    aten.baddbmm: _product,
+    aten.index: _masked_index,
+    aten.index_put: _masked_index,
+    aten.index_put_: _masked_index,
+    aten.mkldnn_rnn_layer: _lstm,
+    aten.mkldnn_rnn_layer_backward: _lstm_backward,
+    aten.linalg_inv_ex: _matrix_copy,
+    aten.linalg_solve_ex: _matrix_copy,
+}

@@ -1,0 +1,86 @@
+"""A causal language model of any transformers configuration, without its weights: to ask what it would take.
+
+In: a `config.json`, sizes of a batch. Out: a model whose weights have shapes and no bytes, its optimizer, a sample. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from memfit.core.errors import UsageError
+from memfit.recipes.gpt import build_adamw, causal_language_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredRun:
+    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch of token numbers."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sample: Tensor
+
+    @staticmethod
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        """Mean cross-entropy; see `causal_language_loss`."""
+        return causal_language_loss(model, batch)
+
+
+def build_configured(path: str | Path, *, batch_size: int, sequence_length: int) -> ConfiguredRun:
+    """Builds the model that a configuration describes, from shapes alone.
+
+    Memory: the batch and the model's buffers; a model of any size can be asked about.
+
+    Args:
+        path: a `config.json`, or a directory with one.
+        batch_size: sequences a step.
+        sequence_length: tokens of a sequence that are predicted.
+
+    Raises:
+        UsageError: no such file, not a configuration, not of a causal language model, or sequences longer than it takes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if batch_size < 1 or sequence_length < 1:
+        raise UsageError(f"a batch of {batch_size} sequences of {sequence_length} tokens: give at least 1 of each")
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {error})"
+        ) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and sequence_length > longest:
+        raise UsageError(f"sequences of {sequence_length} tokens: {file} takes at most {longest}")
+    # transformers cannot tell it from every class's name; see `causal_language_loss`.
+    model.loss_type = "ForCausalLM"
+    _hollow(model.train())
+    return ConfiguredRun(
+        model=model,
+        optimizer=build_adamw(model, learning_rate=1e-4),
+        sample=torch.zeros(batch_size, sequence_length + 1, dtype=torch.int64),
+    )
+
+
+def _hollow(model: nn.Module) -> None:
+    """Turns a model on `meta` into one on the CPU whose parameters have storages of no bytes. Ties stay: each parameter changes in place."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in replaced:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                empty.untyped_storage().resize_(0)
+                replaced[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, replaced[parameter])

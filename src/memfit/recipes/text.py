@@ -1,0 +1,108 @@
+"""Real text as batches of token numbers.
+
+In: a vocabulary size, a window's length, a seed. Out: an endless, deterministic stream of `(batch, window)` tensors.
+The tokenizer runs in a child process that ends before the first batch is given out, so this process holds only the
+tokens themselves: two bytes each, 4.5 MiB for the whole corpus.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int16, Int64
+from torch import Tensor
+
+from memfit.core.errors import MemfitError, UsageError
+from memfit.recipes import corpus
+
+
+class CorpusError(MemfitError, RuntimeError):
+    """The recipes' text could not be read or turned into tokens."""
+
+
+def read_tokens(vocabulary_size: int, *, token_limit: int | None = None) -> Int16[Tensor, " tokens"]:
+    """Reads the corpus (see `memfit.recipes.corpus.iterate_text`) as token numbers.
+
+    Costs about three CPU-seconds and no memory after it but the tokens: 2 bytes each, outside torch's allocator.
+    While it runs, the child process takes some 150 MiB for the whole corpus.
+
+    Args:
+        vocabulary_size: from 257 to 16,384; a smaller one is a prefix of the larger.
+        token_limit: read only the first so many tokens.
+
+    Returns:
+        Token numbers in the order of the files; 0 stands between two files.
+
+    Raises:
+        UsageError: the extra `memfit[transformers]` is not installed, or the token limit is not positive.
+        CorpusError: the child process failed; the message carries its last words.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise UsageError("the built-in recipes need the package tokenizers: pip install 'memfit[transformers]'")
+    if token_limit is not None and token_limit < 1:
+        raise UsageError(f"a token limit of {token_limit}: give at least 1, or None for the whole corpus")
+    # -P keeps the script's own folder out of the import path, where its neighbours' names could shadow packages.
+    command = [sys.executable, "-P", corpus.__file__, "--vocabulary-size", str(vocabulary_size)]
+    if token_limit is not None:
+        command += ["--token-limit", str(token_limit)]
+    child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if child.returncode != 0:
+        last_words = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["(it said nothing)"]
+        raise CorpusError(f"the tokenizer process ended with status {child.returncode}: {last_words[0]}")
+    # torch wants a writable buffer; the copy lives for a moment beside the original.
+    return torch.frombuffer(bytearray(child.stdout), dtype=torch.int16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenWindows:
+    """An endless stream of batches of token windows, shuffled anew each epoch, equal for equal seeds.
+
+    Windows overlap by one token, so that the inputs `batch[:, :-1]` and the targets `batch[:, 1:]` of all windows
+    together use each token once as a target. Each `iter()` begins again at the first batch. An epoch's last windows
+    that do not fill a batch are left out. Memory: the tokens, 8 bytes a window for the order of an epoch, and the
+    batch.
+    """
+
+    tokens: Int16[Tensor, " tokens"]
+    """The corpus."""
+    batch_size: int
+    """Windows in a batch."""
+    sequence_length: int
+    """Inputs in a window; a window holds one token more."""
+    seed: int
+    """Decides the order."""
+
+    def __post_init__(self) -> None:
+        """Checks that at least one batch can be made.
+
+        Raises:
+            UsageError: the corpus is too short, or a size is not positive.
+        """
+        if self.batch_size < 1 or self.sequence_length < 1:
+            raise UsageError(
+                f"batches of {self.batch_size} windows of {self.sequence_length} tokens: both must be positive"
+            )
+        if self.window_count < self.batch_size:
+            raise UsageError(
+                f"{len(self.tokens)} tokens give {self.window_count} windows of {self.sequence_length} tokens, fewer "
+                f"than a batch of {self.batch_size}: use smaller batches, shorter windows or more text"
+            )
+
+    @property
+    def window_count(self) -> int:
+        """Whole windows in the corpus."""
+        return (len(self.tokens) - 1) // self.sequence_length
+
+    def __iter__(self) -> Iterator[Int64[Tensor, "batch_size window"]]:
+        """Yields batches of `(batch_size, sequence_length + 1)` token numbers, forever."""
+        generator = torch.Generator().manual_seed(self.seed)
+        windows = self.tokens.unfold(0, self.sequence_length + 1, self.sequence_length)  # a view, no memory
+        while True:
+            order = torch.randperm(self.window_count, generator=generator)
+            for first in range(0, self.window_count - self.batch_size + 1, self.batch_size):
+                yield windows[order[first : first + self.batch_size]].to(torch.int64)

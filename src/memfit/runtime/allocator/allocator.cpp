@@ -1,0 +1,666 @@
+// memfit's CPU allocator under torch: exact counts, a hard limit, a bounded pool, planned addresses.
+//
+// In: torch asks c10's CPU allocator for bytes. Out: bytes, counted per ledger. Python drives it through the C
+// functions at the end.
+//
+// [Note: what is counted]
+//   live    the bytes that torch asked for and has not freed (placed blocks included)
+//   mapped  what the process really holds for them: block sizes rounded up, plus pooled blocks, plus whole arenas
+//   pooled  freed large blocks kept for reuse (part of mapped)
+//   arena   capacity of arenas (part of mapped); placed: live bytes inside arenas (part of live)
+// The limit is on mapped, so that the peak of the process follows it. Bytes become mapped before the system call that
+// takes them and cease to be after the one that gives them back: the count is never below the truth.
+//
+// [Note: which free]
+// The context of a DataPtr is the data pointer itself, so that c10's raw_allocate/raw_deallocate work too. A free tells
+// small from large blocks by address: large ones are page-aligned and stand in a table; small ones have a header of 16
+// bytes before the data. A small block can be page-aligned by accident; it is then not in the table. Placed blocks have
+// a context and a deleter of their own.
+//
+// [Note: fork]
+// One mutex guards all counts; pthread_atfork handlers take it around fork, so that a child never inherits it locked. A
+// child goes on with its copy of the counts and the limit; its frees do not change the parent's.
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <sstream>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr std::size_t kSmallAlignment = 64;  // c10's gAlignment: vector kernels count on it
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+// From here on blocks come by mmap and are pooled. glibc would use mmap for them as well (install sets its threshold to
+// the same value), but would unmap every one when it is freed and pay the page faults again.
+constexpr std::size_t kLargeBytes = std::size_t{128} << 10;
+constexpr std::size_t kMallocOverhead = 8;
+constexpr std::uint32_t kGuard = 0x6d656d66;
+constexpr std::int64_t kNoLimit = -1;
+constexpr int kLedgers = 2;
+const char* const kLedgerNames[kLedgers] = {"device", "host"};
+
+struct Account {
+  std::int64_t live = 0, peak = 0, mapped = 0, mapped_peak = 0, pooled = 0, arena = 0, placed = 0, blocks = 0,
+  allocations = 0; std::int64_t limit = kNoLimit;
+};
+
+struct Header {
+  std::uint64_t bytes;
+  std::uint32_t guard;
+  std::uint16_t raw_offset;
+  std::uint16_t ledger;
+};
+static_assert(sizeof(Header) == 16, "the data of a small block starts at most 64 bytes after what malloc gave");
+
+struct Large {
+  std::size_t bytes, mapped;
+  int ledger;
+};
+
+struct Pooled {
+  void* address;
+  std::size_t mapped;
+  int ledger;
+};
+
+struct Region {
+  char* base;
+  std::size_t bytes;
+  int ledger;
+  std::int64_t live = 0;
+  bool abandoned = false;            // its owner is gone: unmap when the last block is
+  std::vector<std::int64_t> freed;   // addresses freed since the owner asked last
+};
+
+struct Placed {
+  Region* region;
+  char* address;
+  std::size_t bytes;
+};
+
+struct State {
+  std::mutex mutex;
+  Account accounts[kLedgers];
+  std::unordered_map<void*, Large> large;
+  std::list<Pooled> pool;  // oldest first
+  std::multimap<std::size_t, std::list<Pooled>::iterator> pool_by_size[kLedgers];
+  std::int64_t pool_bytes = 0;
+  std::int64_t pool_limit = std::int64_t{64} << 20;
+  std::map<std::int64_t, std::unique_ptr<Region>> regions;
+  std::int64_t next_region = 1;
+  std::size_t page = 4096;
+};
+
+// Never destroyed: torch frees storages after static destructors have run.
+State& state() {
+  static State* const the_state = new State();
+  return *the_state;
+}
+
+thread_local int t_ledger = 0;
+thread_local struct {
+  bool is_set = false;
+  char* address = nullptr;
+  std::size_t bytes = 0;
+  std::int64_t region = 0;
+} t_place;
+thread_local std::string t_error;
+
+using Lock = std::unique_lock<std::mutex>;
+
+std::size_t round_up(std::size_t n, std::size_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// What glibc takes for a small block: 64 bytes for header and alignment, its own word, steps of 16.
+std::size_t small_mapped(std::size_t n) {
+  return round_up(n + kSmallAlignment + kMallocOverhead, 16);
+}
+
+void unmap_pages(void* address, std::size_t bytes) {
+  // munmap can fail only where it would split a mapping past vm.max_map_count; the pages can still be given back.
+  if (munmap(address, bytes) != 0) {
+    madvise(address, bytes, MADV_DONTNEED);
+  }
+}
+
+// Fresh pages; from 2 MiB on they start at a huge page, and only whole huge pages inside the block are marked, so that
+// huge pages neither inflate a block beyond its size nor straddle two blocks. Null (errno set) where the system
+// refuses.
+void* map_pages(std::size_t bytes) {
+  if (bytes < kHugePage) {
+    void* const got = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return got == MAP_FAILED ? nullptr : got;
+  }
+  // PROT_NONE first: the spare 2 MiB for alignment must not count towards RLIMIT_DATA.
+  const std::size_t wide = bytes + kHugePage;
+  void* const got = mmap(nullptr, wide, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (got == MAP_FAILED) {
+    return nullptr;
+  }
+  char* const start = static_cast<char*>(got);
+  char* const aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<std::uintptr_t>(start), kHugePage));
+  if (aligned != start) {
+    munmap(start, static_cast<std::size_t>(aligned - start));
+  }
+  if (aligned + bytes != start + wide) {
+    munmap(aligned + bytes, static_cast<std::size_t>(start + wide - aligned - bytes));
+  }
+  if (mprotect(aligned, bytes, PROT_READ | PROT_WRITE) != 0) {
+    const int reason = errno;
+    munmap(aligned, bytes);
+    errno = reason;
+    return nullptr;
+  }
+#ifdef MADV_HUGEPAGE
+  madvise(aligned, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);  // advice: a kernel without huge pages may decline
+#endif
+  return aligned;
+}
+
+void count_live(Account& account, std::size_t bytes) {
+  account.live += static_cast<std::int64_t>(bytes);
+  account.blocks += 1;
+  account.allocations += 1;
+  if (account.live > account.peak) {
+    account.peak = account.live;
+  }
+}
+
+void uncount_live(Account& account, std::size_t bytes) {
+  account.live -= static_cast<std::int64_t>(bytes);
+  account.blocks -= 1;
+}
+
+// Takes an entry out of the pool; its bytes stay mapped until the caller has unmapped them and says so.
+Pooled pool_remove(State& s, std::list<Pooled>::iterator entry) {
+  const Pooled taken = *entry;
+  auto& by_size = s.pool_by_size[taken.ledger];
+  const auto range = by_size.equal_range(taken.mapped);
+  for (auto it = range.first; it != range.second; ++it) {
+    if (it->second == entry) {
+      by_size.erase(it);
+      break;
+    }
+  }
+  s.pool.erase(entry);
+  s.pool_bytes -= static_cast<std::int64_t>(taken.mapped);
+  s.accounts[taken.ledger].pooled -= static_cast<std::int64_t>(taken.mapped);
+  return taken;
+}
+
+// Unmaps pooled blocks, oldest first, while `wanted` says so. ledger -1 means any. Returns the bytes given back.
+// The mutex is open during the system call: it can take milliseconds for large blocks.
+template <typename Wanted>
+std::int64_t evict(State& s, Lock& lock, int ledger, Wanted wanted) {
+  std::int64_t given_back = 0;
+  while (wanted()) {
+    auto oldest = s.pool.begin();
+    while (oldest != s.pool.end() && ledger >= 0 && oldest->ledger != ledger) {
+      ++oldest;
+    }
+    if (oldest == s.pool.end()) {
+      break;
+    }
+    const Pooled victim = pool_remove(s, oldest);
+    lock.unlock();
+    unmap_pages(victim.address, victim.mapped);
+    lock.lock();
+    s.accounts[victim.ledger].mapped -= static_cast<std::int64_t>(victim.mapped);
+    given_back += static_cast<std::int64_t>(victim.mapped);
+  }
+  return given_back;
+}
+
+bool passes_limit(const Account& account, std::size_t more) {
+  return account.limit != kNoLimit && account.mapped + static_cast<std::int64_t>(more) > account.limit;
+}
+
+// Counts `more` bytes as mapped, after emptying as much of the pool as that takes. False where the limit forbids it.
+bool reserve(State& s, Lock& lock, int ledger, std::size_t more) {
+  Account& account = s.accounts[ledger];
+  evict(s, lock, ledger, [&] { return passes_limit(account, more); });
+  if (passes_limit(account, more)) {
+    return false;
+  }
+  account.mapped += static_cast<std::int64_t>(more);
+  if (account.mapped > account.mapped_peak) {
+    account.mapped_peak = account.mapped;
+  }
+  return true;
+}
+
+std::string limit_message(const Account& account, int ledger, std::size_t requested) {
+  std::ostringstream text;
+  text << "memfit: the memory limit of the " << kLedgerNames[ledger] << " ledger is reached: requested " << requested
+       << " bytes, live " << account.live << " bytes, mapped " << account.mapped << " bytes, limit " << account.limit
+       << " bytes. Nothing was allocated; free tensors, raise the limit or plan with a smaller one";
+  return text.str();
+}
+
+std::string system_message(const Account& account, int ledger, std::size_t requested, int reason) {
+  std::ostringstream text;
+  text << "memfit: the system gives no more memory (" << std::strerror(reason) << "): requested " << requested
+       << " bytes in the " << kLedgerNames[ledger] << " ledger, live " << account.live << " bytes, mapped " <<
+       account.mapped << " bytes. Nothing was allocated; free tensors, or see RLIMIT_DATA, RLIMIT_AS and "
+       << "the free memory of the machine";
+  return text.str();
+}
+
+// Maps `mapped` bytes that are already reserved; gives up the whole pool before it gives up. Null with the reservation
+// undone.
+void* map_reserved(State& s, int ledger, std::size_t mapped, int* reason) {
+  void* address = map_pages(mapped);
+  *reason = errno;
+  if (address == nullptr) {
+    Lock lock(s.mutex);
+    const bool gave = evict(s, lock, -1, [] { return true; }) > 0;
+    lock.unlock();
+    if (gave) {
+      address = map_pages(mapped);
+      *reason = errno;
+    }
+    if (address == nullptr) {
+      lock.lock();
+      s.accounts[ledger].mapped -= static_cast<std::int64_t>(mapped);
+    }
+  }
+  return address;
+}
+
+[[noreturn]] void refuse(const std::string& message, std::size_t requested) {
+  c10::profiledCPUMemoryReporter().OutOfMemory(requested);
+  TORCH_CHECK_WITH(OutOfMemoryError, false, message);
+  std::abort();  // not reached: the line above throws
+}
+
+void* allocate_large(State& s, std::size_t n, int ledger) {
+  const std::size_t need = round_up(n, s.page);
+  Lock lock(s.mutex);
+  Account& account = s.accounts[ledger];
+  auto& by_size = s.pool_by_size[ledger];
+  const auto fit = by_size.lower_bound(need);
+  if (fit != by_size.end() && fit->first - need <= need / 8) {
+    // Of the blocks of the best size the latest freed: its pages are the likeliest in cache.
+    const Pooled taken = pool_remove(s, std::prev(by_size.upper_bound(fit->first))->second);
+    s.large.emplace(taken.address, Large{n, taken.mapped, ledger});
+    count_live(account, n);
+    return taken.address;
+  }
+  if (!reserve(s, lock, ledger, need)) {
+    const std::string message = limit_message(account, ledger, n);
+    lock.unlock();
+    refuse(message, n);
+  }
+  lock.unlock();
+  int reason = 0;
+  void* const address = map_reserved(s, ledger, need, &reason);
+  lock.lock();
+  if (address == nullptr) {
+    const std::string message = system_message(account, ledger, n, reason);
+    lock.unlock();
+    refuse(message, n);
+  }
+  s.large.emplace(address, Large{n, need, ledger});
+  count_live(account, n);
+  return address;
+}
+
+void* allocate_small(State& s, std::size_t n, int ledger) {
+  const std::size_t mapped = small_mapped(n);
+  Lock lock(s.mutex);
+  Account& account = s.accounts[ledger];
+  if (!reserve(s, lock, ledger, mapped)) {
+    const std::string message = limit_message(account, ledger, n);
+    lock.unlock();
+    refuse(message, n);
+  }
+  count_live(account, n);
+  lock.unlock();
+  char* const raw = static_cast<char*>(std::malloc(n + kSmallAlignment));
+  if (raw == nullptr) {
+    lock.lock();
+    uncount_live(account, n);
+    account.allocations -= 1;
+    account.mapped -= static_cast<std::int64_t>(mapped);
+    const std::string message = system_message(account, ledger, n, ENOMEM);
+    lock.unlock();
+    refuse(message, n);
+  }
+  const auto start = reinterpret_cast<std::uintptr_t>(raw) + sizeof(Header);
+  char* const data = reinterpret_cast<char*>(round_up(start, kSmallAlignment));
+  const auto raw_offset = static_cast<std::uint16_t>(data - raw);
+  new (data - sizeof(Header)) Header{n, kGuard, raw_offset, static_cast<std::uint16_t>(ledger)};
+  return data;
+}
+
+// True where `data` was a large block.
+bool free_large(State& s, void* data) {
+  Lock lock(s.mutex);
+  const auto found = s.large.find(data);
+  if (found == s.large.end()) {
+    return false;
+  }
+  const Large block = found->second;
+  s.large.erase(found);
+  Account& account = s.accounts[block.ledger];
+  uncount_live(account, block.bytes);
+  const auto mapped = static_cast<std::int64_t>(block.mapped);
+  if (mapped > s.pool_limit || passes_limit(account, 0)) {
+    lock.unlock();
+    unmap_pages(data, block.mapped);
+    lock.lock();
+    account.mapped -= mapped;
+    return true;
+  }
+  s.pool.push_back(Pooled{data, block.mapped, block.ledger});
+  s.pool_by_size[block.ledger].emplace(block.mapped, std::prev(s.pool.end()));
+  s.pool_bytes += mapped;
+  account.pooled += mapped;
+  evict(s, lock, -1, [&] { return s.pool_bytes > s.pool_limit; });
+  return true;
+}
+
+void free_block(void* data) {
+  if (data == nullptr) {
+    return;
+  }
+  c10::profiledCPUMemoryReporter().Delete(data);
+  State& s = state();
+  if (reinterpret_cast<std::uintptr_t>(data) % 4096 == 0 && free_large(s, data)) {
+    return;
+  }
+  const Header header = *reinterpret_cast<Header*>(static_cast<char*>(data) - sizeof(Header));
+  if (header.guard != kGuard) {
+    std::fprintf(stderr, "memfit: the header of the block at %p is damaged: something wrote before its tensor\n", data);
+    std::abort();
+  }
+  std::free(static_cast<char*>(data) - header.raw_offset);
+  Lock lock(s.mutex);
+  Account& account = s.accounts[header.ledger];
+  uncount_live(account, header.bytes);
+  account.mapped -= static_cast<std::int64_t>(small_mapped(header.bytes));
+}
+
+// Expects the mutex; leaves it open while the pages go.
+void destroy_region(State& s, Lock& lock, std::int64_t id) {
+  const std::unique_ptr<Region> region = std::move(s.regions.at(id));
+  s.regions.erase(id);
+  lock.unlock();
+  unmap_pages(region->base, region->bytes);
+  lock.lock();
+  s.accounts[region->ledger].mapped -= static_cast<std::int64_t>(region->bytes);
+  s.accounts[region->ledger].arena -= static_cast<std::int64_t>(region->bytes);
+}
+
+void free_placed(void* context) {
+  const std::unique_ptr<Placed> block(static_cast<Placed*>(context));
+  c10::profiledCPUMemoryReporter().Delete(block->address);
+  State& s = state();
+  Lock lock(s.mutex);
+  Region& region = *block->region;
+  Account& account = s.accounts[region.ledger];
+  uncount_live(account, block->bytes);
+  account.placed -= static_cast<std::int64_t>(block->bytes);
+  region.live -= 1;
+  if (!region.abandoned) {
+    region.freed.push_back(reinterpret_cast<std::int64_t>(block->address));
+  } else if (region.live == 0) {
+    for (const auto& [id, each] : s.regions) {
+      if (each.get() == &region) {
+        destroy_region(s, lock, id);
+        break;
+      }
+    }
+  }
+}
+
+c10::DataPtr allocate_placed(State& s, std::size_t n) {
+  t_place.is_set = false;
+  auto block = std::make_unique<Placed>();
+  Lock lock(s.mutex);
+  const auto found = s.regions.find(t_place.region);
+  const bool is_open = found != s.regions.end() && !found->second->abandoned;
+  TORCH_CHECK(is_open, "memfit: the arena was closed between place and the allocation");
+  Region& region = *found->second;
+  *block = Placed{&region, t_place.address, n};
+  Account& account = s.accounts[region.ledger];
+  count_live(account, n);
+  account.placed += static_cast<std::int64_t>(n);
+  region.live += 1;
+  lock.unlock();
+  c10::profiledCPUMemoryReporter().New(block->address, n);
+  char* const address = block->address;
+  return {address, block.release(), &free_placed, c10::Device(c10::DeviceType::CPU)};
+}
+
+struct MemfitAllocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t n) override {
+    void* data = nullptr;
+    if (n > 0) {
+      State& s = state();
+      if (t_place.is_set && t_place.bytes == n) {
+        return allocate_placed(s, n);
+      }
+      if (n > (SIZE_MAX >> 2)) {
+        refuse("memfit: an allocation of " + std::to_string(n) + " bytes is larger than any address space", n);
+      }
+      const int ledger = t_ledger;
+      data = n >= kLargeBytes ? allocate_large(s, n, ledger) : allocate_small(s, n, ledger);
+      c10::profiledCPUMemoryReporter().New(data, n);
+    }
+    return {data, data, &free_block, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_block;
+  }
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    default_copy_data(to, from, count);
+  }
+};
+
+void before_fork() {
+  state().mutex.lock();
+}
+void after_fork() {
+  state().mutex.unlock();
+}
+
+bool is_ledger(int ledger) {
+  return ledger >= 0 && ledger < kLedgers;
+}
+
+}  // namespace
+
+extern "C" {
+
+// The same order as the ctypes structure in binding.py.
+struct MemfitStats {
+  std::int64_t live, peak, mapped, mapped_peak, pooled, arena, placed, blocks, allocations, limit;
+};
+
+int memfit_interface() {
+  return 1;
+}
+
+const char* memfit_last_error() {
+  return t_error.c_str();
+}
+
+// Makes glibc give freed memory back: with its defaults the peak of a process stays 11 to 100 % above its live tensors.
+int memfit_tame_malloc() {
+#ifdef __GLIBC__
+  return mallopt(M_MMAP_THRESHOLD, 131072) == 1 && mallopt(M_TRIM_THRESHOLD, 131072) == 1 ? 0 : 1;
+#else
+  return 0;
+#endif
+}
+
+// 0, or 1 where another allocator of a higher priority stays in place.
+int memfit_install() {
+  static MemfitAllocator* const allocator = [] {
+    state().page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    pthread_atfork(&before_fork, &after_fork, &after_fork);
+    return new MemfitAllocator();
+  }();
+  c10::SetCPUAllocator(allocator, 200);
+  return c10::GetCPUAllocator() == allocator ? 0 : 1;
+}
+
+int memfit_set_ledger(int ledger) {
+  const int before = t_ledger;
+  if (is_ledger(ledger)) {
+    t_ledger = ledger;
+  }
+  return before;
+}
+
+void memfit_stats(int ledger, MemfitStats* out) {
+  State& s = state();
+  Lock lock(s.mutex);
+  const Account& a = s.accounts[ledger];
+  *out = {a.live, a.peak, a.mapped, a.mapped_peak, a.pooled, a.arena, a.placed, a.blocks, a.allocations, a.limit};
+}
+
+void memfit_reset_peak(int ledger) {
+  State& s = state();
+  Lock lock(s.mutex);
+  s.accounts[ledger].peak = s.accounts[ledger].live;
+  s.accounts[ledger].mapped_peak = s.accounts[ledger].mapped;
+}
+
+void memfit_set_limit(int ledger, std::int64_t bytes) {
+  State& s = state();
+  Lock lock(s.mutex);
+  Account& account = s.accounts[ledger];
+  account.limit = bytes;
+  evict(s, lock, ledger, [&] { return passes_limit(account, 0); });
+}
+
+std::int64_t memfit_pool_limit() {
+  State& s = state();
+  Lock lock(s.mutex);
+  return s.pool_limit;
+}
+
+void memfit_set_pool_limit(std::int64_t bytes) {
+  State& s = state();
+  Lock lock(s.mutex);
+  s.pool_limit = bytes;
+  evict(s, lock, -1, [&] { return s.pool_bytes > s.pool_limit; });
+}
+
+std::int64_t memfit_trim() {
+  State& s = state();
+  Lock lock(s.mutex);
+  const std::int64_t given_back = evict(s, lock, -1, [] { return true; });
+  lock.unlock();
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+  return given_back;
+}
+
+// The id of a fresh region, its address in `base`; 0 with the reason in memfit_last_error.
+std::int64_t memfit_region_create(std::int64_t bytes, int ledger, std::int64_t* base) {
+  State& s = state();
+  const std::size_t mapped = round_up(static_cast<std::size_t>(bytes), s.page);
+  Lock lock(s.mutex);
+  Account& account = s.accounts[ledger];
+  if (!reserve(s, lock, ledger, mapped)) {
+    t_error = limit_message(account, ledger, mapped);
+    return 0;
+  }
+  lock.unlock();
+  int reason = 0;
+  void* const address = map_reserved(s, ledger, mapped, &reason);
+  lock.lock();
+  if (address == nullptr) {
+    t_error = system_message(account, ledger, mapped, reason);
+    return 0;
+  }
+  account.arena += static_cast<std::int64_t>(mapped);
+  auto region = std::make_unique<Region>();
+  region->base = static_cast<char*>(address);
+  region->bytes = mapped;
+  region->ledger = ledger;
+  *base = reinterpret_cast<std::int64_t>(address);
+  s.regions.emplace(s.next_region, std::move(region));
+  return s.next_region++;
+}
+
+// The owner lets go: unmapped now, or when the last block in it is freed. Returns the live blocks that are left.
+std::int64_t memfit_region_abandon(std::int64_t id) {
+  State& s = state();
+  Lock lock(s.mutex);
+  const auto found = s.regions.find(id);
+  if (found == s.regions.end()) {
+    return 0;
+  }
+  found->second->abandoned = true;
+  const std::int64_t live = found->second->live;
+  if (live == 0) {
+    destroy_region(s, lock, id);
+  }
+  return live;
+}
+
+// Moves up to `room` addresses of blocks freed since the last call to `out`; returns how many.
+std::int64_t memfit_region_freed(std::int64_t id, std::int64_t* out, std::int64_t room) {
+  State& s = state();
+  Lock lock(s.mutex);
+  const auto found = s.regions.find(id);
+  if (found == s.regions.end()) {
+    return 0;
+  }
+  auto& freed = found->second->freed;
+  const auto count = std::min<std::int64_t>(room, static_cast<std::int64_t>(freed.size()));
+  std::copy(freed.end() - count, freed.end(), out);
+  freed.resize(freed.size() - static_cast<std::size_t>(count));
+  return count;
+}
+
+// This thread's next allocation of exactly `bytes` is served at `address`. 1 where that is not inside an open region.
+int memfit_place(std::int64_t address, std::int64_t bytes) {
+  State& s = state();
+  Lock lock(s.mutex);
+  char* const start = reinterpret_cast<char*>(address);
+  for (const auto& [id, region] : s.regions) {
+    if (!region->abandoned && start >= region->base && start + bytes <= region->base + region->bytes) {
+      t_place = {true, start, static_cast<std::size_t>(bytes), id};
+      return 0;
+    }
+  }
+  return 1;
+}
+
+// Withdraws a place that was not used. 1 if there was one.
+int memfit_unplace() {
+  const bool was_set = t_place.is_set;
+  t_place.is_set = false;
+  return was_set ? 1 : 0;
+}
+
+}  // extern "C"

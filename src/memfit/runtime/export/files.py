@@ -1,0 +1,121 @@
+"""The files of a save: what each holds, and where its bytes are.
+
+In: a model, its blocks and states, resting wherever they do. Out: `SaveFile`s, ready to be written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memfit.runtime.export.format import Header, TensorSpec, lay_out
+from memfit.runtime.export.names import keep_names, shard
+from memfit.runtime.export.sources import HomeSource, ResidentSource, TensorSource
+from memfit.runtime.states import BlockStates
+from memfit.runtime.trees import typed_view
+from memfit.runtime.weights import BlockWeights, Slot
+
+OPTIMIZER_NAME = "optimizer.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFile:
+    """A safetensors file to be written: its name, its header, and by tensor name where the bytes are."""
+
+    name: str
+    header: Header
+    sources: Mapping[str, TensorSource]
+
+
+def settle(blocks: Sequence[BlockWeights]) -> None:
+    """Nothing is on its way any more: not to a block, and on CUDA not in a stream."""
+    for block in blocks:
+        if block.is_here:
+            block.wait()
+        device = block.slots[0].parameter.device
+        if device.type == "cuda":
+            # Homes in pinned memory are read by the host below, which no event orders.
+            torch.cuda.synchronize(device)
+
+
+def weight_files(
+    model: nn.Module, blocks: Sequence[BlockWeights], max_shard_bytes: int
+) -> tuple[list[SaveFile], str | None]:
+    """The files of weights, and the text of their index if there are several.
+
+    Raises:
+        UsageError, UnsupportedError: see `shard` and `keep_names`.
+    """
+    kept = keep_names(model)
+    placed = {id(slot.parameter): (block, slot) for block in blocks for slot in block.slots}
+    sources: dict[str, TensorSource] = {}
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in kept.tensors.items():
+        place = placed.get(id(tensor))
+        sources[name] = ResidentSource(tensor) if place is None else _weight_source(*place)
+        specs[name] = TensorSpec(name=name, dtype=sources[name].dtype, shape=sources[name].shape)
+    shards = shard({name: spec.nbytes for name, spec in specs.items()}, max_shard_bytes)
+    files: list[SaveFile] = []
+    for file_name, names in shards:
+        chosen = set(names)
+        # Names that were left out, each with the one that holds its tensor, as safetensors' own load_model writes and wants them.
+        tied = {other: name for other, name in kept.tied.items() if name in chosen}
+        header = lay_out([specs[name] for name in names], {"format": "pt", **tied})
+        files.append(SaveFile(name=file_name, header=header, sources={name: sources[name] for name in names}))
+    if len(files) == 1:
+        return files, None
+    index = {
+        "metadata": {
+            "total_parameters": sum(p.numel() for p in model.parameters()),
+            "total_size": sum(spec.nbytes for spec in specs.values()),
+        },
+        "weight_map": {name: file_name for file_name, names in shards for name in sorted(names)},
+    }
+    return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _weight_source(block: BlockWeights, slot: Slot) -> TensorSource:
+    if block.is_here:
+        return ResidentSource(slot.parameter)
+    assert block.home is not None
+    return HomeSource(block.home, slot.offset_bytes, dtype=slot.dtype, shape=slot.shape, stride=slot.stride)
+
+
+def optimizer_file(blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]) -> SaveFile:
+    """The file of all state tensors; it holds none before the first step."""
+    sources: dict[str, TensorSource] = {}
+    for own, slot in trained_slots(blocks, states):
+        for state in own.slots[slot.name]:
+            assert own.home is not None
+            if own.home.memory is None:
+                source: TensorSource = HomeSource(
+                    own.home,
+                    state.offset_bytes,
+                    dtype=state.dtype,
+                    shape=state.shape,
+                    stride=slot.stride if state.is_like_weight else None,
+                )
+            else:
+                stride = slot.stride if state.is_like_weight else None
+                source = ResidentSource(
+                    typed_view(own.home.memory, state.offset_bytes, state.dtype, state.shape, stride)
+                )
+            sources[f"{slot.name}.{state.key}"] = source
+    specs = [TensorSpec(name=name, dtype=source.dtype, shape=source.shape) for name, source in sources.items()]
+    return SaveFile(name=OPTIMIZER_NAME, header=lay_out(specs, {"format": "pt"}), sources=sources)
+
+
+def trained_slots(
+    blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]
+) -> Iterator[tuple[BlockStates, Slot]]:
+    """What has a state by now: states, and the slots of the parameters."""
+    for block in blocks:
+        own = states.get(block.index)
+        for slot in block.slots if own is not None else ():
+            if own is not None and own.exists(slot.name):
+                yield own, slot

@@ -1,0 +1,182 @@
+"""The safetensors container: a header of known size, then raw bytes.
+
+In: names, dtypes and shapes; or the bytes of a header that anybody may have written. Out: where each tensor lies; or an error.
+
+A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, first and last byte counted from
+the header's end; "__metadata__": text by text), and the tensors, row-major, without gaps. Source: the format section of the safetensors README.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.core.errors import StoreError, UnsupportedError
+from memfit.core.units import round_up
+
+# Tensor data begins on a page of the file, so that pieces of it can be moved by direct I/O.
+DATA_ALIGNMENT_BYTES = 4096
+LENGTH_BYTES = 8
+# The limit that the reference reader sets, too.
+HEADER_LIMIT_BYTES = 100_000_000
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A tensor to be written: what a header tells of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """A tensor in a file.
+
+    Attributes:
+        begin, end: its bytes, counted from the beginning of the file.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file holds.
+
+    Attributes:
+        raw: the bytes that precede the tensors, length field included.
+        entries: in the order of the file.
+        metadata: text by text.
+        file_bytes: length of the whole file.
+    """
+
+    raw: bytes
+    entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    file_bytes: int
+
+
+def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Header:
+    """Places tensors in a file: wide dtypes first, so that each begins at a multiple of its element's size.
+
+    Raises:
+        UnsupportedError: a dtype that the format does not know.
+    """
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
+    placed: list[tuple[TensorSpec, int]] = []
+    end = 0
+    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
+        if tensor.dtype not in _NAMES:
+            raise UnsupportedError(
+                f"{tensor.name!r} has dtype {tensor.dtype}, which safetensors cannot hold: convert it, or register it as a non-persistent buffer"
+            )
+        fields[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        placed.append((tensor, end))
+        end += tensor.nbytes
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    length = round_up(LENGTH_BYTES + len(text), DATA_ALIGNMENT_BYTES) - LENGTH_BYTES
+    raw = length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
+    return Header(
+        raw=raw,
+        entries=tuple(
+            TensorEntry(
+                name=t.name, dtype=t.dtype, shape=t.shape, begin=len(raw) + begin, end=len(raw) + begin + t.nbytes
+            )
+            for t, begin in placed
+        ),
+        metadata=dict(metadata),
+        file_bytes=len(raw) + end,
+    )
+
+
+def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
+    """Reads and checks a header that anybody may have written.
+
+    Args:
+        raw: the length field and the header.
+        path: for messages.
+        file_bytes: length of the file.
+
+    Raises:
+        StoreError: not a header, or one that lies: sizes that do not multiply to the bytes, gaps, overlaps, bytes beyond the file.
+    """
+    try:
+        fields = json.loads(raw[LENGTH_BYTES:], object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"its header cannot be read ({error})") from error
+    if not isinstance(fields, dict):
+        raise damaged(path, "its header is not a JSON object")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise damaged(path, "its metadata is not text by text")
+    entries = sorted(
+        (_entry(name, field, len(raw), path) for name, field in fields.items()), key=lambda e: (e.begin, e.end)
+    )
+    position = len(raw)
+    for entry in entries:
+        if entry.begin != position:
+            raise damaged(path, f"the bytes of {entry.name!r} do not follow those before them (gap or overlap)")
+        position = entry.end
+    if position != file_bytes:
+        raise damaged(path, f"its header tells of {position} bytes, the file has {file_bytes}")
+    return Header(raw=raw, entries=tuple(entries), metadata=metadata, file_bytes=file_bytes)
+
+
+def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
+    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+        raise damaged(path, f"the entry of {name!r} is not dtype, shape and data_offsets")
+    dtype, shape, offsets = _DTYPES.get(str(field["dtype"])), field["shape"], field["data_offsets"]
+    if dtype is None:
+        raise damaged(path, f"{name!r} has a dtype {str(field['dtype'])[:40]!r} that memfit does not know")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise damaged(path, f"the shape or the offsets of {name!r} are not whole numbers from 0 on")
+    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise damaged(
+            path, f"{name!r} of shape {shape} and {dtype} does not take the {offsets[1] - offsets[0]} bytes it is given"
+        )
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=base + offsets[0], end=base + offsets[1])
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def damaged(path: Path, why: str) -> StoreError:
+    """The error for a file that is not what it says."""
+    return StoreError(f"{path} is damaged or was not written by memfit: {why}; take another save, or write it again")

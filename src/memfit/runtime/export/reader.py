@@ -1,0 +1,119 @@
+"""Reading tensors from a safetensors file that anybody may have written.
+
+In: a file. Out: its checked header, and its tensors copied into memory that exists already: the file decides no allocation.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from memfit.core.errors import StoreError
+from memfit.core.units import format_bytes
+from memfit.runtime.export.format import (
+    HEADER_LIMIT_BYTES,
+    LENGTH_BYTES,
+    Header,
+    TensorEntry,
+    damaged,
+    read_header,
+)
+from memfit.runtime.export.sources import row_major_parts
+from memfit.runtime.export.writer import PIECE_BYTES
+from memfit.runtime.store import memory_of_storage
+from memfit.runtime.store.explain import explain
+from memfit.runtime.trees import new_storage, typed_view
+
+
+class TensorFile:
+    """An open file.
+
+    Memory: the header; one piece of 8 MiB while a tensor is read. The page cache is emptied behind the reading.
+
+    Args:
+        path: a regular file, or a link to one.
+
+    Raises:
+        StoreError: it cannot be opened, or its header is none or lies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.header = self._read_header(os.fstat(self._descriptor))
+        except StoreError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise explain(error, doing="read the file", path=path) from error
+
+    def _read_header(self, status: os.stat_result) -> Header:
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(f"{self.path} is not a regular file")
+        file_bytes = status.st_size
+        if file_bytes < LENGTH_BYTES:
+            raise damaged(self.path, f"it has {file_bytes} bytes")
+        length = int.from_bytes(os.pread(self._descriptor, LENGTH_BYTES, 0), "little")
+        # Checked before anything of that size is allocated.
+        if length > min(file_bytes - LENGTH_BYTES, HEADER_LIMIT_BYTES):
+            raise damaged(
+                self.path, f"its header should have {length} bytes, the whole file has {format_bytes(file_bytes)}"
+            )
+        raw = os.pread(self._descriptor, LENGTH_BYTES + length, 0)
+        if len(raw) != LENGTH_BYTES + length:
+            raise damaged(self.path, "its header ends early")
+        return read_header(raw, path=self.path, file_bytes=file_bytes)
+
+    def read_into(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Copies an entry into a tensor of its shape and dtype, of any strides, on any device.
+
+        Raises:
+            StoreError: the disk, or the file became shorter.
+        """
+        assert tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
+        size = entry.dtype.itemsize
+        total = (entry.end - entry.begin) // size
+        staged = new_storage(min(PIECE_BYTES, total * size))
+        per_piece = PIECE_BYTES // size
+        with torch.no_grad():
+            for first in range(0, total, per_piece):
+                count = min(per_piece, total - first)
+                self._fill(staged, entry.begin + first * size, count * size)
+                flat = typed_view(staged, 0, entry.dtype, (count,))
+                for part, start in row_major_parts(tensor, first, count):
+                    part.copy_(flat[start : start + part.numel()].view(part.shape))
+
+    def _fill(self, storage: torch.UntypedStorage, offset: int, nbytes: int) -> None:
+        done = 0
+        while done < nbytes:
+            view = memory_of_storage(storage, done, nbytes - done).view()
+            try:
+                moved = os.preadv(self._descriptor, [view], offset + done)
+            except OSError as error:
+                raise explain(error, doing="read the file", path=self.path) from error
+            if moved == 0:
+                raise damaged(self.path, f"it ended at byte {offset + done} while it was read")
+            done += moved
+        os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Closes the file; may be repeated."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,151 @@
+"""`trainer_state.json`: what continues a run beside weights and large optimizer states.
+
+In: an optimizer's settings, scalar states, the random numbers' place, the step. Out: JSON text; and the same back, checked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.core.errors import StoreError
+from memfit.core.units import MIB, format_bytes
+from memfit.runtime.export.values import decode_value, encode_value
+from memfit.runtime.store.explain import explain
+
+FORMAT = 1
+FILE_NAME = "trainer_state.json"
+# Numbers of a hundred thousand parameters; what is larger was not written by memfit.
+_LIMIT_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """A parameter group: names of its parameters in order, and its settings."""
+
+    parameters: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """All of the file.
+
+    Attributes:
+        steps: made so far.
+        optimizer_class: dotted name.
+        groups: in the optimizer's order.
+        numbers: by parameter, the states that are not large tensors.
+        random_cpu, random_cuda: states of torch's default generators.
+        extra: what the user gave along.
+    """
+
+    steps: int
+    optimizer_class: str
+    groups: Sequence[GroupState]
+    numbers: Mapping[str, Mapping[str, Any]]
+    random_cpu: bytes
+    random_cuda: bytes | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """The dotted name of its class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def write_text(state: TrainerState) -> str:
+    """The file's text.
+
+    Raises:
+        UnsupportedError: a setting, a number or a value of `extra` that has no JSON form.
+    """
+    groups = [
+        {
+            "parameters": list(group.parameters),
+            "settings": {
+                key: encode_value(value, f"param_groups[{index}][{key!r}]") for key, value in group.settings.items()
+            },
+        }
+        for index, group in enumerate(state.groups)
+    ]
+    numbers = {
+        name: {key: encode_value(value, f"state {key!r} of {name!r}") for key, value in values.items()}
+        for name, values in state.numbers.items()
+    }
+    random = {"cpu": base64.b64encode(state.random_cpu).decode()}
+    if state.random_cuda is not None:
+        random["cuda"] = base64.b64encode(state.random_cuda).decode()
+    document = {
+        "format": FORMAT,
+        "made_by": "memfit",
+        "steps": state.steps,
+        "optimizer": {"class": state.optimizer_class, "groups": groups, "numbers": numbers},
+        "random": random,
+        "extra": {key: encode_value(value, f"extra[{key!r}]") for key, value in state.extra.items()},
+    }
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def read_text(path: Path) -> TrainerState:
+    """Reads and checks the file.
+
+    Raises:
+        StoreError: it cannot be read, is of another format, or is not what memfit writes.
+    """
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > _LIMIT_BYTES:
+            raise _damaged(path, f"{format_bytes(nbytes)} are too many")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except StoreError:
+        raise
+    except OSError as error:
+        raise explain(error, doing="read the state of the training run", path=path) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is not JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise _damaged(path, f"its format is {str(found)[:20]!r}, this version of memfit reads {FORMAT}")
+    try:
+        optimizer, random = document["optimizer"], document["random"]
+        steps = document["steps"]
+        if type(steps) is not int or steps < 0 or not isinstance(optimizer["class"], str):
+            raise _damaged(path, "steps or the optimizer's class are not as memfit writes them")
+        return TrainerState(
+            steps=steps,
+            optimizer_class=optimizer["class"],
+            groups=[_group(group, index) for index, group in enumerate(optimizer["groups"])],
+            numbers={
+                str(name): {key: decode_value(v, f"state {key!r} of {name!r}") for key, v in values.items()}
+                for name, values in optimizer["numbers"].items()
+            },
+            random_cpu=base64.b64decode(random["cpu"], validate=True),
+            random_cuda=base64.b64decode(random["cuda"], validate=True) if "cuda" in random else None,
+            extra={str(key): decode_value(v, f"extra[{key!r}]") for key, v in document["extra"].items()},
+        )
+    except (KeyError, TypeError, AttributeError, binascii.Error, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _group(group: Any, index: int) -> GroupState:
+    names = group["parameters"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"the parameters of group {index} are not names")
+    return GroupState(
+        parameters=tuple(names),
+        settings={
+            str(key): decode_value(value, f"param_groups[{index}][{key!r}]") for key, value in group["settings"].items()
+        },
+    )
+
+
+def _damaged(path: Path, why: str) -> StoreError:
+    return StoreError(f"{path} is damaged or was not written by memfit: {why}; take another save")

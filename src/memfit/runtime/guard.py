@@ -1,0 +1,81 @@
+"""A weight whose bytes are away must be a clear error, not a crash.
+
+In: parameters that leave. Out: the same objects, wearing a class that refuses every operation on values until they come back.
+
+[Note: why the class is swapped]
+A freed weight that is read crashes the interpreter for `w + 1`, `sum`, `clone`, `copy_` (matrix products merely raise). Torch asks the *class* of
+an argument whether it wants to handle an operation, in C++ and before any kernel runs; ordinary parameters say no. While a weight is away its object
+gets a subclass that says yes and raises. The object, its identity, hooks, grad and place in the optimizer are untouched, autograd's engine never
+asks, and a weight that is there costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfit.core.errors import AwayError
+
+# Attributes and methods that read or write the object's description, never its values.
+_DESCRIPTIVE = frozenset({
+    "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "names", "grad_fn", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_xpu", "is_mps",
+    "is_nested", "is_sparse_csr", "_version", "output_nr", "_base", "name", "nbytes", "itemsize", "grad_dtype", "retains_grad",
+    "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__", "ndimension", "is_shared",
+    "is_signed", "is_inference", "_is_view", "get_device", "is_conj", "is_neg", "is_same_size", "has_names",
+})  # fmt: skip
+
+_NAMES = "_memfit_away"
+_classes: dict[type, type] = {}
+
+
+def mark_away(parameter: torch.nn.Parameter, name: str, block: str) -> None:
+    """From now on every operation on the parameter's values raises `AwayError`."""
+    kind = type(parameter)
+    if hasattr(kind, "_memfit_present_class"):
+        return
+    setattr(parameter, _NAMES, (name, block))
+    parameter.__class__ = _away_class(kind)
+
+
+def mark_present(parameter: torch.nn.Parameter) -> None:
+    """The parameter is an ordinary one again."""
+    present = getattr(type(parameter), "_memfit_present_class", None)
+    if present is not None:
+        parameter.__class__ = present
+        delattr(parameter, _NAMES)
+
+
+def _away_class(kind: type) -> type:
+    if kind not in _classes:
+        _classes[kind] = type(
+            kind.__name__, (kind,), {"__torch_function__": classmethod(_refuse), "_memfit_present_class": kind}
+        )
+    return _classes[kind]
+
+
+def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(func.__self__, "__name__", name)
+    if name in _DESCRIPTIVE:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    weight, block = _find_away([*args, *(kwargs or {}).values()])
+    raise AwayError(
+        f"'{name}' needs the values of the weight {weight!r}, which are away: block {block!r} rests in its home between its uses. "
+        f"To reach it: with job.weights({block!r}): ...   (job.weights() brings all; job.close() ends the visits for good)"
+    )
+
+
+def _find_away(arguments: list[Any]) -> tuple[str, str]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and hasattr(type(argument), "_memfit_present_class"):
+            return object.__getattribute__(argument, _NAMES)
+        if isinstance(argument, list | tuple):
+            found = _find_away(list(argument))
+            if found[0] != "?":
+                return found
+    return ("?", "?")

@@ -1,0 +1,73 @@
+"""What every home can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from memfit.core.plan import Tier
+
+
+class Ticket(Protocol):
+    """A transfer that has begun."""
+
+    def wait(self) -> None:
+        """Returns when it is complete; raises what went wrong."""
+        ...
+
+
+class Done:
+    """A transfer that is complete already."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = Done()
+
+
+class Tickets:
+    """Several transfers as one."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._tickets = tuple(tickets)
+
+    def wait(self) -> None:
+        """Waits for all, even if one fails: no transfer may still touch memory that is about to be freed. Then raises the first error."""
+        first: Exception | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except Exception as error:  # noqa: BLE001, raised below, once nothing is under way any more
+                first = first or error
+        self._tickets = ()
+        if first is not None:
+            raise first
+
+
+class ByteHome(Protocol):
+    """A range of bytes that rests somewhere.
+
+    Attributes:
+        tier: where.
+        nbytes: how many.
+        memory: the storage itself where compute can use it in place (device memory; host memory of a CPU), else None.
+    """
+
+    tier: Tier
+    nbytes: int
+
+    @property
+    def memory(self) -> torch.UntypedStorage | None:
+        """See above."""
+        ...
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """Begins to copy a range of the home into a storage, which must live until the ticket is done."""
+        ...
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+        """Begins to copy a range of a storage into the home; the storage must live and stay unchanged until the ticket is done."""
+        ...

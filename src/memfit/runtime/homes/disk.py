@@ -1,0 +1,117 @@
+"""A home on disk: a region of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memfit.core.plan import Tier
+from memfit.runtime.homes.base import DONE, Ticket
+from memfit.runtime.store import Region, memory_of_storage
+from memfit.runtime.trees import bytes_view, new_storage
+
+_COPY_BYTES = 4 << 20
+
+
+class DiskHome:
+    """Bytes in a region.
+
+    Written in place (one slot), or version by version (two slots): then reads give the committed version, writes go to the spare slot, and
+    `complete` makes the spare slot whole before a commit.
+
+    Memory: none beyond the store's staging. CUDA: bytes pass through a host buffer of the transfer's size.
+
+    Args:
+        region: of an open store.
+    """
+
+    tier = Tier.DISK
+    memory: torch.UntypedStorage | None = None
+
+    def __init__(self, region: Region) -> None:
+        self.nbytes = region.nbytes
+        self.name = region.name
+        self._region = region
+        self._written: list[tuple[int, int]] = []
+
+    @property
+    def has_spare_slot(self) -> bool:
+        """Writes leave the committed version alone."""
+        return self._region.slots == 2
+
+    @property
+    def is_dirty(self) -> bool:
+        """A new version has been begun since `begin_version`."""
+        return bool(self._written) and self.has_spare_slot
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `ByteHome.read`."""
+        if nbytes == 0:
+            return DONE
+        if into.device.type == "cpu":
+            return self._region.read(offset, nbytes, memory_of_storage(into, into_offset, nbytes))
+        staged = new_storage(nbytes)
+        ticket = self._region.read(offset, nbytes, memory_of_storage(staged))
+        return _ThenCopy(ticket, staged, into, into_offset)
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+        """See `ByteHome.write`."""
+        if nbytes == 0:
+            return DONE
+        if source.device.type != "cpu":
+            staged = new_storage(nbytes)
+            # A blocking copy on the current stream: it is ordered behind the kernels that made the bytes.
+            bytes_view(staged, 0, nbytes).copy_(bytes_view(source, source_offset, nbytes))
+            source, source_offset = staged, 0
+        is_first_filling = self._region.step is None
+        if self.has_spare_slot and not is_first_filling:
+            self._written.append((offset, nbytes))
+            return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="spare")
+        return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="current")
+
+    def complete(self) -> None:
+        """Copies what the new version did not write from the committed one, so that the spare slot is whole.
+
+        Costs one buffer of 4 MiB and reading and writing what was not updated (frozen or unused parameters, alignment).
+        """
+        if not self.is_dirty:
+            return
+        buffer = new_storage(min(_COPY_BYTES, self.nbytes))
+        for start, stop in _gaps(self._written, self.nbytes):
+            position = start
+            while position < stop:
+                count = min(stop - position, buffer.nbytes())
+                memory = memory_of_storage(buffer, 0, count)
+                self._region.read(position, count, memory).wait()
+                self._region.write(position, count, memory, slot="spare").wait()
+                position += count
+
+    def begin_version(self) -> None:
+        """What is written from now on is a new version: the last one was committed, or its step failed and is forgotten."""
+        self._written.clear()
+
+
+class _ThenCopy:
+    """A read into host memory, then on to the device."""
+
+    def __init__(self, ticket: Ticket, staged: torch.UntypedStorage, into: torch.UntypedStorage, offset: int) -> None:
+        self._ticket, self._staged, self._into, self._offset = ticket, staged, into, offset
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        nbytes = self._staged.nbytes()
+        # On the current stream: kernels enqueued after this see the bytes.
+        bytes_view(self._into, self._offset, nbytes).copy_(bytes_view(self._staged, 0, nbytes))
+
+
+def _gaps(written: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    gaps: list[tuple[int, int]] = []
+    end = 0
+    for start, count in sorted(written):
+        if start > end:
+            gaps.append((end, start))
+        end = max(end, start + count)
+    if end < nbytes:
+        gaps.append((end, nbytes))
+    return gaps

@@ -1,0 +1,200 @@
+"""Housing: every tensor that outlives a block gets its home, as the plan says.
+
+In: a plan, the blocks, the optimizer's state layouts. Out: a `House`: weights moved in, gradient homes, state homes, the store and the
+scratch file behind those on disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from memfit.core.errors import StoreError
+from memfit.core.plan import Plan, Tier
+from memfit.runtime.gradients import GradientHomes
+from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome
+from memfit.runtime.saved import HostStore, ScratchStore, TierStore
+from memfit.runtime.states import BlockStates
+from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
+from memfit.runtime.weights import BlockWeights
+
+
+class House:
+    """All homes of a job.
+
+    Memory: what the plan puts on the device and the host; the disk's staging (1 MiB a worker).
+
+    Args:
+        plan: the decisions.
+        blocks: their weights still in ordinary memory.
+        states: by block index, without homes yet.
+        device: where compute runs.
+        directory: for what rests on disk; None makes a temporary one that is deleted at the end.
+        keeps_gradients: gradients can be read after the step.
+        host_ledger: a context in which host homes are allocated (counts them apart on an emulated device).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Sequence[BlockWeights],
+        states: Mapping[int, BlockStates],
+        *,
+        device: torch.device,
+        directory: str | Path | None,
+        keeps_gradients: bool,
+        keeps_norms: bool,
+        host_ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.plan = plan
+        self.blocks = tuple(blocks)
+        self.states = dict(states)
+        self.step = 0
+        self._device = device
+        self._host_ledger = host_ledger
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host_store = HostStore(device, stream=self._stream)
+        self._memory_homes: list[MemoryHome] = []
+        self._disk_homes: list[DiskHome] = []
+        self._temporary: Path | None = None
+        self.io: DiskIO | None = None
+        self.store: DiskStore | None = None
+        self.scratch: ScratchFile | None = None
+        try:
+            self._open_disk(directory)
+            gradient_homes = self._gradient_homes()
+            self.gradients = GradientHomes(
+                blocks, gradient_homes, keeps_norms=keeps_norms, keeps_gradients=keeps_gradients
+            )
+            self._move_in()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_disk(self, directory: str | Path | None) -> None:
+        regions: dict[str, RegionSpec] = {}
+        slots = 2 if self.plan.is_atomic else 1
+        for block in self.blocks:
+            homes = self.plan.block(block.name)
+            states = self.states.get(block.index)
+            if homes.weight_home is Tier.DISK:
+                regions[f"{block.name}/weight"] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
+            if states is not None and states.nbytes and homes.state_home is Tier.DISK:
+                regions[f"{block.name}/state"] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
+            if homes.gradient_home is Tier.DISK and states is not None:
+                regions[f"{block.name}/gradient"] = RegionSpec(nbytes=block.nbytes, slots=1, tag="gradient")
+        needs_scratch = any(
+            (c.saved_home is Tier.DISK and c.saved == "offload") or c.boundary_home is Tier.DISK
+            for c in self.plan.calls
+        )
+        if not regions and not needs_scratch:
+            return
+        if directory is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="memfit-"))
+            where = self._temporary / "homes"
+        else:
+            where = Path(directory)
+            if not where.parent.is_dir():
+                raise StoreError(
+                    f"the directory {str(where)!r} cannot be made: its parent {str(where.parent)!r} does not exist; make it, or name another"
+                )
+        self.io = DiskIO()
+        # A working home needs no power-cut safety: what is lost with the machine is a run that has no commit yet.
+        self.store = DiskStore.create(where, regions, identity={"made-by": "memfit"}, durable=False, io=self.io)
+        if needs_scratch:
+            self.scratch = ScratchFile(where, io=self.io)
+
+    def _home(self, nbytes: int, tier: Tier, region: str) -> ByteHome:
+        if tier is Tier.DISK:
+            assert self.store is not None
+            disk = DiskHome(self.store.region(region))
+            self._disk_homes.append(disk)
+            return disk
+        with self._host_ledger() if tier is Tier.HOST else nullcontext():
+            memory = MemoryHome(
+                nbytes, tier=tier, device=self._device, stream=self._stream if tier is Tier.HOST else None
+            )
+        self._memory_homes.append(memory)
+        return memory
+
+    def _gradient_homes(self) -> dict[int, ByteHome]:
+        homes: dict[int, ByteHome] = {}
+        for block in self.blocks:
+            tier = self.plan.block(block.name).gradient_home
+            if block.index in self.states and tier is not Tier.DEVICE:
+                homes[block.index] = self._home(block.nbytes, tier, f"{block.name}/gradient")
+        return homes
+
+    def _move_in(self) -> None:
+        # What leaves the device goes first: it makes room for what stays.
+        for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
+            block.move_in(self._home(block.nbytes, self.plan.block(block.name).weight_home, f"{block.name}/weight"))
+        for index, states in self.states.items():
+            block = self.blocks[index]
+            tier = self.plan.block(block.name).state_home
+            if states.nbytes:
+                states.home = self._home(states.nbytes, tier, f"{block.name}/state")
+
+    def tier_stores(self) -> dict[Tier, TierStore]:
+        """Where offloaded activations rest."""
+        stores: dict[Tier, TierStore] = {Tier.HOST: self._host_store}
+        if self.scratch is not None:
+            stores[Tier.DISK] = ScratchStore(self.scratch)
+        return stores
+
+    def first_commit(self) -> None:
+        """What has been moved in is version 0."""
+        if self.store is not None:
+            self.store.commit(0)
+        for home in self._disk_homes:
+            home.begin_version()
+
+    def commit(self) -> None:
+        """The step's new versions become current, all at once."""
+        self.step += 1
+        if self.store is None:
+            return
+        dirty = [home for home in self._disk_homes if home.is_dirty]
+        for home in dirty:
+            home.complete()
+        self.store.commit(self.step, [home.name for home in dirty])
+        for home in dirty:
+            home.begin_version()
+
+    def forget_step(self) -> None:
+        """A step failed before its commit: what it wrote into spare slots is not a version."""
+        for home in self._disk_homes:
+            home.begin_version()
+
+    @property
+    def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(read, written) bytes of the disk since the beginning, by purpose."""
+        if self.io is None:
+            return {}, {}
+        statistics = self.io.statistics()
+        by_tag = statistics.by_tag
+        return (
+            {tag: traffic.read_bytes for tag, traffic in by_tag.items()},
+            {tag: traffic.written_bytes for tag, traffic in by_tag.items()},
+        )
+
+    def close(self) -> None:
+        """Ends all transfers and frees all homes; temporary files are deleted. Weights must have moved out before."""
+        for home in self._memory_homes:
+            home.close()
+        self._memory_homes.clear()
+        self._host_store.close()
+        if self.scratch is not None:
+            self.scratch.close()
+        if self.store is not None:
+            self.store.close(delete=True)
+        if self.io is not None:
+            self.io.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=False)
+            self._temporary = None

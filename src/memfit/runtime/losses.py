@@ -1,0 +1,191 @@
+"""Losses over a large vocabulary, in pieces: the logits are never whole.
+
+In: hidden states, the head's weight, target tokens. Out: the cross-entropy and its gradients, with the logits of `chunk_tokens` tokens alive at
+a time. The sums are taken chunk by chunk, so the result is *reordered* against the whole loss (equal up to rounding), never approximate.
+
+torch 2.13 has `linear_cross_entropy` for this; it is not used because 2.11 lacks it and a plan must mean the same bytes on both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from memfit.core.errors import UnsupportedError
+
+_IGNORED = -100
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Forward makes the gradients as well: the logits of a chunk are needed for both and are there only once.
+
+    Memory: logits of one chunk twice; the gradient of the hidden states and of the weight, from forward to backward.
+    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 3 (the idea of never storing logits).
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, count: float, chunk_tokens: int
+    ) -> Tensor:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for first in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(first, first + chunk_tokens)
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias).float()
+            wanted = target[rows]
+            is_counted = wanted != _IGNORED
+            safe = wanted.masked_fill(~is_counted, 0).unsqueeze(1)
+            log_sum = logits.logsumexp(dim=1, keepdim=True)
+            losses = (log_sum - logits.gather(1, safe)).squeeze(1)
+            total += (losses * is_counted).sum()
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+            # softmax minus one-hot, in place of the logits
+            slope = logits.sub_(log_sum).exp_()
+            slope.scatter_add_(1, safe, torch.full_like(safe, -1, dtype=slope.dtype))
+            slope.mul_(is_counted.unsqueeze(1)).div_(count)
+            slope = slope.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(slope.t(), hidden[rows])
+            if grad_bias is not None:
+                grad_bias += slope.sum(dim=0)
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise UnsupportedError("the chunked loss was differentiated twice; its gradients are made once, in forward")
+        return (*(None if g is None else g.mul_(grad_output) for g in gradients), None, None, None)
+
+
+def chunked_cross_entropy(
+    hidden: Float[Tensor, "tokens width"],
+    weight: Float[Tensor, "vocabulary width"],
+    target: Int64[Tensor, " tokens"],
+    *,
+    bias: Float[Tensor, " vocabulary"] | None = None,
+    count: float | None = None,
+    chunk_tokens: int = 256,
+) -> Float[Tensor, ""]:
+    """Cross-entropy of `hidden @ weight.T + bias` against `target`, without the logits ever being whole.
+
+    Args:
+        hidden: states, flattened over batch and sequence.
+        weight: of the head.
+        target: class of each token; -100 is not counted.
+        bias: of the head.
+        count: what the sum is divided by; the number of counted tokens if None.
+        chunk_tokens: tokens whose logits are alive at once: 2 x chunk_tokens x vocabulary x 4 bytes.
+
+    Returns:
+        The sum of the losses over `count`, in nats. Differentiable once.
+    """
+    divisor = float((target != _IGNORED).sum()) if count is None else count
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, target, divisor, chunk_tokens)
+
+
+def knows_loss(model: nn.Module) -> bool:
+    """The model computes transformers' causal language loss from a linear head, which `chunked_head` can take over."""
+    return _owner(model) is not None
+
+
+@contextmanager
+def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
+    """While the context lasts, the model's loss runs in chunks: the head hands its input on, and the loss calls the head with the targets.
+
+    The model's output then carries hidden states where its logits would be; only the loss is meant.
+
+    Raises:
+        UnsupportedError: not a model that `knows_loss`.
+    """
+    if chunk_tokens is None:
+        yield
+        return
+    owner = _owner(model)
+    if owner is None:
+        raise UnsupportedError(
+            "loss_chunk_tokens needs a transformers causal language model with a linear head and its own loss; for another loss call "
+            "memfit.losses.chunked_cross_entropy in it and leave loss_chunk_tokens out"
+        )
+    head = owner.get_output_embeddings()  # type: ignore[operator]
+    plain_forward, plain_loss = head.forward, owner.loss_function
+    own_forward, had_loss = "forward" in vars(head), "_loss_function" in vars(owner)
+    deferred: list[Tensor] = []
+    calls = {"head": 0, "loss": 0}
+
+    def forward(hidden: Tensor, target: Tensor | None = None, count: float | None = None) -> Tensor:
+        if target is None:
+            calls["head"] += 1
+            deferred[:] = [hidden.view_as(hidden)]
+            return deferred[0]
+        return chunked_cross_entropy(
+            hidden, head.weight, target, bias=head.bias, count=count, chunk_tokens=chunk_tokens
+        )
+
+    def loss_function(
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if not deferred or logits is not deferred[0] or ignore_index != _IGNORED:
+            raise UnsupportedError(
+                "the model changes its logits between the head and the loss (a soft cap, a scale), so the loss cannot run in chunks: plan loss_chunk_tokens=None"
+            )
+        deferred.clear()
+        calls["loss"] += 1
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+        count = None if num_items_in_batch is None else float(num_items_in_batch)
+        return head(logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1).to(logits.device), count)
+
+    head.forward = forward
+    owner.loss_function = loss_function  # type: ignore[assignment]
+    try:
+        yield
+        if calls["head"] != calls["loss"]:
+            raise UnsupportedError(
+                f"the model called its head {calls['head']} times but its loss function {calls['loss']} times: its loss is computed elsewhere and cannot run "
+                "in chunks (the head handed hidden states on, so this result is discarded): plan loss_chunk_tokens=None"
+            )
+    finally:
+        if own_forward:
+            head.forward = plain_forward
+        else:
+            del head.forward
+        if had_loss:
+            owner.loss_function = plain_loss
+        else:
+            vars(owner).pop("_loss_function", None)
+        deferred.clear()
+
+
+def _owner(model: nn.Module) -> Any:
+    """The module (the model, or what an adapter wraps) whose own forward calls `loss_function` on the logits of a linear head."""
+    for module in model.modules():
+        if not isinstance(getattr(type(module), "loss_function", None), property):
+            continue
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or "loss_function" not in code.co_names:
+            continue
+        getter = getattr(module, "get_output_embeddings", None)
+        is_causal = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+        if is_causal and callable(getter) and isinstance(getter(), nn.Linear):
+            return module
+    return None

@@ -1,0 +1,161 @@
+"""What memfit refuses of an optimizer before it runs anything, and why.
+
+In: the user's optimizer and the model's named parameters. Out: one `Entry` per optimized parameter, or a clear error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memfit.core.errors import UnsupportedError, UsageError
+
+_ACCELERATORS_ONLY = "capturable=True needs parameters on an accelerator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One parameter that the optimizer updates."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    group: int
+    """Index in `optimizer.param_groups`."""
+    index: int
+    """Index in `optimizer.param_groups[group]["params"]`."""
+
+
+def validated_entries(optimizer: object, named_parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Entry]:
+    """The optimizer's parameters by name, in the order of its groups.
+
+    Args:
+        optimizer: what the user gave; need not be an optimizer at all.
+        named_parameters: the model's parameters. Tied ones may appear under several names; the first name counts.
+
+    Raises:
+        UsageError: not an optimizer, a parameter that the model lacks, or one that appears twice.
+        UnsupportedError: an optimizer that cannot be run on pieces without changing what it does.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"The optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer. Pass the optimizer object "
+            "itself, made over the parameters of the model."
+        )
+    _check_class(optimizer)
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters.items():
+        names.setdefault(id(parameter), name)
+    _check_attributes(optimizer, set(names))
+    entries: dict[str, Entry] = {}
+    for group_index, group in enumerate(optimizer.param_groups):
+        _check_group(optimizer, group_index, group)
+        for index, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                raise UsageError(_foreign_message(group, group_index, index, parameter))
+            if name in entries:
+                raise UsageError(
+                    f"Parameter {name!r} appears twice in the optimizer: in group {entries[name].group} and in group "
+                    f"{group_index}. It would be updated twice a step; remove one of the two."
+                )
+            _check_parameter(name, parameter)
+            entries[name] = Entry(name=name, parameter=parameter, group=group_index, index=index)
+    return entries
+
+
+def _check_class(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam needs sparse gradients, which memfit does not keep. Use sparse=False in the embedding with "
+            "Adam or AdamW."
+        )
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    needed = [a.name for a in arguments if a.kind in positional and a.default is inspect.Parameter.empty]
+    if isinstance(optimizer, torch.optim.LBFGS) or needed:
+        raise UnsupportedError(
+            f"{name}.step needs {needed[0] if needed else 'closure'!r}: such an optimizer runs the model several times "
+            "within one update, on all parameters at once. memfit makes one update a step; use a first-order optimizer."
+        )
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):
+        raise UnsupportedError(
+            f"optimizer.step was replaced on this object by {getattr(own_step, '__qualname__', own_step)!r}. memfit "
+            f"runs the step of the class {name} and would skip the replacement; override step in a subclass, or use "
+            "register_step_pre_hook."
+        )
+
+
+def _check_attributes(optimizer: Optimizer, model_parameters: set[int]) -> None:
+    """Refuses an optimizer that holds another one, or the model: it would step on more than the piece it is lent."""
+    for attribute, value in vars(optimizer).items():
+        if attribute in ("param_groups", "state", "defaults"):
+            continue
+        for item in _shallow_items(value):
+            if isinstance(item, Optimizer):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} wraps another optimizer (attribute {attribute!r}, a "
+                    f"{type(item).__name__}). Pass the inner optimizer to memfit."
+                )
+            if isinstance(item, torch.nn.Module) or (isinstance(item, torch.Tensor) and id(item) in model_parameters):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} keeps its own reference to the model's parameters (attribute "
+                    f"{attribute!r}); its step could reach weights that are away. memfit can run optimizers that find "
+                    "their parameters in param_groups."
+                )
+
+
+def _shallow_items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    return (value,)
+
+
+def _check_group(optimizer: Optimizer, index: int, group: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    if group.get("differentiable") or optimizer.defaults.get("differentiable"):
+        raise UnsupportedError(
+            f"{name} has differentiable=True (group {index}): the update itself would be part of an autograd graph "
+            "that keeps every weight and state alive. Use differentiable=False."
+        )
+    if group.get("capturable") and any(not _is_on_accelerator(p) for p in group["params"]):
+        raise UnsupportedError(f"{_ACCELERATORS_ONLY}; {name} group {index} has some on the CPU. Use capturable=False.")
+
+
+def _is_on_accelerator(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def check_piece_device(group: Mapping[str, Any], name: str, piece: torch.Tensor) -> None:
+    """Raise `UnsupportedError` where a capturable group would meet a piece on the CPU (a host home)."""
+    if group.get("capturable") and not _is_on_accelerator(piece):
+        raise UnsupportedError(f"{_ACCELERATORS_ONLY}, but {name!r} is updated on the CPU. Use capturable=False.")
+
+
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
+    if parameter.is_complex():
+        raise UnsupportedError(f"Parameter {name!r} is complex ({parameter.dtype}); memfit keeps real weights only.")
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(f"Parameter {name!r} has layout {parameter.layout}; memfit keeps dense weights only.")
+
+
+def _foreign_message(group: Mapping[str, Any], group_index: int, index: int, parameter: torch.Tensor) -> str:
+    given = group.get("param_names")
+    called = f" ({given[index]!r})" if given else ""
+    return (
+        f"Parameter {index} of group {group_index}{called} of the optimizer, of shape {tuple(parameter.shape)}, is not "
+        "a parameter of the model. Was the model changed (resized embeddings, replaced layers) after the optimizer "
+        "was made? Make the optimizer last."
+    )

@@ -1,0 +1,25 @@
+"""What autograd saves inside a call: kept, recomputed, selected or offloaded.
+
+In: a `CallPlan` for each call, and the call itself (`CallSite`, args, kwargs).
+Out: a `Frame`, entered before the call and left after it, that gives backward the same tensors bit for bit.
+Parts: `frames` (what the engine drives), `recompute` and `select` (made again), `offload` and `tiers` (moved away and
+back), `arguments` and `surroundings` (what running again needs), `handles` (what autograd holds).
+"""
+
+from memfit.runtime.saved.frames import CallSite, Frame, make_frame
+from memfit.runtime.saved.offload import MINIMUM_BYTES, Offloader, TierStore
+from memfit.runtime.saved.recompute import SegmentGroup
+from memfit.runtime.saved.tiers import HostStore, ScratchStore, StagedScratchStore
+
+__all__ = [
+    "MINIMUM_BYTES",
+    "CallSite",
+    "Frame",
+    "HostStore",
+    "Offloader",
+    "ScratchStore",
+    "SegmentGroup",
+    "StagedScratchStore",
+    "TierStore",
+    "make_frame",
+]

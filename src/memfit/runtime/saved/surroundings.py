@@ -1,0 +1,267 @@
+"""What a call's result depends on beyond its arguments and weights: switches, random numbers, buffers.
+
+In: the state of the thread and the module when the call begins. Out: the same state around the call when it runs again,
+and the present one put back after.
+
+Not captured: generators of the user's own (`torch.Generator` passed by hand), Python attributes that the module changes
+in itself, and active dispatch modes (they watch operations; watching the recomputation would count twice).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from memfit.core.units import MIB
+from memfit.runtime.saved.tensors import version_of
+
+SMALL_BUFFER_BYTES = 1 * MIB
+"""On an accelerator, buffers up to this size are taken for changed without looking, because looking would wait for the
+device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """Thread-wide and process-wide settings that choose kernels and dtypes."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    is_autocast_cached: bool
+    function_modes: tuple[Any, ...]
+    settings: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls, device: torch.device) -> Switches:
+        """The settings as they are."""
+        kinds = dict.fromkeys(("cpu", device.type))
+        return cls(
+            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            is_autocast_cached=torch.is_autocast_cache_enabled(),
+            function_modes=tuple(_get_current_function_mode_stack()),
+            settings=tuple(read() for read, _ in _SETTINGS),
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Has these settings inside, and those of outside again after."""
+        with ExitStack() as stack:
+            for (read, write), value in zip(_SETTINGS, self.settings, strict=True):
+                present = read()
+                if present != value:
+                    write(value)
+                    stack.callback(write, present)
+            for kind, is_enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_autocast_cached)
+                )
+            present_modes = _get_current_function_mode_stack()
+            for mode in self.function_modes:
+                if not any(mode is other for other in present_modes):
+                    # Pushed past its own __enter__, which may note where it was entered and is still entered there.
+                    _push_mode(mode)
+                    stack.callback(_pop_mode)
+            yield
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _set_cudnn(value: tuple[bool, bool, bool]) -> None:
+    torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = value
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    (
+        lambda: (
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+        ),
+        _set_cudnn,
+    ),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+)
+
+
+class RandomNumbers:
+    """State of torch's, Python's and NumPy's default generators.
+
+    Memory: 5 KiB for torch's CPU generator, 16 bytes for CUDA's, about 20 KiB for Python's; nothing once `settle` saw
+        no use of them.
+    """
+
+    __slots__ = ("_device", "_states")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: dict[str, Any] = _random_states(device)
+
+    def settle(self) -> None:
+        """Called when the call is over: generators that it did not use are forgotten."""
+        now = _random_states(self._device)
+        self._states = {name: state for name, state in self._states.items() if not _is_same(state, now[name])}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Generators that the call used start inside as they did then, and go on after as if nothing had happened."""
+        present = {name: _GENERATORS[name][0](self._device) for name in self._states}
+        try:
+            for name, state in self._states.items():
+                _GENERATORS[name][1](self._device, state)
+            yield
+        finally:
+            for name, state in present.items():
+                _GENERATORS[name][1](self._device, state)
+
+
+def _numpy_random() -> Any:
+    return sys.modules["numpy.random"]
+
+
+_GENERATORS: dict[str, tuple[Callable[[torch.device], Any], Callable[[torch.device, Any], Any]]] = {
+    "torch": (lambda _: torch.get_rng_state(), lambda _, state: torch.set_rng_state(state)),
+    "cuda": (torch.cuda.get_rng_state, lambda device, state: torch.cuda.set_rng_state(state, device)),
+    "python": (lambda _: random.getstate(), lambda _, state: random.setstate(state)),
+    "numpy": (
+        lambda _: _numpy_random().get_state(legacy=False),
+        lambda _, state: _numpy_random().set_state(state),
+    ),
+}
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    names = ["torch", "python"]
+    if device.type == "cuda":
+        names.append("cuda")
+    if "numpy.random" in sys.modules:
+        names.append("numpy")
+    return {name: _GENERATORS[name][0](device) for name in names}
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):  # NumPy's, whose key is an array
+        return repr(_without_arrays(left)) == repr(_without_arrays(right))
+    return left == right
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_arrays(item) for name, item in value.items()}
+    return value.tobytes() if hasattr(value, "tobytes") else value
+
+
+class Buffers:
+    """Buffers of a module as they were when its call began, for those that the call changes.
+
+    (Running statistics, power iterations.) The recomputed call works on copies of the entry values, so it sees what the
+    first run saw and the module's own buffers are not changed a second time.
+
+    Memory: a copy of all buffers while the call runs, of the changed ones until it was recomputed. On an accelerator
+        every floating-point buffer of at most `SMALL_BUFFER_BYTES` counts as changed.
+
+    Args:
+        module: the site.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._entries = [
+            (owner, name, buffer, buffer.detach().clone(), version_of(buffer))
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.nbytes for _, _, _, copy, _ in self._entries)
+
+    def settle(self) -> None:
+        """Called when the call is over: buffers that it did not change are forgotten."""
+        self._entries = [entry for entry in self._entries if _may_have_changed(*entry)]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The module has copies of its buffers' entry values inside, and its own buffers again after."""
+        present = [owner._buffers[name] for owner, name, *_ in self._entries]
+        try:
+            for owner, name, _, copy, _ in self._entries:
+                owner._buffers[name] = copy
+            yield
+        finally:
+            for (owner, name, *_), buffer in zip(self._entries, present, strict=True):
+                owner._buffers[name] = buffer
+
+
+def _may_have_changed(
+    owner: torch.nn.Module, name: str, before: torch.Tensor, copy: torch.Tensor, version: int
+) -> bool:
+    now = owner._buffers.get(name)
+    if now is not before or now is None or version_of(now) != version:
+        return True
+    if now.device.type == "cpu":
+        # Batch norm changes its running statistics without counting a version, so values decide; NaN counts as changed.
+        return not torch.equal(now, copy)
+    is_small = now.is_floating_point() and now.nbytes <= SMALL_BUFFER_BYTES
+    return is_small or (isinstance(owner, _NormBase) and owner.training)
+
+
+class Surroundings:
+    """All of the above for one call.
+
+    Args:
+        module: the site.
+        device: where it computes.
+        rng: whether random numbers may be drawn.
+    """
+
+    __slots__ = ("_buffers", "_random", "_switches")
+
+    def __init__(self, module: torch.nn.Module, device: torch.device, *, rng: bool) -> None:
+        self._switches = Switches.capture(device)
+        self._random = RandomNumbers(device) if rng else None
+        self._buffers = Buffers(module)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device bytes held: copies of changed buffers."""
+        return self._buffers.held_bytes
+
+    def settle(self) -> None:
+        """Called when the call is over: forgets what it did not use."""
+        if self._random is not None:
+            self._random.settle()
+        self._buffers.settle()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Everything as it was, with gradients enabled."""
+        with ExitStack() as stack:
+            if self._random is not None:
+                stack.enter_context(self._random.restored())
+            stack.enter_context(self._buffers.restored())
+            stack.enter_context(torch.enable_grad())
+            # Last, so that the saved-tensor hooks and modes of the recomputation are above the user's.
+            stack.enter_context(self._switches.restored())
+            yield

@@ -1,0 +1,86 @@
+"""Small things that all of saving needs to know about a tensor.
+
+In: a tensor. Out: its storage if it is an ordinary one, its version, a view of given geometry over a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
+
+TRY_ANOTHER_FATE = "plan saved='keep' or 'offload' for this call"
+"""How messages end that tell why a call cannot be run again."""
+
+
+class AstrayError(BaseException):
+    """The second run of a call does something else. No `Exception`, so that the user's code does not catch it."""
+
+
+NO_VERSION = -1
+"""Tensors made in inference mode have no version counter."""
+
+
+Stays = Callable[[torch.UntypedStorage], bool]
+"""True for storages that are there anyway (weights, buffers, the batch): holding them costs nothing, so they are never
+moved or remade."""
+
+
+def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of an ordinary dense tensor.
+
+    None for subclasses, sparse and functorch tensors, whose bytes are not one range.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it (with all its views) was changed in place."""
+    return NO_VERSION if tensor.is_inference() else tensor._version
+
+
+def check_unchanged(tensor: torch.Tensor, version: int, place: str) -> None:
+    """The check that autograd makes for tensors it saves itself, and leaves to the hooks where there are some.
+
+    Raises:
+        RuntimeError: as plain PyTorch would.
+    """
+    if version_of(tensor) != version:
+        raise_changed(tuple(tensor.shape), tensor.dtype, version, version_of(tensor), place)
+
+
+def raise_changed(shape: tuple[int, ...], dtype: torch.dtype, version: int, now: int, place: str) -> None:
+    """Raises what autograd would raise for a saved tensor that was changed in place."""
+    raise RuntimeError(
+        f"a tensor saved for backward in {place} has been modified by an inplace operation: {dtype} {list(shape)} is "
+        f"at version {now}, expected version {version}. Plain PyTorch refuses this too; "
+        "torch.autograd.set_detect_anomaly(True) finds the operation."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """The geometry of a dense tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this geometry over a storage, without a graph."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]

@@ -1,0 +1,99 @@
+"""Call sites: where the user's model meets the engine.
+
+In: modules whose calls are the units of a schedule. Out: `enter` and `leave` calls on the engine, and nothing else: the hooks know nothing of
+plans, and hold the engine by a weak reference only, so that neither keeps the other alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A module whose executions are calls.
+
+    Attributes:
+        name: dotted name.
+        module: the user's.
+        blocks: indices of the blocks whose weights it reads.
+    """
+
+    name: str
+    module: torch.nn.Module
+    blocks: tuple[int, ...]
+
+
+class CallObserver(Protocol):
+    """Who is told of calls."""
+
+    def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The site's module is about to run."""
+        ...
+
+    def leave(self, site: int, output: Any) -> None:
+        """The site's module has run, or raised (then `output` is None)."""
+        ...
+
+
+class SiteHooks:
+    """The forward hooks on all sites. `remove` takes them off."""
+
+    def __init__(self, sites: Sequence[Site], observer: CallObserver) -> None:
+        reference = weakref.ref(observer)
+        self._handles: list[RemovableHandle] = []
+        for index, site in enumerate(sites):
+            # Prepended, so that the user's own pre-hooks run inside the call and are run again when it is recomputed.
+            self._handles.append(
+                site.module.register_forward_pre_hook(_Enter(reference, index), prepend=True, with_kwargs=True)
+            )
+            self._handles.append(
+                site.module.register_forward_hook(_Leave(reference, index), with_kwargs=True, always_call=True)
+            )
+
+    def remove(self) -> None:
+        """The modules are as before."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Enter:
+    def __init__(self, observer: weakref.ref[CallObserver], site: int) -> None:
+        self._observer = observer
+        self._site = site
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        observer = self._observer()
+        if observer is not None:
+            observer.enter(self._site, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Enter:
+        return _Enter(_dead, self._site)  # a copy of the model is an ordinary model
+
+
+class _Leave:
+    def __init__(self, observer: weakref.ref[CallObserver], site: int) -> None:
+        self._observer = observer
+        self._site = site
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        observer = self._observer()
+        if observer is not None:
+            observer.leave(self._site, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Leave:
+        return _Leave(_dead, self._site)
+
+
+class _Nothing:
+    """Something that can be referred to weakly and is gone at once."""
+
+
+_dead: Any = weakref.ref(_Nothing())

@@ -1,0 +1,171 @@
+"""One writer a directory: a lock file that the kernel frees when its owner dies.
+
+In: a directory. Out: a held lock, or `StoreInUseError` that names the owner.
+
+[Note: whose lock]
+`flock` decides; what is written in the file only explains. The kernel frees the lock at the end of the owner, however
+it ended, so a dead owner's lock is taken over without a guess. A forked child shares the lock, so closing is all that
+release does: an explicit unlock in the child would free it under the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.core.errors import StoreInUseError
+from memfit.runtime.store.explain import explain
+from memfit.runtime.store.files import FileOperations
+
+LOCK_NAME = "lock"
+_LIMIT_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockOwner:
+    """Who wrote the lock file."""
+
+    pid: int
+    start_time: int
+    """Clock ticks from boot to the start of the process: tells it from a later process with the same number."""
+    host: str
+
+    def is_alive(self) -> bool:
+        """True if the process runs; an owner on another host counts as alive, because it cannot be seen from here."""
+        return self.host != platform.node() or process_start_time(self.pid) == self.start_time
+
+
+def process_start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a process (field 22 of /proc/PID/stat); None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The program's name, in parentheses, may hold anything; the fields are counted from its end.
+    fields = text.rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 and fields[19].isdigit() else None
+
+
+class DirectoryLock:
+    """The lock of a directory, held from construction to `release` or to the end of the process.
+
+    Args:
+        directory: an existing directory.
+        operations: the system calls.
+
+    Raises:
+        StoreInUseError: another live process, or another store of this one, holds it.
+        StoreError: the lock file cannot be made, or the file system has no locks.
+    """
+
+    def __init__(self, directory: Path, *, operations: FileOperations) -> None:
+        self.path = directory / LOCK_NAME
+        self._operations = operations
+        self._descriptor: int | None = None
+        self._pid = os.getpid()
+        self.dead_owner: LockOwner | None = None
+        """The owner before, if it ended without releasing."""
+        descriptor = self._lock_file()
+        self._descriptor = descriptor
+        try:
+            self.dead_owner = _read_owner(descriptor)
+            self._write_owner(descriptor)
+        except OSError as error:
+            self.release(remove=True)
+            raise explain(error, doing="write the lock file", path=self.path) from error
+
+    def _lock_file(self) -> int:
+        while True:
+            try:
+                descriptor = self._operations.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError as error:
+                raise explain(error, doing="open the lock file", path=self.path) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The owner before may have removed the file between our opening and our locking: then we hold nothing.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), self.path.lstat()):
+                        return descriptor
+                self._operations.close(descriptor)
+            except OSError as error:
+                owner = _read_owner(descriptor)
+                self._operations.close(descriptor)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise StoreInUseError(_in_use(self.path, owner)) from error
+                raise explain(error, doing="lock the directory", path=self.path) from error
+
+    def _write_owner(self, descriptor: int) -> None:
+        owner = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()) or 0, "host": platform.node()}
+        os.ftruncate(descriptor, 0)
+        self._operations.pwrite(descriptor, memoryview(json.dumps(owner).encode()), 0)
+
+    def release(self, *, remove: bool = False) -> None:
+        """Gives the lock back. Repeating it does nothing.
+
+        Args:
+            remove: also remove the lock file.
+
+        Raises:
+            StoreError: it could not be removed. The lock is given back even so.
+        """
+        if self._descriptor is None:
+            return
+        if os.getpid() != self._pid:
+            self._close()
+            return
+        with contextlib.suppress(OSError):
+            # An empty file says that the owner left in order. Failing to say so does no harm: the lock itself is free.
+            os.ftruncate(self._descriptor, 0)
+        try:
+            if remove:
+                self._operations.unlink(self.path)
+        except FileNotFoundError:
+            pass  # Somebody else cleaned up.
+        except OSError as error:
+            raise explain(error, doing="remove the lock file", path=self.path) from error
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self._operations.close(descriptor)
+
+    def __del__(self) -> None:
+        # Also runs when `__init__` failed early; a descriptor left open would hold the lock as long as the process
+        # lives.
+        if getattr(self, "_descriptor", None) is not None:
+            self._close()
+
+
+def _read_owner(descriptor: int) -> LockOwner | None:
+    """What the lock file says; None if it is empty or not ours. It only feeds messages."""
+    try:
+        found = json.loads(os.pread(descriptor, _LIMIT_BYTES, 0))
+        pid, start_time, host = found["pid"], found["start_time"], found["host"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if type(pid) is not int or type(start_time) is not int or not isinstance(host, str):
+        return None
+    return LockOwner(pid=pid, start_time=start_time, host=host)
+
+
+def _in_use(path: Path, owner: LockOwner | None) -> str:
+    directory = path.parent
+    if owner is None:
+        return f"{directory} is in use by another process: wait for it to end, or choose another directory"
+    where = "" if owner.host == platform.node() else f" on {owner.host}"
+    if owner.pid == os.getpid() and not where:
+        return f"{directory} is in use by this process (pid {owner.pid}): close that store first"
+    if not owner.is_alive():
+        return (
+            f"{directory} is still locked: process {owner.pid} has ended, but a process that it started "
+            "(a data loader?) lives; end that one (`fuser` on the lock file finds it), or choose another directory"
+        )
+    return f"{directory} is in use by a live job (pid {owner.pid}{where}): wait for it, end it, or choose another one"

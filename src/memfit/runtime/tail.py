@@ -1,0 +1,251 @@
+"""The tail of a split batch: one microbatch's loss runs back to the layers at once, the layers wait for all.
+
+In: a microbatch's loss and the moment at which its tail began. Out: the gradient at every edge that leads out of the tail.
+
+[Note: tail at once]
+In layer-major order, running all microbatches forward to their losses would hold every microbatch's logits until backward. Instead each
+microbatch's tail (final norm, head, loss) runs forward and straight back; only the gradients at the edges of the autograd graph that cross into
+older nodes are kept. One joint backward then starts from these edges for all microbatches. The cut needs no node in the user's graph and no detached
+copies: nodes carry the order in which they were made, and an edge from a node of the tail to an older one is a cut edge, by whatever door the
+tensor came (router logits that a hook carried past the blocks included). Each cut edge keeps its own place in the sum of gradients: the contributions of
+the tail arrive first, as they do in a plain backward, which runs the latest-made node first.
+
+A weight that the tail shares with the layers (a head tied to the embedding) would lead autograd from the tail through all layers to the
+weight's other use. So while a call of the tail runs, its module holds an *alias* of such a weight: a leaf of its own over the same storage. What the
+alias receives is added to the weight's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from memfit.core.errors import UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutEdge:
+    """An edge out of the tail and the gradient that flows through it."""
+
+    edge: GradientEdge
+    gradient: torch.Tensor
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node of this thread will carry."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TailAliases:
+    """Aliases of the weights that calls of the tail share with calls before it.
+
+    Memory: none; an alias shares its weight's storage.
+
+    Args:
+        modules: of the sites in the tail.
+        shared: identities of the parameters that are read before the tail too.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], shared: set[int]) -> None:
+        self._places: dict[int, list[tuple[torch.nn.Module, str, torch.nn.Parameter]]] = {}
+        for module in modules:
+            self._places[id(module)] = [
+                (part, name, parameter)
+                for part in module.modules()
+                for name, parameter in part._parameters.items()
+                if parameter is not None and id(parameter) in shared and parameter.requires_grad
+            ]
+        self._original: dict[int, torch.nn.Parameter] = {}
+        self._alive: list[torch.nn.Parameter] = []
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """The module is about to run: it gets aliases."""
+        made: dict[int, torch.nn.Parameter] = {}
+        for part, name, parameter in self._places[id(module)]:
+            alias = made.get(id(parameter))
+            if alias is None:
+                alias = made[id(parameter)] = torch.nn.Parameter(parameter.detach())
+                self._original[id(alias)] = parameter
+                self._alive.append(alias)
+            part._parameters[name] = alias
+
+    def leave(self, module: torch.nn.Module) -> None:
+        """The module has run: it has its own weights again."""
+        for part, name, parameter in self._places.get(id(module), ()):
+            part._parameters[name] = parameter
+
+    def original(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The weight that a leaf stands for."""
+        return self._original.get(id(leaf), leaf)
+
+    def forget(self) -> None:
+        """A microbatch's tail is over."""
+        self._original.clear()
+        self._alive.clear()
+
+    def restore_all(self) -> None:
+        """After an error: all modules have their own weights."""
+        for places in self._places.values():
+            for part, name, parameter in places:
+                part._parameters[name] = parameter
+        self.forget()
+
+
+def differentiate_tail(
+    loss: torch.Tensor, share: torch.Tensor | None, began_at: int, aliases: TailAliases
+) -> tuple[CutEdge, ...]:
+    """Runs the tail backward.
+
+    Gradients of parameters that the tail reads are added to their `.grad`, after which their post-accumulate hooks run, as plain backward does.
+
+    Args:
+        loss: 0-d tensor of this microbatch.
+        share: what the loss is multiplied with before it is differentiated (0-d), or None for 1.
+        began_at: `sequence_number()` when the tail began: older nodes are outside.
+        aliases: of the weights that the tail shares with the layers.
+
+    Returns:
+        The cut edges that received a gradient.
+
+    Raises:
+        UnsupportedError: code between the tail's calls reads a weight that the layers read too.
+    """
+    cut = _cut(loss, began_at)
+    _check_leaves(cut, aliases)
+    if not cut.edges and not cut.leaves:
+        return ()
+    leaf_edges = [GradientEdge(node, 0) for node in cut.leaves]
+    outputs = None if share is None else [share]
+    if not _is_nested(cut):
+        gradients = torch.autograd.grad(
+            [loss], [*cut.edges.values(), *leaf_edges], grad_outputs=outputs, allow_unused=True
+        )
+        found = dict(zip(cut.edges, gradients[: len(cut.edges)], strict=True))
+        _add_to_leaves(cut.leaves, gradients[len(cut.edges) :], aliases)
+    else:
+        found, of_leaves = _differentiate_nested(loss, outputs, cut, leaf_edges)
+        _add_to_leaves(cut.leaves, of_leaves, aliases)
+    return tuple(CutEdge(edge=cut.edges[key], gradient=g) for key, g in found.items() if g is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """Edges out of the tail by (node, output), leaves that the tail reaches, and the tail's own nodes that have an edge out of it."""
+
+    edges: dict[tuple[Any, int], GradientEdge]
+    leaves: list[Any]
+    frontier: list[Any]
+
+
+def _cut(loss: torch.Tensor, began_at: int) -> _Cut:
+    edges: dict[tuple[Any, int], GradientEdge] = {}
+    leaves: dict[Any, None] = {}
+    frontier: dict[Any, None] = {}
+    seen: set[Any] = set()
+    pending: list[tuple[Any, int, Any]] = [(loss.grad_fn, loss.output_nr, None)]
+    while pending:
+        node, output, source = pending.pop()
+        if node is None:
+            continue
+        if type(node).__name__ == "AccumulateGrad":  # these carry the highest number whenever they were made
+            leaves[node] = None
+        elif node._sequence_nr() < began_at:
+            edges[node, output] = GradientEdge(node, output)
+            if source is not None:
+                frontier[source] = None
+        elif node not in seen:
+            seen.add(node)
+            pending.extend((following, number, node) for following, number in node.next_functions)
+    return _Cut(edges=edges, leaves=list(leaves), frontier=sorted(frontier, key=lambda n: -n._sequence_nr()))
+
+
+def _is_nested(cut: _Cut) -> bool:
+    """A cut edge is reached again beyond another one: asking autograd for both gradients would run the layers between them.
+
+    So it is where the loss reads something of a layer in the middle, such as router logits.
+    """
+    nodes = {node for node, _ in cut.edges}
+    if len(nodes) < 2:
+        return False
+    return any(node in nodes for node in _beyond(nodes))
+
+
+def _beyond(nodes: Iterable[Any]) -> Iterator[Any]:
+    """All nodes that are reached from these (themselves excluded, unless they are reached from another)."""
+    seen: set[Any] = set()
+    pending = [following for node in nodes for following, _ in node.next_functions]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(following for following, _ in node.next_functions)
+
+
+def _differentiate_nested(
+    loss: torch.Tensor, outputs: list[torch.Tensor] | None, cut: _Cut, leaf_edges: list[GradientEdge]
+) -> tuple[dict[tuple[Any, int], Any], Sequence[torch.Tensor | None]]:
+    """Stops one node earlier: autograd brings the gradients to the tail's last nodes, which are then run by hand.
+
+    Memory: what the tail saved lives until the end of it (autograd must not free what the last nodes still need).
+    """
+    wanted = [GradientEdge(node, i) for node in cut.frontier for i in range(len(node._input_metadata))]
+    gradients = list(
+        torch.autograd.grad([loss], [*wanted, *leaf_edges], grad_outputs=outputs, allow_unused=True, retain_graph=True)
+    )
+    of_leaves = gradients[len(wanted) :]
+    found: dict[tuple[Any, int], Any] = dict.fromkeys(cut.edges)
+    position = 0
+    frontier: list[Any] = cut.frontier
+    for node in frontier:  # latest-made first, as autograd would run them: the order of sums is the same
+        count = len(node._input_metadata)
+        arrived = gradients[position : position + count]
+        position += count
+        if all(gradient is None for gradient in arrived):
+            continue
+        following = node.next_functions
+        run = node if callable(node) else node.apply
+        with torch.no_grad():
+            results = run(*arrived)
+            results = results if isinstance(results, tuple) else (results,)
+            for key, result in zip(following, results, strict=False):
+                if key in found and result is not None:
+                    before = found[key]
+                    found[key] = result if before is None else before + result
+    return found, of_leaves
+
+
+def _check_leaves(cut: _Cut, aliases: TailAliases) -> None:
+    """No leaf of the tail may be reached from beyond the cut: autograd would run the layers now, on its way there."""
+    wanted = {node for node in cut.leaves if aliases.original(node.variable) is node.variable}
+    if not wanted:
+        return
+    for node in _beyond(node for node, _ in cut.edges):
+        if node in wanted:
+            raise UnsupportedError(
+                f"a weight of shape {tuple(node.variable.shape)} is read before the tail and again in it by code that is not a module's call, so the tail "
+                "cannot run back on its own: plan tail=None"
+            )
+
+
+def _add_to_leaves(leaves: Sequence[Any], gradients: Sequence[torch.Tensor | None], aliases: TailAliases) -> None:
+    taken: set[int] = set()
+    for node, gradient in zip(leaves, gradients, strict=True):
+        parameter = aliases.original(node.variable)
+        if gradient is None or not parameter.requires_grad:
+            continue
+        with torch.no_grad():
+            if parameter.grad is None:
+                # Two leaves may have received the same memory (a sum passes its gradient on unchanged): only one may keep it.
+                storage = gradient.untyped_storage()._cdata
+                parameter.grad = gradient.clone() if storage in taken else gradient
+                taken.add(storage)
+            else:
+                parameter.grad += gradient
+        for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)

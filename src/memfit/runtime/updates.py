@@ -1,0 +1,216 @@
+"""Updates where the state lives, beside the backward of the blocks below.
+
+In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker thread takes blocks in order; each parameter is
+updated in pieces small enough for the processor's cache, and the next piece's transfers run while one is computed.
+
+[Note: threads of an update]
+The worker touches a block's weights, gradients and states only between `submit` and the end of its ticket; the engine frees or
+fetches that block only after waiting for the ticket. Autograd meanwhile works on blocks below. Elementwise updates give the same bits on any number of
+threads, so the worker computes on one and leaves the others to backward; updates that need whole parameters (they contain reductions) run with the
+main thread's count, because the order of a reduction follows it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.runtime.gradients import GradientHomes
+from memfit.runtime.homes.base import Ticket, Tickets
+from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
+from memfit.runtime.states import BlockStates, StatePiece
+from memfit.runtime.trees import typed_view
+from memfit.runtime.weights import BlockWeights, Slot
+
+# 2 MiB of fp32: fits a core's cache with its gradient and moments, and is a whole number of pages.
+PIECE_ELEMENTS = 1 << 19
+
+
+@dataclass(frozen=True)
+class _Piece:
+    slot: Slot
+    first: int
+    count: int
+    is_first: bool
+    is_last: bool
+
+
+class UpdateTicket:
+    """The update of one block, under way."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called by the worker."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Returns when the block's new weights and states are home."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class UpdateWorker:
+    """Runs updates in a thread of its own, in the order of `submit`.
+
+    Memory: three pieces of weight (if it is away), gradient (if it is away) and states (if they are away).
+
+    Args:
+        driver: the optimizer.
+        states: by block index.
+        gradients: where gradients are.
+        is_beside: False runs each update inside `submit` (used where overlapping cannot help).
+    """
+
+    def __init__(
+        self,
+        driver: OptimizerDriver,
+        states: Mapping[int, BlockStates],
+        gradients: GradientHomes,
+        *,
+        is_beside: bool = True,
+    ) -> None:
+        self._driver = driver
+        self._trained = frozenset(driver.names)
+        self._states = dict(states)
+        self._gradients = gradients
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], UpdateTicket] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_beside = is_beside
+        self.updated_blocks: list[int] = []
+
+    def submit(self, block: BlockWeights) -> Ticket:
+        """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
+        ticket = UpdateTicket()
+        if not any(self._is_due(slot) for slot in block.slots):
+            ticket.finish()
+            return ticket
+        self.updated_blocks.append(block.index)
+        if not self._is_beside:
+            self._update(block)
+            ticket.finish()
+            return ticket
+        if self._thread is None:
+            self._thread = _start_worker(self._jobs)
+            # A worker that is dropped without `close` ends its thread as well: the thread refers to the queue only.
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put((lambda: self._update(block), ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Ends the thread after the updates that were submitted."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _update(self, block: BlockWeights) -> None:
+        with torch.no_grad():
+            pieces = list(self._pieces(block))
+            leaving: list[Ticket] = []
+            coming = self._begin(block, pieces[0])
+            for index, piece in enumerate(pieces):
+                here, coming = coming, (self._begin(block, pieces[index + 1]) if index + 1 < len(pieces) else None)
+                assert here is not None
+                Tickets(leaving).wait()  # the piece before last is home: at most three pieces are in memory
+                leaving = self._apply(block, piece, *here)
+            Tickets(leaving).wait()
+
+    def _pieces(self, block: BlockWeights) -> Iterator[_Piece]:
+        for slot in block.slots:
+            if not self._is_due(slot):
+                continue
+            size = PIECE_ELEMENTS if self._is_elementwise(slot) else max(slot.numel, 1)
+            starts = range(0, max(slot.numel, 1), size)
+            for start in starts:
+                count = min(size, slot.numel - start)
+                yield _Piece(slot, start, count, start == 0, start == starts[-1])
+
+    def _is_due(self, slot: Slot) -> bool:
+        return slot.name in self._trained and self._gradients.has(slot)
+
+    def _is_elementwise(self, slot: Slot) -> bool:
+        return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
+
+    def _begin(self, block: BlockWeights, piece: _Piece) -> tuple[torch.Tensor, Ticket, StatePiece]:
+        slot = piece.slot
+        state = self._states[block.index].begin_read(slot, piece.first, piece.count)
+        if block.is_here:
+            weight = slot.flat_view(block.storage)[piece.first : piece.first + piece.count]
+            return weight, Tickets(()), state
+        assert block.home is not None
+        offset = slot.offset_bytes + piece.first * slot.dtype.itemsize
+        if block.home.memory is not None:
+            return typed_view(block.home.memory, offset, slot.dtype, (piece.count,)), Tickets(()), state
+        weight = torch.empty(piece.count, dtype=slot.dtype, device=slot.parameter.device)
+        return weight, block.home.read(offset, piece.count * slot.dtype.itemsize, weight.untyped_storage()), state
+
+    def _apply(
+        self, block: BlockWeights, piece: _Piece, weight: torch.Tensor, ready: Ticket, state: StatePiece
+    ) -> list[Ticket]:
+        slot = piece.slot
+        states = self._states[block.index]
+        gradient = self._gradients.piece(block, slot, piece.first, piece.count)
+        ready.wait()
+        state.ready.wait()
+        values: dict[str, Any] = {**states.numbers.get(slot.name, {}), **state.tensors}
+        if not self._is_elementwise(slot):
+            weight, gradient = (t.as_strided(slot.shape, slot.stride) for t in (weight, gradient))
+            for placed in states.slots[slot.name]:
+                if placed.is_like_weight and placed.key in values:
+                    values[placed.key] = values[placed.key].as_strided(slot.shape, slot.stride)
+        new = self._driver.update(slot.name, weight, gradient, values, first=piece.is_first, last=piece.is_last)
+        if not self._is_elementwise(slot):
+            new = {
+                key: _in_memory_order(value, slot) if _is_like(states, slot, key) else value
+                for key, value in new.items()
+            }
+        leaving = states.write(slot, piece.first, piece.count, new)
+        if piece.is_last:
+            states.keep_numbers(slot, new)
+        if block.travels:
+            assert block.home is not None
+            offset = slot.offset_bytes + piece.first * slot.dtype.itemsize
+            if block.home.memory is None or block.is_here:
+                start = int(weight.storage_offset()) * weight.element_size()
+                nbytes = piece.count * slot.dtype.itemsize
+                leaving.append(block.home.write(offset, nbytes, weight.untyped_storage(), start))
+        return leaving
+
+
+def _is_like(states: BlockStates, slot: Slot, key: str) -> bool:
+    return any(placed.key == key and placed.is_like_weight for placed in states.slots[slot.name])
+
+
+def _in_memory_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:
+    if tuple(value.stride()) != slot.stride:
+        value = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((slot.numel,), (1,))
+
+
+def _start_worker(jobs: queue.SimpleQueue[Any]) -> threading.Thread:
+    thread = threading.Thread(target=_work, args=(jobs,), name="memfit-update", daemon=True)
+    thread.start()
+    return thread
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Callable[[], None], UpdateTicket] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        run, ticket = job
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
+            ticket.finish(error)
+        else:
+            ticket.finish()
+        del run, ticket, job

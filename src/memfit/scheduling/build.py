@@ -1,0 +1,72 @@
+"""Plan -> Schedule: one small pass a concern, woven into the order of computing.
+
+In: `Plan` and `Profile`. Out: `Schedule`.
+"""
+
+from __future__ import annotations
+
+from memfit.core.errors import PlanError
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.schedule import Action, Schedule, ScheduledCall
+from memfit.core.shape import describe_step
+from memfit.scheduling.activations import place_activations
+from memfit.scheduling.gradients import place_accumulates, place_updates, updates_in_backward
+from memfit.scheduling.orders import merge, order_forward, order_step
+from memfit.scheduling.visits import find_visits, place_visits
+
+
+def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
+    """Builds a training step.
+
+    In layer-major order each block's weights are fetched at most twice (forward and backward; the last segment before
+    backward begins, once), whatever the number of microbatches; a block that several calls read, once more for each
+    call and direction that has no neighbour reading it.
+
+    Args:
+        plan: the decisions.
+        profile: blocks and calls; any of its traces (all have the same calls).
+        clips_norm: gradients are clipped by their global norm, so all updates wait for the end of backward.
+
+    Raises:
+        PlanError: the plan does not belong to the model, or contradicts itself.
+    """
+    order = order_step(plan, describe_step(plan, profile))
+    updates = updates_in_backward(plan, order, clips_norm=clips_norm)
+    placed = [
+        *place_visits(order, find_visits(order, updates, plan.prefetch), plan.prefetch),
+        *place_activations(plan, order),
+        *place_accumulates(plan, order),
+        *place_updates(plan, order, updates, clips_norm=clips_norm),
+    ]
+    return _schedule(profile, plan.microbatches, merge(order, placed))
+
+
+def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
+    """Builds a forward-only pass (evaluation): starts, fetches, forwards and releases.
+
+    Args:
+        plan: the decisions; those about backward have no effect.
+        profile: blocks and calls.
+        microbatches: how many run together; 1 for a single one.
+
+    Raises:
+        PlanError: as in `build_step`, or `microbatches` below 1.
+    """
+    if microbatches < 1:
+        raise PlanError(f"a forward pass needs at least one microbatch, not {microbatches}")
+    order = order_forward(plan, describe_step(plan, profile), microbatches)
+    visits = find_visits(order, {}, plan.prefetch)
+    return _schedule(profile, microbatches, merge(order, place_visits(order, visits, plan.prefetch)))
+
+
+def _schedule(profile: Profile, microbatches: int, actions: tuple[Action, ...]) -> Schedule:
+    names = tuple(b.name for b in profile.blocks)
+    index = {name: i for i, name in enumerate(names)}
+    calls = next(iter(profile.traces.values())).calls
+    return Schedule(
+        blocks=names,
+        calls=tuple(ScheduledCall(site=c.site, blocks=tuple(index[b] for b in c.blocks)) for c in calls),
+        microbatches=microbatches,
+        actions=actions,
+    )

@@ -1,0 +1,226 @@
+"""Proves a schedule legal: nothing used that is not there, nothing given up that is needed, everything done once.
+
+In: `Schedule`, `Plan`, `Profile`. Out: nothing, or `PlanError` that points at the first illegal action. Limits of bytes
+are checked where bytes are added up: `prediction.predict.check_limits`.
+"""
+
+from __future__ import annotations
+
+from memfit.core.errors import PlanError
+from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.profile import Profile
+from memfit.core.schedule import (
+    Accumulate,
+    Action,
+    Backward,
+    Clear,
+    Commit,
+    Drop,
+    Fetch,
+    Forward,
+    Norm,
+    Offload,
+    Release,
+    Reload,
+    Schedule,
+    Seed,
+    Start,
+    Update,
+)
+from memfit.core.shape import StepShape, describe_step
+from memfit.scheduling.passes import Passes
+
+
+def check_schedule(
+    schedule: Schedule, plan: Plan, profile: Profile, *, clips_norm: bool = False, is_training: bool = True
+) -> None:
+    """Checks every action against the contract of `core.schedule`'s [Note: what an action means].
+
+    Args:
+        schedule: built, edited or parsed.
+        plan: that it should carry out.
+        profile: of the model.
+        clips_norm: gradients are clipped by their global norm.
+        is_training: a whole step; False: a forward-only pass of `schedule.microbatches` microbatches.
+
+    Raises:
+        PlanError: the first illegal action, with its index and the actions around it; or what is missing at the end.
+    """
+    shape = describe_step(plan, profile)
+    calls = next(iter(profile.traces.values())).calls
+    names = {name: i for i, name in enumerate(shape.blocks)}
+    if schedule.blocks != shape.blocks:
+        raise PlanError(f"the schedule's blocks are not the model's: {schedule.blocks} and {shape.blocks}")
+    if [(c.site, c.blocks) for c in schedule.calls] != [(c.site, tuple(names[b] for b in c.blocks)) for c in calls]:
+        raise PlanError("the schedule's calls are not those of the model's trace; build the schedule again")
+    if is_training and schedule.microbatches != plan.microbatches:
+        raise PlanError(f"the schedule has {schedule.microbatches} microbatches, the plan {plan.microbatches}")
+    checker = _Checker(shape, plan, microbatches=schedule.microbatches, clips_norm=clips_norm, is_training=is_training)
+    for index, action in enumerate(schedule.actions):
+        try:
+            checker.take(action)
+        except _IllegalError as error:
+            raise PlanError(_point(schedule, index, str(error))) from None
+    if missing := checker.missing():
+        raise PlanError(f"the schedule ends too early: {missing}")
+
+
+class _IllegalError(Exception):
+    """Says why an action is illegal; never leaves this file."""
+
+
+def _point(schedule: Schedule, index: int, reason: str) -> str:
+    shown = range(max(0, index - 2), min(len(schedule.actions), index + 3))
+    context = [f"  {'>' if i == index else ' '} {i:5d}  {schedule.actions[i]}" for i in shown]
+    return "\n".join([f"action {index}, {schedule.actions[index]}: {reason}", *context])
+
+
+def _require(condition: bool, reason: str) -> None:  # noqa: FBT001 - reads as the sentence it checks
+    if not condition:
+        raise _IllegalError(reason)
+
+
+class _Checker:
+    """State of a step while its actions are taken one by one."""
+
+    def __init__(self, shape: StepShape, plan: Plan, *, microbatches: int, clips_norm: bool, is_training: bool) -> None:
+        self.shape = shape
+        self.plan = plan
+        self.clips_norm = clips_norm
+        self.is_training = is_training
+        self.passes = Passes(shape, plan, microbatches)
+        self.present = set(range(len(shape.blocks))) - shape.visiting
+        self.moved: dict[tuple[int, int], str] = {}
+        self.gradients: set[int] = set()
+        self.updated: set[int] = set()
+        self.cleared: set[int] = set()
+        self.norm_known = False
+        self.committed = False
+
+    def take(self, action: Action) -> None:
+        """Checks one action and takes its effect."""
+        _require(not self.committed, "the step is already committed")
+        match action:
+            case Start() | Forward() | Seed() | Backward():
+                self._compute(action)
+            case Fetch() | Release():
+                self._visit(action)
+            case Offload() | Drop() | Reload():
+                self._move(action)
+            case Accumulate() | Update() | Clear():
+                self._gradient(action)
+            case Norm():
+                _require(self.clips_norm, "no norm is clipped in this step")
+                _require(not self.norm_known, "the norm is already known")
+                _require(self.passes.is_over, "backwards are still to come, so the gradients are not whole")
+                waiting = sorted(b for b in self.gradients if self._gradient_home(b) is not Tier.DEVICE)
+                _require(not waiting, f"gradients of blocks {waiting} have not gone home")
+                self.norm_known = True
+            case Commit():
+                if missing := self.missing(is_committing=True):
+                    raise _IllegalError(missing)
+                self.committed = True
+
+    def missing(self, *, is_committing: bool = False) -> str | None:
+        """What keeps the step from being complete; None if nothing does."""
+        if still := self.passes.missing(is_training=self.is_training):
+            return still
+        if visitors := sorted(self.present & self.shape.visiting):
+            return f"blocks {visitors} are still visiting"
+        if not self.is_training:
+            return None
+        if blocks := sorted(set(self.shape.trainable) - self.updated):
+            return f"blocks {blocks} have not been updated"
+        if blocks := sorted(b for b in self._device_gradients() if b not in self.cleared):
+            return f"gradients of blocks {blocks} have not been cleared"
+        if self.clips_norm and not self.norm_known:
+            return "the norm was never made known"
+        return None if is_committing or self.committed else "there is no commit"
+
+    def _device_gradients(self) -> list[int]:
+        return [b for b in self.shape.trainable if self._gradient_home(b) is Tier.DEVICE]
+
+    def _gradient_home(self, block: int) -> Tier:
+        return self.plan.block(self.shape.blocks[block]).gradient_home
+
+    def _compute(self, action: Start | Forward | Seed | Backward) -> None:
+        if isinstance(action, Seed | Backward):
+            _require(self.is_training, "a forward-only pass has no backward")
+        if reason := self.passes.refuse(action):
+            raise _IllegalError(reason)
+        self.passes.take(action)
+        if isinstance(action, Start | Seed):
+            # Glue may hand gradients to blocks that no call names as soon as backward runs.
+            self.gradients |= self.shape.loose if isinstance(action, Seed) else set()
+            return
+        segment = self.passes.segment_index[action.first]
+        away = sorted(set(self.shape.needs[segment]) - self.present)
+        _require(not away, f"the weights of blocks {away} are not on the device")
+        if isinstance(action, Backward):
+            state = self.moved.get((action.first, action.microbatch))
+            _require(state in (None, "reload"), "what it saved has left and was not reloaded")
+            late = sorted(self.updated & set(self.shape.needs[segment]))
+            _require(not late, f"blocks {late} are already updated: backward would read new weights")
+            self.gradients |= {*self.shape.contributes[segment], *self.shape.loose}
+
+    def _visit(self, action: Fetch | Release) -> None:
+        block = action.block
+        _require(block in range(len(self.shape.blocks)), "there is no such block")
+        _require(block in self.shape.visiting, "this block lives on the device")
+        if isinstance(action, Fetch):
+            _require(block not in self.present, "it is already there")
+            self.present.add(block)
+        else:
+            _require(block in self.present, "it is not there")
+            self.present.remove(block)
+
+    def _move(self, action: Offload | Drop | Reload) -> None:
+        key = (action.call, action.microbatch)
+        segment = self.passes.segment_index.get(action.call)
+        _require(self.is_training, "a forward-only pass saves nothing")
+        _require(segment is not None, "no segment begins with this call")
+        assert segment is not None
+        tier = self.shape.leaves[segment]
+        _require(tier is not None, "the plan keeps it on the device")
+        _require(self.passes.has_run(segment, action.microbatch), "its forward has not run")
+        _require(not self.passes.has_returned(segment, action.microbatch), "its backward has run")
+        state = self.moved.get(key)
+        match action:
+            case Offload():
+                _require(state is None, "it has left before")
+                _require(action.tier is tier, f"the plan sends it to {tier}")
+                self.moved[key] = "offload"
+            case Drop():
+                _require(state == "offload", "it was not offloaded, or was dropped before")
+                self.moved[key] = "drop"
+            case Reload():
+                _require(state == "drop", "it was not dropped")
+                self.moved[key] = "reload"
+
+    def _gradient(self, action: Accumulate | Update | Clear) -> None:
+        block = action.block
+        _require(self.is_training, "a forward-only pass makes no gradients")
+        _require(block in self.shape.trainable, "no parameter of this block trains")
+        is_home_device = self._gradient_home(block) is Tier.DEVICE
+        match action:
+            case Accumulate():
+                _require(not is_home_device, "its gradient's home is the device")
+                _require(block in self.gradients, "it has no gradient on the device")
+                _require(not self.passes.contributes_in_stage(block), "backwards that add to it are still to come")
+                self.gradients.discard(block)
+            case Update():
+                _require(block not in self.updated, "it is already updated")
+                _require(not self.passes.contributes_later(block), "its gradient is not complete")
+                _require(is_home_device or block not in self.gradients, "its gradient has not gone home")
+                _require(self.norm_known or not self.clips_norm, "the norm is not known")
+                if self.plan.update is UpdateTime.AFTER_BACKWARD:
+                    _require(self.passes.is_over, "the plan updates after backward")
+                is_there = block in self.present or self.passes.is_over
+                _require(is_there, "an update in backward needs the weights on the device")
+                self.updated.add(block)
+            case Clear():
+                _require(is_home_device, "its gradient's home is not the device")
+                _require(block in self.updated, "it is not updated: the gradient would be lost")
+                _require(block not in self.cleared, "it is already cleared")
+                self.gradients.discard(block)
+                self.cleared.add(block)

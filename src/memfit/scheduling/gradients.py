@@ -1,0 +1,89 @@
+"""Gradients go home or are used up at once; updates overlap the backward of the blocks below.
+
+In: `Plan`, `StepShape`, `ComputeOrder`. Out: placed accumulates, norm, updates, clears and the commit.
+
+[Note: when an update's end is waited for]
+`clear` and `release` of a block wait for its update. Placed right after `update` they would stop the main thread until
+the states have been read and written. With `prefetch` of at least 1 they therefore come one compute action later: for
+that long the device holds one more gradient, or one more visiting block, which takes the place of a block fetched
+ahead (see `visits`): an update moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
+0 they come directly, and nothing extra is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.schedule import Accumulate, Action, Clear, Commit, Norm, Update
+from memfit.scheduling.orders import ComputeOrder, Phase, Placed
+
+
+def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
+    """After the last backward of a stage that adds to a block's gradient, it goes home (if that is not the device)."""
+    shape = order.shape
+    contributors = {c.position: shape.contributes[c.segment] for c in order.computes if c.is_backward}
+    placed: list[Placed] = []
+    for stage in order.stages:
+        last: dict[int, int] = {}
+        for position in stage:
+            last.update(dict.fromkeys(contributors.get(position, ()), position))
+        last.update(dict.fromkeys(shape.loose, stage[-1]))
+        placed += [
+            Placed(gap=position + 1, phase=Phase.ACCUMULATE, action=Accumulate(block))
+            for block, position in sorted(last.items())
+            if plan.block(shape.blocks[block]).gradient_home is not Tier.DEVICE
+        ]
+    return placed
+
+
+def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) -> Mapping[int, int]:
+    """By block: position of the computing action after which its update starts; empty if updates wait for the end.
+
+    That is the last backward that reads its weights, not only the last that adds to its gradient: a recompute that
+    followed the update would see new weights.
+    """
+    if clips_norm or plan.update is UpdateTime.AFTER_BACKWARD:
+        return {}
+    shape = order.shape
+    last = dict.fromkeys(shape.loose, order.stages[-1][-1])
+    for compute in order.computes:
+        if compute.is_backward:
+            for block in shape.needs[compute.segment]:
+                if block not in shape.loose and block in shape.trainable:
+                    last[block] = compute.position
+    return last
+
+
+def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *, clips_norm: bool) -> list[Placed]:
+    """Places updates, clears and what ends the step. See [Note: when an update's end is waited for]."""
+    end = len(order.actions)
+    ordinals = {c.position: i for i, c in enumerate(order.computes)}
+    placed: list[Placed] = []
+    for block, position in sorted(updates.items()):
+        placed.append(Placed(gap=position + 1, phase=Phase.UPDATE, action=Update(block)))
+        gap = waiting_gap(order, ordinals[position], plan.prefetch) if position in ordinals else position + 1
+        placed += [Placed(gap=gap, phase=Phase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
+    last: list[Action] = [Norm()] if clips_norm else []
+    backlog: list[int] = []
+    for block in (b for b in order.shape.trainable if b not in updates):
+        last.append(Update(block))
+        backlog.append(block)
+        if len(backlog) > min(plan.prefetch, 1):
+            last += _clears(plan, order, backlog.pop(0))
+    for block in backlog:
+        last += _clears(plan, order, block)
+    last.append(Commit())
+    return placed + [Placed(gap=end, phase=Phase.END, action=action) for action in last]
+
+
+def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:
+    """The gap where the end of an update that began after `ordinal` is waited for."""
+    is_later = prefetch >= 1 and ordinal + 1 < len(order.computes)
+    return order.gap_after(ordinal + 1 if is_later else ordinal)
+
+
+def _clears(plan: Plan, order: ComputeOrder, block: int) -> list[Action]:
+    """The clear of a block; none where the gradient rests elsewhere: its accumulate has taken it away already."""
+    is_on_device = plan.block(order.shape.blocks[block]).gradient_home is Tier.DEVICE
+    return [Clear(block)] if is_on_device else []

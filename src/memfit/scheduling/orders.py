@@ -1,0 +1,202 @@
+"""The order of computing: which microbatch runs through which segment when. All other passes work around it.
+
+In: `Plan` and `StepShape`. Out: `ComputeOrder`, the starts, forwards, seeds and backwards in order; `merge` weaves the
+actions that other passes placed into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+from memfit.core.plan import Order, Plan
+from memfit.core.schedule import Action, Backward, Forward, Seed, Start
+from memfit.core.shape import StepShape
+
+
+class Phase(IntEnum):
+    """Where an action stands among those in one gap between two computing actions.
+
+    First come the actions that follow from what was computed, those that start something before those that wait; then
+    those that make ready what comes: needed things before what is only fetched ahead, because links serve in order.
+    """
+
+    ACCUMULATE = 0
+    UPDATE = 1
+    OFFLOAD = 2
+    DROP = 3
+    CLEAR = 4
+    RELEASE = 5
+    FETCH = 6
+    RELOAD = 7
+    PREFETCH = 8
+    END = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """An action in the gap before computing action `gap` (the number of computing actions: after the last)."""
+
+    gap: int
+    phase: Phase
+    action: Action
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """A forward or backward: its position among all computing actions, and what runs."""
+
+    position: int
+    segment: int
+    microbatch: int
+    is_backward: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOrder:
+    """Starts, forwards, seeds and backwards of a step.
+
+    Attributes:
+        actions: in order.
+        shape: of the step.
+        is_microbatch_major: one microbatch after the other.
+        keeps_tail: the tail's blocks stay on the device while any microbatch is in the tail.
+    """
+
+    actions: tuple[Action, ...]
+    shape: StepShape
+    is_microbatch_major: bool
+    keeps_tail: bool
+
+    @cached_property
+    def computes(self) -> tuple[Compute, ...]:
+        """The forwards and backwards; an index into this tuple is an *ordinal*."""
+        segment = {first: i for i, (first, _) in enumerate(self.shape.segments)}
+        return tuple(
+            Compute(
+                position=position,
+                segment=segment[action.first],
+                microbatch=action.microbatch,
+                is_backward=isinstance(action, Backward),
+            )
+            for position, action in enumerate(self.actions)
+            if isinstance(action, Forward | Backward)
+        )
+
+    def gap_before(self, ordinal: int) -> int:
+        """The gap right before a forward or backward."""
+        return self.computes[ordinal].position
+
+    def gap_after(self, ordinal: int) -> int:
+        """The gap right after a forward or backward."""
+        return self.computes[ordinal].position + 1
+
+    def stays(self, ordinal: int, following: int) -> bool:
+        """A block used by both stays between: they are neighbours, or both in a tail that keeps its blocks."""
+        if following == ordinal + 1:
+            return True
+        tail = self.shape.tail_segment
+        return self.keeps_tail and self.computes[ordinal].segment >= tail and self.computes[following].segment >= tail
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of seeds and backwards, by stage: at a stage's end the gradients made in it are whole.
+
+        A stage is a microbatch's backward (microbatch-major), all of the tail's backwards, or the joint backward.
+        """
+        segment = {c.position: c.segment for c in self.computes}
+        stages: dict[int, list[int]] = {}
+        for position, action in enumerate(self.actions):
+            if isinstance(action, Seed | Backward):
+                if self.is_microbatch_major:
+                    key = action.first if isinstance(action, Seed) else action.microbatch
+                else:
+                    key = int(isinstance(action, Backward) and segment[position] < self.shape.tail_segment)
+                stages.setdefault(key, []).append(position)
+        if len(stages) == 2 and not self.is_microbatch_major and self.shape.tail_segment == len(self.shape.segments):
+            return (tuple(sorted(stages[0] + stages[1])),)
+        return tuple(tuple(s) for s in stages.values())
+
+
+def order_step(plan: Plan, shape: StepShape) -> ComputeOrder:
+    """Orders a training step.
+
+    Microbatch-major: each microbatch forward and back, ascending. Layer-major: all microbatches through a segment, then
+    through the next: descending in forward, so that autograd, which runs the latest-made node first, takes them
+    ascending in backward and adds gradients in the order of plain accumulation. The tail runs per microbatch,
+    ascending, forward to the loss and back to its first call.
+    """
+    count = plan.microbatches
+    tail = shape.tail_segment
+    segments = range(len(shape.segments))
+    is_microbatch_major = plan.order is Order.MICROBATCH_MAJOR
+    actions: list[Action] = []
+    if is_microbatch_major:
+        for m in range(count):
+            actions.append(Start(m))
+            actions += [_forward(shape, s, m) for s in segments]
+            actions.append(Seed(m, m))
+            actions += [_backward(shape, s, m) for s in reversed(segments) if shape.has_backward[s]]
+    else:
+        actions += [Start(m) for m in reversed(range(count))]
+        actions += [_forward(shape, s, m) for s in segments[:tail] for m in reversed(range(count))]
+        if tail == len(segments):
+            actions.append(Seed(0, count - 1))
+        for m in range(count) if tail < len(segments) else ():
+            actions += [_forward(shape, s, m) for s in segments[tail:]]
+            actions.append(Seed(m, m))
+            actions += [_backward(shape, s, m) for s in reversed(segments[tail:]) if shape.has_backward[s]]
+        actions += [
+            _backward(shape, s, m) for s in reversed(segments[:tail]) if shape.has_backward[s] for m in range(count)
+        ]
+    return ComputeOrder(
+        actions=tuple(actions),
+        shape=shape,
+        is_microbatch_major=is_microbatch_major,
+        keeps_tail=count > 1 and tail < len(segments),
+    )
+
+
+def order_forward(plan: Plan, shape: StepShape, microbatches: int) -> ComputeOrder:
+    """Orders a forward-only pass: as in `order_step`, without backwards."""
+    tail = shape.tail_segment
+    segments = range(len(shape.segments))
+    is_microbatch_major = plan.order is Order.MICROBATCH_MAJOR
+    actions: list[Action] = []
+    if is_microbatch_major:
+        for m in range(microbatches):
+            actions.append(Start(m))
+            actions += [_forward(shape, s, m) for s in segments]
+    else:
+        actions += [Start(m) for m in reversed(range(microbatches))]
+        actions += [_forward(shape, s, m) for s in segments[:tail] for m in reversed(range(microbatches))]
+        actions += [_forward(shape, s, m) for m in range(microbatches) for s in segments[tail:]]
+    return ComputeOrder(
+        actions=tuple(actions),
+        shape=shape,
+        is_microbatch_major=is_microbatch_major,
+        keeps_tail=microbatches > 1 and tail < len(segments),
+    )
+
+
+def merge(order: ComputeOrder, placed: Iterable[Placed]) -> tuple[Action, ...]:
+    """Weaves placed actions into the order: by gap, then phase, then as they were placed."""
+    gaps: list[list[Placed]] = [[] for _ in range(len(order.actions) + 1)]
+    for p in placed:
+        gaps[p.gap].append(p)
+    actions: list[Action] = []
+    for position, gap in enumerate(gaps):
+        actions += [p.action for p in sorted(gap, key=lambda p: p.phase)]
+        if position < len(order.actions):
+            actions.append(order.actions[position])
+    return tuple(actions)
+
+
+def _forward(shape: StepShape, segment: int, microbatch: int) -> Forward:
+    return Forward(*shape.segments[segment], microbatch)
+
+
+def _backward(shape: StepShape, segment: int, microbatch: int) -> Backward:
+    return Backward(*shape.segments[segment], microbatch)

@@ -1,0 +1,366 @@
+"""Measuring memory: the process as the system sees it, a device as its allocator counts it, and the proof.
+
+In: an allocator or a device, and the phases of a run. Out: bytes, each with a name that says who counted them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
+from memfit.core.units import format_bytes
+from memfit.runtime.allocator import Allocator, FallbackAllocator, Ledger, procfs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentBytes:
+    """Memory of a process and, where asked for, its children.
+
+    Attributes:
+        private_bytes: RssAnon + RssShmem: what only the end of the process, or freeing, gives back. Compare limits with
+            this.
+        whole_bytes: VmRSS: the same plus mapped files, which the kernel can drop when it needs the memory.
+    """
+
+    private_bytes: int
+    whole_bytes: int
+
+
+class ProcessMeter:
+    """This process's memory as the kernel counts it: exact to about 0.1 MB, 50 us a reading.
+
+    It does not sample: peaks are the kernel's own.
+
+    Args:
+        with_children: adds every living child, grandchild and so on. Their peaks are added too, though they need not
+            have come at the same moment, so the sum is an upper bound; shared pages count once for each process.
+    """
+
+    def __init__(self, *, with_children: bool = False) -> None:
+        self._with_children = with_children
+
+    def resident_bytes(self) -> ResidentBytes:
+        """What is in memory now.
+
+        Raises:
+            TierUnavailableError: no /proc.
+        """
+        statuses = self._statuses()
+        return ResidentBytes(
+            private_bytes=sum(status.anonymous_bytes + status.shared_bytes for status in statuses),
+            whole_bytes=sum(status.resident_bytes for status in statuses),
+        )
+
+    def reset_peak(self) -> None:
+        """Starts the kernel's peak again at what is resident now, for every reader of it.
+
+        Raises:
+            TierUnavailableError: no /proc, or `clear_refs` cannot be written (some containers).
+        """
+        procfs.reset_peak()
+        for pid in self._children():
+            with contextlib.suppress(ProcessLookupError):
+                procfs.reset_peak(pid)
+
+    def peak_bytes(self) -> ResidentBytes:
+        """The most that was in memory since `reset_peak`.
+
+        `private_bytes` is VmHWM minus the RssFile of *now*: right where mapped files do not come and go between peak
+        and reading.
+
+        Raises:
+            TierUnavailableError: no /proc.
+        """
+        statuses = self._statuses()
+        return ResidentBytes(
+            private_bytes=sum(status.resident_peak_bytes - status.file_bytes for status in statuses),
+            whole_bytes=sum(status.resident_peak_bytes for status in statuses),
+        )
+
+    def swap_bytes(self) -> int:
+        """What was swapped out. Anything but 0 makes the other figures too small: say so beside them."""
+        return sum(status.swap_bytes for status in self._statuses())
+
+    def _children(self) -> list[int]:
+        return procfs.descendants(os.getpid()) if self._with_children else []
+
+    def _statuses(self) -> list[procfs.ProcessStatus]:
+        statuses = [procfs.read_status()]
+        for pid in self._children():
+            with contextlib.suppress(ProcessLookupError):  # it ended since the listing: no memory any more
+                statuses.append(procfs.read_status(pid))
+        return statuses
+
+
+class DeviceMeter(Protocol):
+    """What an allocator knows about its own bytes."""
+
+    def live_bytes(self) -> int:
+        """Bytes of live tensors."""
+        ...
+
+    def live_blocks(self) -> int:
+        """Live blocks: the same number after each step, or something leaks."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most `live_bytes` since `reset_peak`."""
+        ...
+
+    def held_peak_bytes(self) -> int:
+        """The most the allocator held since `reset_peak`, its pools and rounding included; limits are on this."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Starts the peaks again at what is live and held now."""
+        ...
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Sets or lifts a hard limit; a breach raises `torch.OutOfMemoryError`."""
+        ...
+
+
+class CpuMeter:
+    """CPU tensors, counted by memfit's allocator (or, on a machine without a compiler, measured by the fallback)."""
+
+    def __init__(self, allocator: Allocator | FallbackAllocator, ledger: Ledger = "device") -> None:
+        self._allocator = allocator
+        self._ledger: Ledger = ledger
+
+    def live_bytes(self) -> int:
+        """Requested bytes of live tensors in the ledger."""
+        return self._allocator.stats(self._ledger).live_bytes
+
+    def live_blocks(self) -> int:
+        """Live blocks in the ledger (0 with the fallback, which cannot know)."""
+        return self._allocator.stats(self._ledger).live_blocks
+
+    def peak_bytes(self) -> int:
+        """The most `live_bytes` since `reset_peak`."""
+        return self._allocator.stats(self._ledger).peak_bytes
+
+    def held_peak_bytes(self) -> int:
+        """The most mapped bytes (rounding, pool and arenas included) since `reset_peak`."""
+        return self._allocator.stats(self._ledger).mapped_peak_bytes
+
+    def reset_peak(self) -> None:
+        """Starts both peaks again at what is live and mapped now."""
+        self._allocator.reset_peak(self._ledger)
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Sets or lifts the ledger's limit on mapped bytes."""
+        self._allocator.set_limit(limit_bytes, self._ledger)
+
+
+class CudaMeter:
+    """GPU tensors, as torch's caching allocator counts them.
+
+    Memory outside of it (the CUDA context, cuBLAS and NCCL workspaces that bypass it) is not seen.
+
+    Raises:
+        TierUnavailableError: no such CUDA device.
+    """
+
+    def __init__(self, device: torch.device | int | str = "cuda") -> None:
+        if not torch.cuda.is_available():
+            raise TierUnavailableError("this machine has no CUDA device that torch can use")
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if wanted.type != "cuda":
+            raise UsageError(f"a CUDA meter measures a CUDA device, not {wanted}")
+        index = torch.cuda.current_device() if wanted.index is None else wanted.index
+        if index >= torch.cuda.device_count():
+            raise TierUnavailableError(f"there is no CUDA device {index}: torch sees {torch.cuda.device_count()}")
+        self._device = torch.device("cuda", index)
+
+    def live_bytes(self) -> int:
+        """Bytes of live tensors, rounded to the caching allocator's 512."""
+        return self._read("allocated_bytes.all.current")
+
+    def live_blocks(self) -> int:
+        """Live blocks."""
+        return self._read("allocation.all.current")
+
+    def peak_bytes(self) -> int:
+        """The most `live_bytes` since `reset_peak`."""
+        return self._read("allocated_bytes.all.peak")
+
+    def held_bytes(self) -> int:
+        """What the caching allocator holds from the driver now, free blocks included."""
+        return self._read("reserved_bytes.all.current")
+
+    def held_peak_bytes(self) -> int:
+        """The most `held_bytes` since `reset_peak`."""
+        return self._read("reserved_bytes.all.peak")
+
+    def reset_peak(self) -> None:
+        """Starts both peaks again at what is allocated and reserved now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Limits what the caching allocator may reserve, for this process and device; None lifts it.
+
+        Raises:
+            UsageError: negative, or more than the device has.
+        """
+        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+        if limit_bytes is not None and not 0 <= limit_bytes <= total_bytes:
+            raise UsageError(
+                f"{self._device} has {format_bytes(total_bytes)}: its limit cannot be {format_bytes(limit_bytes)}"
+            )
+        fraction = 1.0 if limit_bytes is None else limit_bytes / total_bytes
+        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+
+    def _read(self, name: str) -> int:
+        # Before the first allocation torch reports an empty dictionary, which means 0.
+        return int(torch.cuda.memory_stats(self._device).get(name, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRecord:
+    """The memory of one phase, over all times it was entered.
+
+    Attributes:
+        name: such as "load", "first step", "steady", "evaluate", "save".
+        times: how often it was entered.
+        peak_bytes: the most live bytes of the device's allocator inside it.
+        held_peak_bytes: the most that the allocator held from the system inside it.
+        process_peak_bytes: the most that was resident of the process inside it (VmHWM: mapped files included, as an
+            outside observer counts); None where it was not measured.
+        live_at_end_bytes: live bytes when it was left last: what the phase leaves behind.
+    """
+
+    name: str
+    times: int
+    peak_bytes: int
+    held_peak_bytes: int
+    process_peak_bytes: int | None
+    live_at_end_bytes: int
+
+
+class _Open:
+    """Peaks of a phase that is still open, from the pieces between resets."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.peak_bytes = self.held_peak_bytes = self.process_peak_bytes = 0
+
+
+class Phases:
+    """Records peaks phase by phase: `phases = Phases(meter, ProcessMeter())`, then `with phases("load"): ...`.
+
+    It resets the peaks of its meters at every border between phases, so nobody else may reset them meanwhile. Phases
+    may nest: the outer one's peak includes the inner one's. A phase that ends in an exception is recorded as well. One
+    thread only.
+
+    Args:
+        meter: the device's.
+        process: the process's, or None to leave it out (where there is no /proc).
+    """
+
+    def __init__(self, meter: DeviceMeter, process: ProcessMeter | None = None) -> None:
+        self._meter = meter
+        self._process = process
+        self._open: list[_Open] = []
+        self._records: dict[str, PhaseRecord] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measures what is inside the `with` under `name`; a name that comes again keeps the larger peaks."""
+        self._fold()
+        self._open.append(_Open(name))
+        try:
+            yield
+        finally:
+            self._fold()
+            self._record(self._open.pop())
+
+    @property
+    def records(self) -> tuple[PhaseRecord, ...]:
+        """The phases that have ended, in the order in which they first did."""
+        return tuple(self._records.values())
+
+    def _fold(self) -> None:
+        """Adds the peaks since the last border to every open phase, and starts them again."""
+        peak_bytes, held_bytes = self._meter.peak_bytes(), self._meter.held_peak_bytes()
+        process_bytes = self._process.peak_bytes().whole_bytes if self._process else 0
+        for phase in self._open:
+            phase.peak_bytes = max(phase.peak_bytes, peak_bytes)
+            phase.held_peak_bytes = max(phase.held_peak_bytes, held_bytes)
+            phase.process_peak_bytes = max(phase.process_peak_bytes, process_bytes)
+        self._meter.reset_peak()
+        if self._process:
+            self._process.reset_peak()
+
+    def _record(self, phase: _Open) -> None:
+        before = self._records.get(phase.name)
+        largest: Callable[[int, int], int] = max
+        process_peak_bytes = None
+        if self._process:
+            process_peak_bytes = largest(phase.process_peak_bytes, (before.process_peak_bytes or 0) if before else 0)
+        self._records[phase.name] = PhaseRecord(
+            name=phase.name,
+            times=before.times + 1 if before else 1,
+            peak_bytes=largest(phase.peak_bytes, before.peak_bytes if before else 0),
+            held_peak_bytes=largest(phase.held_peak_bytes, before.held_peak_bytes if before else 0),
+            process_peak_bytes=process_peak_bytes,
+            live_at_end_bytes=self._meter.live_bytes(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """The limit, what was predicted, and what was measured.
+
+    Attributes:
+        limit_bytes: the user's limit on the tier.
+        predicted_peak_bytes: what the plan said.
+        measured_peak_bytes: the most that was measured, over all phases.
+        phases: where it was measured, phase by phase.
+    """
+
+    limit_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    phases: tuple[PhaseRecord, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether the measured peak stayed within the limit."""
+        return self.measured_peak_bytes <= self.limit_bytes
+
+    @property
+    def error(self) -> float:
+        """How far the measured peak is above the prediction, as a share of it; below 0 when it stayed under."""
+        if self.predicted_peak_bytes == 0:
+            raise UsageError("a prediction of 0 bytes has no relative error")
+        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
+
+    def line(self) -> str:
+        """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit 1.25 GiB"."""
+        verdict = "" if self.holds else ": BREACHED"
+        return (
+            f"proof: predicted peak {format_bytes(self.predicted_peak_bytes)}, measured peak "
+            f"{format_bytes(self.measured_peak_bytes)}, limit {format_bytes(self.limit_bytes)}{verdict}"
+        )
+
+    def check(self, *, is_torn: bool = False) -> None:
+        """Turns a breach into an error that names the phase with the largest peak.
+
+        Raises:
+            LimitBreachError: the measured peak passed the limit.
+        """
+        if not self.holds:
+            worst = max(self.phases, key=lambda phase: phase.peak_bytes, default=None)
+            phase = worst.name if worst else "run"
+            raise LimitBreachError(
+                f"{self.line()}, in phase {phase!r}; plan with a larger reserve or a larger limit",
+                phase=phase,
+                where="device",
+                torn=is_torn,
+            )

@@ -1,0 +1,120 @@
+"""Training on a GPU: the same bits as plain PyTorch there, weights and states in host memory or on disk, the limit held by the caching allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
+from memfit.core.profile import Profile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+ROWS, WIDTH, LAYERS, STEPS = 8, 64, 4, 3
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.dropout(self.down(torch.relu(self.up(self.norm(hidden)))))
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([_Layer() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.entry(rows)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def _loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _made() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = _Tower().cuda()
+    batch = (torch.randn(ROWS, WIDTH, device="cuda"), torch.randint(0, 10, (ROWS,), device="cuda"))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch
+
+
+def _plan(tier: Tier, saved: Saved, microbatches: int) -> Callable[[Profile], Plan]:
+    def make(profile: Profile) -> Plan:
+        calls = next(iter(profile.traces.values())).calls
+        away = tier if tier is not Tier.DEVICE else Tier.HOST
+        fate = CallPlan(saved=saved, saved_home=away)
+        return Plan(
+            microbatches=microbatches,
+            blocks={
+                b.name: BlockPlan(weight_home=tier, gradient_home=Tier.DEVICE, state_home=tier) for b in profile.blocks
+            },
+            calls=tuple(fate if c.is_repeated else CallPlan() for c in calls),
+            tail=len(calls) - 1 if microbatches > 1 else None,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("saved", [Saved.KEEP, Saved.RECOMPUTE, Saved.OFFLOAD])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_training_on_a_gpu_equals_plain_pytorch_bit_for_bit(
+    tier: Tier, saved: Saved, microbatches: int, tmp_path: Path
+) -> None:
+    plain, plain_optimizer, batch = _made()
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        plain_optimizer.zero_grad()
+        stream = memfit.microbatch_streams(microbatches)
+        for m, (rows, labels) in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):
+            with stream(m):
+                loss = _loss(plain, (rows, labels))
+                (loss if microbatches == 1 else loss * (len(rows) / ROWS)).backward()
+        plain_optimizer.step()
+
+    model, optimizer, batch = _made()
+    plan = _plan(tier, saved, microbatches)(memfit.profile(model, optimizer, _loss, batch))
+    torch.manual_seed(1)
+    with memfit.fit(model, optimizer, _loss, batch, plan=plan, directory=tmp_path / "homes") as job:
+        for _ in range(STEPS):
+            assert job.step(batch).departures == ()
+    for (name, theirs), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs, ours), name
+        for key, value in plain_optimizer.state[theirs].items():
+            assert torch.equal(value, optimizer.state[ours][key]), (name, key)
+
+
+def test_the_limit_is_held_by_the_device_and_an_impossible_one_is_refused() -> None:
+    model, optimizer, batch = _made()
+    with pytest.raises(memfit.DoesNotFitError):
+        memfit.fit(model, optimizer, _loss, batch, limit="64KiB", enforce=False)
+
+
+def test_host_homes_are_pinned_in_exact_size() -> None:
+    from memfit.runtime.homes import MemoryHome
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    home = MemoryHome(3 << 20, tier=Tier.HOST, device=device, stream=torch.cuda.Stream(device))
+    there = torch.arange((3 << 20) // 4, dtype=torch.int32, device=device)
+    back = torch.zeros_like(there)
+    home.write(0, 3 << 20, there.untyped_storage()).wait()
+    home.read(0, 3 << 20, back.untyped_storage()).wait()
+    assert torch.equal(there, back)
+    home.close()

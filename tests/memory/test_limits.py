@@ -1,0 +1,229 @@
+"""A limit is hard: plain PyTorch dies at it, memfit trains below it, in every phase.
+
+Small versions of `benchmarks/limits.py`: one on an emulated device, where only tensors count and the limits can be tight; one for this whole
+process as the kernel sees it; and, slow, the benchmark itself on its smallest case.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from equivalence import plans
+from memfit.core.errors import DoesNotFitError, LimitBreachError
+from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
+from memfit.core.profile import Profile
+from memfit.runtime.allocator import Allocator, install
+from memfit.verification.meters import ProcessMeter
+
+MIB = 1 << 20
+STEPS = 3
+ROWS = 64
+Batch = dict[str, Tensor]
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(x))) / 8
+
+
+def _build(layers: int, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(_Layer(width) for _ in range(layers)))
+
+
+def _batch(step: int, width: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(ROWS, width, generator=generator) for name in ("x", "y")}
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def _train_plainly(model: nn.Module, width: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    for step in range(STEPS):
+        loss = _loss(model, _batch(step, width))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _lean(profile: Profile) -> Plan:
+    """Everything on disk, a quarter of the rows at a time, arguments of recomputed calls away as well."""
+    fate = CallPlan(saved=Saved.RECOMPUTE, boundary_home=Tier.DISK)
+    return Plan(microbatches=4, blocks=plans.on_disk(profile), calls=plans.fates(profile, fate))
+
+
+@pytest.fixture
+def allocator() -> Iterator[Allocator]:
+    gc.collect()
+    found = install()
+    found.trim()
+    yield found
+    found.set_limit(None)
+
+
+@pytest.mark.parametrize("share", [2, 4])
+def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
+    share: int, allocator: Allocator, tmp_path: Path
+) -> None:
+    layers, width = 8, 256
+    before = allocator.stats().mapped_bytes
+    allocator.reset_peak()
+    wanted = _train_plainly(_build(layers, width), width)
+    plain_bytes = allocator.stats().mapped_peak_bytes - before
+    gc.collect()
+    allocator.trim()
+    base = allocator.stats().mapped_bytes
+    limit = base + plain_bytes // share
+
+    allocator.set_limit(limit)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="limit"):
+            _train_plainly(_build(layers, width), width)
+    finally:
+        allocator.set_limit(None)
+    gc.collect()
+
+    model = _build(layers, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = _lean(memfit.profile(model, optimizer, _loss, _batch(0, width)))
+    job = memfit.fit(
+        model,
+        optimizer,
+        _loss,
+        _batch(0, width),
+        plan=plan,
+        limit=limit,
+        directory=tmp_path / "homes",
+        emulate_device=True,
+    )
+    losses = [job.step(_batch(step, width)).loss for step in range(STEPS)]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=0.0)
+    # The weights that the user built are a quarter of plain training's bytes by themselves: the load is not in question here.
+    held = {phase.name: phase.held_peak_bytes for phase in job.proof().phases if phase.name != "load"}
+    assert held.keys() == {"first step", "steady"}
+    assert max(held.values()) <= limit
+    job.close(restore=False)
+
+
+def test_the_whole_process_stays_below_a_limit_at_which_plain_training_dies(
+    allocator: Allocator, tmp_path: Path
+) -> None:
+    layers, width = 16, 832
+    meter = ProcessMeter()
+    _train_plainly(_build(1, 64), 64)  # brings up threads and libraries, which belong to what is resident
+    gc.collect()
+    allocator.trim()
+    resident = meter.resident_bytes().whole_bytes
+    meter.reset_peak()
+    wanted = _train_plainly(_build(layers, width), width)
+    peak = meter.peak_bytes().whole_bytes
+    gc.collect()
+    allocator.trim()
+    limit = resident + (peak - resident) // 2
+
+    allocator.set_limit(limit - resident)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            _train_plainly(_build(layers, width), width)
+    finally:
+        allocator.set_limit(None)
+    gc.collect()
+    allocator.trim()
+
+    meter.reset_peak()
+    model = _build(layers, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    built = meter.peak_bytes().whole_bytes
+    plan = _lean(memfit.profile(model, optimizer, _loss, _batch(0, width)))
+    job = memfit.fit(model, optimizer, _loss, _batch(0, width), plan=plan, limit=limit, directory=tmp_path / "homes")
+    losses = [job.step(_batch(step, width)).loss for step in range(STEPS)]
+    job.evaluate(_batch(0, width))
+    job.save(tmp_path / "saved")
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=0.0)
+    proof = job.proof(before_bytes=built)
+    assert proof.holds, proof.line()
+    peaks = {phase.name: phase.process_peak_bytes or 0 for phase in proof.phases}
+    assert peaks.keys() >= {"load", "first step", "steady", "evaluate", "save"}
+    assert not {name: nbytes for name, nbytes in peaks.items() if nbytes > limit}
+    job.close(restore=False)
+
+
+def test_a_breach_names_the_action_and_the_job_goes_on_with_smaller_work(allocator: Allocator, tmp_path: Path) -> None:
+    width = 256
+    model = _build(4, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    extra: list[int] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        # An allocation that no trace saw, in the middle of a step.
+        held = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in extra]
+        value = _loss(model, batch)
+        del held
+        return value
+
+    plan = Plan(update=UpdateTime.AFTER_BACKWARD)
+    job = memfit.fit(
+        model,
+        optimizer,
+        loss,
+        _batch(0, width),
+        plan=plan,
+        limit=allocator.stats().mapped_bytes + 256 * MIB,
+        emulate_device=True,
+    )
+    weights = [p.detach().clone() for p in model.parameters()]
+    extra.append(1024 * MIB)
+    with pytest.raises(LimitBreachError, match="was hit at 'start m0'") as caught:
+        job.step(_batch(0, width))
+    assert not caught.value.torn
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    extra.clear()
+    assert job.step(_batch(0, width)).is_finite
+    job.close()
+
+
+def test_a_limit_below_what_is_possible_is_refused_with_the_smallest_that_works(tmp_path: Path) -> None:
+    model = _build(2, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    resident = ProcessMeter().resident_bytes().whole_bytes
+    with pytest.raises(DoesNotFitError, match="smallest limit") as caught:
+        memfit.fit(model, optimizer, _loss, _batch(0, 256), limit=resident + MIB, directory=tmp_path / "homes")
+    assert caught.value.smallest_limit_bytes is not None
+    assert caught.value.smallest_limit_bytes > resident + MIB
+
+
+@pytest.mark.slow
+def test_the_benchmark_holds_on_its_smallest_case(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks/limits.py"), "--only", "gpt-quick", "--out", str(tmp_path / "found.json"),
+         "--directory", str(tmp_path)],
+        check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root / "src")},
+    )  # fmt: skip
+    assert (tmp_path / "found.json").exists(), done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads((tmp_path / "found.json").read_text())["results"]
+    half = next(r for r in found if r["share"] == 2)
+    assert half["plain_died"]
+    assert half["holds"], half

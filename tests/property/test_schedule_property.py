@@ -1,0 +1,137 @@
+"""Random models and plans: what is built is legal, and the checker agrees with a slow interpreter about any edit."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.core.errors import PlanError
+from memfit.core.plan import Order
+from memfit.core.schedule import (
+    Accumulate,
+    Action,
+    Backward,
+    Clear,
+    Fetch,
+    Forward,
+    Norm,
+    Release,
+    Schedule,
+    Start,
+    Update,
+)
+from memfit.prediction import predict
+from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.check import check_schedule
+from property.random_steps import Case, cases, is_legal
+
+
+def with_actions(schedule: Schedule, actions: list[Action]) -> Schedule:
+    return Schedule(
+        blocks=schedule.blocks, calls=schedule.calls, microbatches=schedule.microbatches, actions=tuple(actions)
+    )
+
+
+def edit(schedule: Schedule, rng: random.Random) -> Schedule:
+    """One random edit: leave out, repeat, move or exchange actions, or change a number in one."""
+    actions = list(schedule.actions)
+    i, j = rng.randrange(len(actions)), rng.randrange(len(actions))
+    match rng.randrange(6):
+        case 0:
+            del actions[i]
+        case 1:
+            actions.insert(j, actions[i])
+        case 2:
+            actions.insert(j, actions.pop(i))
+        case 3:
+            actions[i], actions[j] = actions[j], actions[i]
+        case 4:
+            # Moves one place only: the edits that are nearest to legal.
+            j = max(0, min(len(actions) - 1, i + rng.choice([-1, 1])))
+            actions[i], actions[j] = actions[j], actions[i]
+        case _:
+            block = rng.randrange(len(schedule.blocks))
+            kinds = (Fetch, Release, Accumulate, Update, Clear)
+            actions.insert(i, rng.choice([*(kind(block) for kind in kinds), Norm()]))
+    return with_actions(schedule, actions)
+
+
+@given(case=cases())
+def test_built_schedules_are_legal_to_the_checker_and_to_the_slow_interpreter(case: Case) -> None:
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    check_schedule(schedule, case.plan, case.profile, clips_norm=case.clips_norm)
+    assert is_legal(schedule, case.plan, case.profile, clips_norm=case.clips_norm)
+
+
+@given(case=cases(max_calls=4), seed=st.integers(0, 2**32))
+def test_the_checker_and_the_slow_interpreter_agree_about_every_edit(case: Case, seed: int) -> None:
+    rng = random.Random(seed)
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    for _ in range(12):
+        edited = edit(schedule, rng)
+        expected = is_legal(edited, case.plan, case.profile, clips_norm=case.clips_norm)
+        try:
+            check_schedule(edited, case.plan, case.profile, clips_norm=case.clips_norm)
+            found = True
+        except PlanError:
+            found = False
+        assert found == expected, edited.text()
+
+
+@given(case=cases())
+def test_text_of_a_built_schedule_parses_back_to_the_same(case: Case) -> None:
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    assert Schedule.parse(schedule.text()) == schedule
+
+
+@given(case=cases(), microbatches=st.integers(1, 3))
+def test_forward_only_passes_are_legal_and_hold_nothing_but_forward(case: Case, microbatches: int) -> None:
+    schedule = build_forward(case.plan, case.profile, microbatches)
+    check_schedule(schedule, case.plan, case.profile, is_training=False)
+    assert {type(a) for a in schedule} <= {Start, Fetch, Forward, Release}
+
+
+@given(case=cases())
+def test_every_byte_that_a_step_brings_is_gone_when_it_ends(case: Case) -> None:
+    """After the commit only what lives on the device is left: the bytes of before the first action."""
+    plan = case.plan
+    profile = case.profile
+    traces = {-(-profile.batch_rows // plan.microbatches): next(iter(profile.traces.values()))}
+    profile = type(profile)(batch_rows=profile.batch_rows, blocks=profile.blocks, traces=traces)
+    schedule = build_step(plan, profile, clips_norm=case.clips_norm)
+    timeline = predict(schedule, plan, profile)
+    assert timeline.moments[-1].after_bytes == timeline.moments[0].after_bytes
+    assert all(m.peak_bytes >= m.after_bytes for m in timeline.moments)
+    assert all(sum(m.by_category.values()) == m.peak_bytes for m in timeline.moments)
+
+
+@given(case=cases())
+def test_unused_visitors_stay_within_the_plans_prefetch(case: Case) -> None:
+    """At each compute action, blocks there for another action are at most `prefetch` segments' worth."""
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    calls = schedule.calls
+    tail = case.plan.tail if case.plan.order is Order.LAYER_MAJOR and case.plan.microbatches > 1 else None
+    segments = [range(first, last + 1) for first, last in case.plan.segments(len(calls))]
+    largest = max(len({b for c in segment for b in calls[c].blocks}) for segment in segments)
+    present: set[int] = set()
+    for action in schedule:
+        if isinstance(action, Fetch):
+            present.add(action.block)
+        elif isinstance(action, Release):
+            present.discard(action.block)
+        elif isinstance(action, Forward | Backward):
+            span = calls[tail:] if tail is not None and action.first >= tail else calls[action.first : action.last + 1]
+            assert len(present - {b for c in span for b in c.blocks}) <= case.plan.prefetch * largest
+
+
+@given(case=cases())
+def test_layer_major_order_fetches_a_block_at_most_twice_a_call(case: Case) -> None:
+    """Once in each direction for every call that reads it, whatever the number of microbatches."""
+    if case.plan.order is not Order.LAYER_MAJOR:
+        return
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    for block in range(len(schedule.blocks)):
+        reads = sum(block in c.blocks for c in schedule.calls)
+        assert sum(a == Fetch(block) for a in schedule) <= 2 * reads

@@ -1,0 +1,264 @@
+"""Imports go only along the arrows of DESIGN.md, section 3; torch stays out of the packages that plan and predict.
+
+Every import is read from the source with `ast`: at the top, inside functions, under TYPE_CHECKING, and calls of
+`import_module` and `__import__` with a constant name.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "memfit"
+
+# Room -> the rooms it may import. A room is a package of memfit or a module beside them; "memfit" is `__init__.py`.
+ARROWS: dict[str, frozenset[str]] = {
+    "core": frozenset(),
+    "scheduling": frozenset({"core"}),
+    "prediction": frozenset({"core"}),
+    "planning": frozenset({"core", "scheduling", "prediction"}),
+    "profiling": frozenset({"core"}),
+    "runtime": frozenset({"core"}),
+    "distributed": frozenset({"core", "runtime"}),
+    "verification": frozenset({"core", "runtime"}),
+    "report": frozenset({"core"}),
+    "recipes": frozenset({"core"}),
+    "api": frozenset(
+        {
+            "core",
+            "scheduling",
+            "prediction",
+            "planning",
+            "profiling",
+            "runtime",
+            "distributed",
+            "verification",
+            "report",
+            "recipes",
+        }
+    ),
+    "integrations": frozenset({"api"}),
+    "memfit": frozenset({"core", "api", "runtime"}),
+    "cli": frozenset({"core", "api", "report", "recipes"}),
+}
+
+TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "functorch"})
+# They all import torch when they are imported.
+HOST_LIBRARIES = frozenset({"transformers", "peft", "accelerate", "lightning", "pytorch_lightning", "deepspeed"})
+
+MAY_IMPORT_TORCH = frozenset({"profiling", "runtime", "distributed", "verification", "recipes", "integrations", "api"})
+MAY_IMPORT_HOST_LIBRARIES = frozenset({"recipes", "integrations"})
+# `safetensors` itself is free of torch, this part is not.
+TORCH_IN_DISGUISE = "safetensors.torch"
+
+
+@dataclass(frozen=True)
+class Import:
+    path: Path
+    line: int
+    module: str
+    is_lazy: bool
+    """Inside a function, or read by type checkers only."""
+
+
+def module_name(path: Path, source: Path) -> tuple[str, ...]:
+    parts = ("memfit", *path.relative_to(source).with_suffix("").parts)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def room_of(module: tuple[str, ...]) -> str:
+    return module[1] if len(module) > 1 else "memfit"
+
+
+def called_name(node: ast.Call) -> str | None:
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else None
+
+
+def resolve_relative(path: Path, source: Path, level: int, module: str | None) -> str:
+    package = ("memfit", *path.relative_to(source).parent.parts)
+    return ".".join([*package[: len(package) - (level - 1)], *([module] if module else [])])
+
+
+def is_lazy_scope(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def read_imports(path: Path, source: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    lazy = {id(inner) for node in ast.walk(tree) if is_lazy_scope(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_relative(path, source, node.level, node.module) if node.level else node.module or ""
+            # `from memfit import runtime` imports a room, `from memfit.core import x` a name or a module in it.
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and called_name(node) in {"import_module", "__import__"} and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                names = [first.value]
+        for name in names:
+            assert isinstance(node, ast.stmt | ast.expr)
+            yield Import(path, node.lineno, name, id(node) in lazy)
+
+
+def memfit_target(name: str, source: Path) -> str | None:
+    """The room that an import of `memfit...` reaches; `from memfit import fit` reaches `__init__`."""
+    parts = name.split(".")
+    if parts[0] != "memfit":
+        return None
+    if len(parts) > 1 and ((source / parts[1]).is_dir() or (source / f"{parts[1]}.py").is_file()):
+        return parts[1]
+    return "memfit"
+
+
+def find_violations(source: Path) -> list[str]:
+    found: list[str] = []
+    for path in sorted(source.rglob("*.py")):
+        room = room_of(module_name(path, source))
+        if room not in ARROWS:
+            found.append(f"{path}: the room {room!r} is not in the table of DESIGN.md section 3 and of this test")
+            continue
+        for one in read_imports(path, source):
+            where = f"{path}:{one.line}"
+            target = memfit_target(one.module, source)
+            if target is not None:
+                if target != room and target not in ARROWS[room]:
+                    found.append(f"{where}: {room} may not import {target} ({one.module})")
+                continue
+            top = one.module.split(".")[0]
+            is_torch = top in TORCH_FAMILY or f"{one.module}.".startswith(f"{TORCH_IN_DISGUISE}.")
+            if is_torch and room not in MAY_IMPORT_TORCH:
+                found.append(f"{where}: {room} may not import torch ({one.module})")
+            if top in HOST_LIBRARIES:
+                if room not in MAY_IMPORT_HOST_LIBRARIES:
+                    found.append(f"{where}: {room} may not import {top}")
+                elif room == "recipes" and not one.is_lazy:
+                    found.append(f"{where}: {room} imports {top} at the top: import it where it is used")
+    return found
+
+
+def test_imports_follow_the_arrows_of_the_design() -> None:
+    violations = find_violations(SOURCE)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_every_room_of_the_table_exists_or_is_the_wiring() -> None:
+    rooms = {room_of(module_name(path, SOURCE)) for path in SOURCE.rglob("*.py")}
+    assert rooms <= set(ARROWS)
+    assert set(ARROWS) - {"api"} <= rooms
+
+
+def test_the_table_has_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(ARROWS):
+        ready = {room for room, targets in ARROWS.items() if room not in done and targets <= done}
+        assert ready, f"a cycle among {sorted(set(ARROWS) - done)}"
+        done |= ready
+
+
+def test_torch_free_rooms_reach_only_torch_free_rooms() -> None:
+    for room in ("core", "planning", "scheduling", "prediction", "report"):
+        assert room not in MAY_IMPORT_TORCH
+        assert not ARROWS[room] & MAY_IMPORT_TORCH
+
+
+PLANTED: list[tuple[str, str, str]] = [
+    ("runtime/engine.py", "from memfit.planning import search", "runtime may not import planning"),
+    ("runtime/engine.py", "from memfit import planning", "runtime may not import planning"),
+    ("runtime/engine.py", "from ..planning import search", "runtime may not import planning"),
+    ("runtime/engine.py", "from .. import planning", "runtime may not import planning"),
+    ("runtime/homes/disk.py", "from ...planning.search import x", "runtime may not import planning"),
+    ("runtime/engine.py", "def f():\n    import memfit.planning.search", "runtime may not import planning"),
+    ("runtime/engine.py", "import importlib\nimportlib.import_module('memfit.cli')", "runtime may not import cli"),
+    ("runtime/engine.py", "import memfit", "runtime may not import memfit"),
+    ("runtime/engine.py", "from memfit import fit", "runtime may not import memfit"),
+    (
+        "core/plan.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor",
+        "core may not import torch",
+    ),
+    ("core/plan.py", "from memfit.runtime.engine import Engine", "core may not import runtime"),
+    ("planning/search.py", "def f():\n    import torch.nn as nn", "planning may not import torch"),
+    ("scheduling/build.py", "__import__('torch')", "scheduling may not import torch"),
+    ("prediction/simulate.py", "import functorch", "prediction may not import torch"),
+    ("report/terminal.py", "from safetensors.torch import save_file", "report may not import torch"),
+    ("report/terminal.py", "from safetensors import torch", "report may not import torch"),
+    (
+        "planning/search.py",
+        "async def f():\n    from transformers import AutoModel",
+        "planning may not import transformers",
+    ),
+    ("runtime/tail.py", "import transformers", "runtime may not import transformers"),
+    ("cli/train.py", "from memfit.runtime import engine", "cli may not import runtime"),
+    ("cli/train.py", "import torch", "cli may not import torch"),
+    ("recipes/gpt.py", "import transformers", "at the top"),
+    ("api.py", "from memfit.cli import main", "api may not import cli"),
+    ("novelty/thing.py", "x = 1", "the room 'novelty' is not in the table"),
+]
+
+
+def make_tree(root: Path, planted: dict[str, str]) -> Path:
+    source = root / "memfit"
+    for room in ARROWS:
+        if room not in {"memfit", "api"}:
+            (source / room).mkdir(parents=True)
+            (source / room / "__init__.py").touch()
+    (source / "__init__.py").write_text("from memfit.api import fit\n")
+    (source / "api.py").write_text("from memfit.core import plan\nfrom memfit.runtime import engine\nimport torch\n")
+    for name, text in planted.items():
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    return source
+
+
+@pytest.mark.parametrize(("name", "text", "message"), PLANTED)
+def test_the_checker_finds_a_planted_violation(tmp_path: Path, name: str, text: str, message: str) -> None:
+    violations = find_violations(make_tree(tmp_path, {name: text}))
+    assert len(violations) == 1, violations
+    assert message in violations[0]
+    assert name in violations[0]
+
+
+def test_the_checker_is_silent_on_what_is_allowed(tmp_path: Path) -> None:
+    allowed = {
+        "core/plan.py": "from __future__ import annotations\nfrom memfit.core.units import GIB\nfrom . import units",
+        "core/units.py": "GIB = 1 << 30",
+        "planning/search.py": "import scipy\nfrom memfit.prediction import simulate\nfrom ..scheduling import build",
+        "runtime/engine.py": "import torch\nfrom memfit.runtime.homes import disk\nimport safetensors.torch",
+        "distributed/mesh.py": "from memfit.runtime import engine\nimport torch.distributed",
+        "recipes/gpt.py": (
+            "from typing import TYPE_CHECKING\nimport torch\n"
+            "if TYPE_CHECKING:\n    from transformers import GPT2Config\n"
+            "def build():\n    import transformers"
+        ),
+        "cli/train.py": "from memfit.api import fit\nfrom memfit.report import progress\nfrom memfit import recipes",
+        "integrations/trainer.py": "import transformers\nimport torch\nfrom memfit.api import fit",
+        "report/terminal.py": "import rich\nfrom safetensors import safe_open",
+    }
+    assert find_violations(make_tree(tmp_path, allowed)) == []
+
+
+def test_the_checker_reads_every_module_of_memfit() -> None:
+    # An independent count: the interpreter's own compile of each file finds as many import instructions.
+    for path in SOURCE.rglob("*.py"):
+        code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        waiting = [code]
+        instructions = 0
+        while waiting:
+            current = waiting.pop()
+            instructions += sum(1 for one in dis.get_instructions(current) if one.opname == "IMPORT_NAME")
+            waiting.extend(constant for constant in current.co_consts if isinstance(constant, type(code)))
+        statements = {(one.line, one.module.rsplit(".", 1)[0]) for one in read_imports(path, SOURCE)}
+        assert len(statements) >= instructions, path

@@ -1,0 +1,136 @@
+"""The command line on the smallest recipe: what it prints, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from memfit.cli import app
+from memfit.core.errors import UsageError
+from memfit.core.plan import Plan, Tier
+
+RECIPE = ("--recipe", "gpt-tiny")
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result.output
+
+
+def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None:
+    text = run("profile", *RECIPE, "--largest", "3")
+    # 64 * 3 * 64 + 192 and so on: a layer has 49,984 parameters, the whole model 134,912.
+    layer = next(line for line in text.splitlines() if line.startswith("transformer.h.0"))
+    assert layer.split()[1:8] == ["1", "195.2", "KiB", "195.2", "KiB", "390.5", "KiB"]
+    weights = next(line for line in text.splitlines() if line.startswith("weights"))
+    assert weights.split()[1:] == [f"{134_912 * 4 / 1024:.1f}", "KiB"]
+    assert "_log_softmax" in text
+    assert "predicted peak of a plain step" in text
+
+
+def test_plan_writes_a_plan_that_reads_back_and_report_prices_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = run("plan", *RECIPE, "--limit", "8GiB", "--json", str(path), "--text")
+    plan = Plan.from_json(path.read_text())
+    assert plan.microbatches == 1
+    assert "chosen" in text and "limit" in text and "8.00 GiB" in text
+    assert "forward" in text and "update" in text
+    report = run("report", *RECIPE, "--plan", str(path), "--largest", "3")
+    assert "given by the user" in report
+    assert "Largest moments" in report and "Predicted peak, at" in report
+
+
+def test_report_shows_what_a_plan_on_disk_moves(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    home = {"weight_home": Tier.DISK, "gradient_home": Tier.DISK, "state_home": Tier.DISK}
+    path.write_text(json.dumps({"format": 1, "blocks": {"transformer.h.0": home}}))
+    report = run("report", *RECIPE, "--plan", str(path))
+    assert "Moved in a step" in report and "weight" in report
+
+
+def test_a_limit_that_nothing_fits_is_one_message_with_the_smallest_that_would() -> None:
+    text = run("plan", *RECIPE, "--limit", "10MiB", code=2)
+    assert text.startswith("memfit: no plan fits the limit of 10.0 MiB")
+    assert "smallest limit" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "--recipe", "nothing"), "no recipe is called 'nothing'"),
+        (("plan",), "name one of MODULE:FUNCTION, --recipe and --transformers; none of them"),
+        (("profile", *RECIPE, "--transformers", "x"), "2 of them were given"),
+        (("plan", *RECIPE, "--limit", "8g"), "cannot read the size '8g'"),
+        (("plan", "--transformers", "nowhere.json"), "nowhere.json is no configuration"),
+        (("profile", "nonsense"), "is not MODULE:FUNCTION"),
+        (("profile", "no_such_module_here:f"), "no module 'no_such_module_here'"),
+        (("profile", "json:nothing"), "has no function 'nothing'"),
+        (("profile", "os:getcwd"), "must return (model, optimizer, loss, sample), not str"),
+        (("plan", *RECIPE, "--json", "/no/such/directory/plan.json"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_message(arguments: tuple[str, ...], message: str) -> None:
+    text = run(*arguments, code=2)
+    assert text.startswith("memfit: ")
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_traceback_shows_where_an_error_was_raised() -> None:
+    result = CliRunner().invoke(app, ["--traceback", "plan", "--recipe", "nothing"])
+    assert isinstance(result.exception, UsageError)
+
+
+def test_a_function_of_the_users_gives_the_four_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_training_parts.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))\n"
+        "    return model, torch.optim.SGD(model.parameters(), momentum=0.9), lambda m, b: m(b).mean(), torch.randn(4, 8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = run("profile", "my_training_parts:build")
+    weights = next(line for line in text.splitlines() if line.startswith("weights"))
+    assert weights.split()[1:] == ["432", "B"]
+
+
+def test_a_transformers_configuration_needs_no_weights(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    config: Any = LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=2,
+        intermediate_size=11008,
+        num_attention_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=64,
+    )
+    config.save_pretrained(tmp_path)
+    text = run("profile", "--transformers", str(tmp_path / "config.json"), "--batch", "2", "--sequence", "16")
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    line = next(line for line in text.splitlines() if line.startswith("model.layers.1"))
+    assert line.split()[2] == f"{layer * 4 / 2**20:.1f}"
+    text = run("plan", "--transformers", str(tmp_path), "--batch", "2", "--sequence", "16", "--limit", "64GiB")
+    assert "LlamaForCausalLM" in text and "chosen" in text
+    text = run("profile", "--transformers", str(tmp_path), "--batch", "2", "--sequence", "65", code=2)
+    assert "takes at most 64" in text
+
+
+def test_help_answers_without_loading_transformers() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom memfit.cli import app\n"
+        "result = CliRunner().invoke(app, ['--help'])\n"
+        "assert result.exit_code == 0, result.output\n"
+        "assert all(name in result.output for name in ('profile', 'plan', 'train', 'report')), result.output\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

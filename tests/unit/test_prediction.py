@@ -1,0 +1,436 @@
+"""Predicted bytes and seconds against arithmetic, and against a direct reading of what keeps a storage alive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.core.errors import DoesNotFitError, PlanError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.profile import BlockProfile, Profile, StorageProfile, TraceProfile
+from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
+from memfit.core.timeline import Timeline
+from memfit.core.units import MIB
+from memfit.prediction import check_limits, peak_report, predict, residents_at
+from memfit.prediction.bytes import flat_weight_bytes
+from memfit.prediction.seconds import CALL_OVERHEAD_S
+from memfit.scheduling.build import build_forward, build_step
+from property.random_steps import Case, cases, storages
+from unit.profiles import PAGE, block, gpt_profile
+
+DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)
+LAYERS, WIDTH, TOKENS, VOCABULARY, ROWS = 4, 64, 128, 2048, 8
+U = 4 * ROWS * TOKENS * WIDTH
+LOGITS = 4 * ROWS * TOKENS * VOCABULARY
+
+
+def timeline_of(
+    plan: Plan, profile: Profile, hardware: Hardware | None = None, *, clips_norm: bool = False
+) -> Timeline:
+    schedule = build_step(plan, profile, clips_norm=clips_norm)
+    return predict(schedule, plan, profile, hardware, clips_norm=clips_norm, staging_bytes=0)
+
+
+def recompute_layers(profile: Profile, home: Tier = Tier.DEVICE) -> tuple[CallPlan, ...]:
+    calls = next(iter(profile.traces.values())).calls
+    return tuple(CallPlan(saved=Saved.RECOMPUTE, boundary_home=home) if c.is_repeated else CallPlan() for c in calls)
+
+
+def resident_bytes(profile: Profile) -> int:
+    return sum(flat_weight_bytes(b) + profile.state_bytes[b.name] for b in profile.blocks)
+
+
+def batch_bytes(rows: int) -> int:
+    return 8 * rows * TOKENS
+
+
+# ---- activations ----
+
+
+def test_the_plain_peak_is_the_sum_written_by_hand() -> None:
+    """At the head's backward: all saved, the gradient of the logits, the head's own transient and its gradient."""
+    profile = gpt_profile(layers=LAYERS)
+    saved = U + LAYERS * (8 + 1) * U + U
+    head_gradient = 4 * VOCABULARY * WIDTH
+    expected = resident_bytes(profile) + batch_bytes(ROWS) + saved + LOGITS + LOGITS + head_gradient
+    timeline = timeline_of(Plan(), profile)
+    assert timeline.peak_bytes == expected
+    assert timeline.peak is not None
+    assert timeline.peak.action == f"backward C{LAYERS + 2} m0"
+
+
+def test_recompute_holds_arguments_and_one_replayed_layer() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    plan = Plan(calls=recompute_layers(profile))
+    timeline = timeline_of(plan, profile)
+    moments = {m.action: m for m in timeline.moments}
+    # Arguments of all layers, the last one's output (the norm saved it), and the norm's output for the head.
+    at_end = moments["forward C6 m0"]
+    assert at_end.by_category["activation"] == (LAYERS + 1 + 1) * U
+    backward = moments[f"backward C{LAYERS} m0"]
+    # Alive: the arguments of all layers and the gradient that arrives; replayed: 8 u saved and 2 u of transients.
+    assert backward.by_category["activation"] == LAYERS * U + U
+    assert backward.by_category["transient"] == 8 * U + 2 * U
+
+
+def test_the_tail_holds_the_logits_of_one_microbatch_only() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    calls = recompute_layers(profile)
+    cut = timeline_of(Plan(microbatches=4, calls=calls, tail=LAYERS + 1), profile)
+    whole = timeline_of(Plan(microbatches=4, calls=calls), profile)
+    peaks = [max(m.by_category["activation"] + m.by_category["transient"] for m in t.moments) for t in (cut, whole)]
+    assert peaks[1] - peaks[0] >= 3 * LOGITS // 4 - 2 * U
+
+
+def test_layer_major_order_holds_every_microbatchs_boundary() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    timeline = timeline_of(Plan(microbatches=4, calls=recompute_layers(profile), tail=LAYERS + 1), profile)
+    moments = {m.action: m for m in timeline.moments}
+    # After the last forward before the tail: of each of 4 microbatches, 5 boundaries of a quarter of u.
+    assert (
+        moments[f"forward C{LAYERS} m0"].after_bytes == resident_bytes(profile) + batch_bytes(ROWS) + (LAYERS + 1) * U
+    )
+
+
+@pytest.mark.parametrize("depth", [4, 64])
+def test_inference_has_the_same_peak_at_every_depth(depth: int) -> None:
+    """Two layers' weights and one layer's activations, whether there are 4 layers or 64."""
+    profile = gpt_profile(layers=depth)
+    layer = flat_weight_bytes(profile.block("h.0"))
+    plan = Plan(blocks={f"h.{i}": DISK for i in range(depth)})
+    schedule = build_forward(plan, profile, 1)
+    timeline = predict(schedule, plan, profile, staging_bytes=0)
+    always = sum(flat_weight_bytes(b) + profile.state_bytes[b.name] for b in profile.blocks if b.kind != "layer")
+    rest = always + batch_bytes(ROWS)
+    middle = next(m for m in timeline.moments if m.action == "forward C2 m0")
+    assert middle.peak_bytes == rest + 2 * layer + U + 9 * U
+    assert max(m.by_category["weight"] for m in timeline.moments) <= rest + 2 * layer
+    head = next(m for m in timeline.moments if m.action.startswith(f"forward C{depth + 2}"))
+    assert head.by_category["activation"] == U
+
+
+def alive_by_positions(case: Case, schedule: Schedule, m: int, s: StorageProfile) -> list[bool]:
+    """After each action: is a storage of microbatch m on the device, read directly from its facts and positions."""
+    plan, trace = case.plan, next(iter(case.profile.traces.values()))
+    n = len(trace.calls)
+    segments = [range(a, b + 1) for a, b in plan.segments(n)]
+    cut = plan.tail if plan.order is Order.LAYER_MAJOR else None
+    backs = [any(trace.calls[c].has_backward for c in q) for q in segments]
+    texts = [str(a) for a in schedule]
+
+    def where(call: int) -> int:
+        return next(i for i, q in enumerate(segments) if call in q)
+
+    def position(kind: type[Forward | Backward], q: int) -> int:
+        return texts.index(str(kind(segments[q][0], segments[q][-1], m)))
+
+    def found(text: str) -> int | None:
+        return texts.index(text) if text in texts else None
+
+    seed = next(i for i, a in enumerate(schedule) if isinstance(a, Seed) and a.first <= m <= a.last)
+    end = max([seed, *(position(Backward, q) for q in range(len(segments)) if backs[q])])
+    made = found(f"start m{m}") if s.segment < 0 else position(Forward, where(s.segment))
+    assert made is not None
+    until = [made]
+    last = max(s.last_use, s.segment, *s.saved_inside, *s.saved_outside, *s.argument_of)
+    used = s.held_until if s.held_until > last else last - 1
+    if not (s.saved_inside or s.saved_outside or s.argument_of):
+        used = max(used, s.segment)  # by the profile's contract it would not be listed otherwise
+    if used == n - 1:
+        until.append(end)
+    elif s.segment < 0 or used >= segments[where(s.segment)][-1]:
+        until.append(next(position(Forward, q) for q in range(len(segments)) if segments[q][-1] > used))
+    for c in s.saved_inside:
+        q = where(c)
+        fate = plan.calls[c].saved
+        lower = next((i for i in range(q, -1, -1) if backs[i]), None)
+        if fate is Saved.KEEP or not backs[q]:
+            until.append(end if lower is None else position(Backward, lower))
+        elif fate is Saved.OFFLOAD:
+            until.append(found(f"drop C{c} m{m}") or position(Backward, q))
+    for c in s.argument_of:
+        q = where(c)
+        if plan.calls[c].saved in (Saved.RECOMPUTE, Saved.SELECT) and s.segment < segments[q][0] and backs[q]:
+            until.append(found(f"drop C{segments[q][0]} m{m}") or position(Backward, q))
+    for c in s.saved_outside:
+        q = where(c)
+        is_inner = c != segments[q][-1]
+        higher = next((i for i in range(q + 1, len(segments)) if backs[i]), None)
+        crosses = cut is not None and c < cut and (higher is None or segments[higher][0] >= cut)
+        if is_inner or crosses:
+            lower = next((i for i in range(q, -1, -1) if backs[i]), None)
+            until.append(end if lower is None else position(Backward, lower))
+        else:
+            until.append(seed if higher is None else position(Backward, higher))
+    gone = min(max(until), end)
+    return [made <= t < gone for t in range(len(texts))]
+
+
+def without_weights(case: Case, found: tuple[StorageProfile, ...]) -> Case:
+    """Only activations: no parameters, nothing selected, and no gradients of activations."""
+    trace = next(iter(case.profile.traces.values()))
+    calls = tuple(replace(c, select_bytes=0) for c in trace.calls)
+    rows = -(-case.profile.batch_rows // case.plan.microbatches)
+    # More is said to be freed at the seed than there is, so that no byte is taken for a gradient.
+    bare = TraceProfile(rows=rows, calls=calls, storages=found, seed_leaves_bytes=-(1 << 40))
+    blocks = tuple(BlockProfile(name=b.name, kind=b.kind, parameters=()) for b in case.profile.blocks)
+    profile = Profile(batch_rows=case.profile.batch_rows, blocks=blocks, traces={rows: bare})
+    return replace(case, profile=profile)
+
+
+@given(data=st.data(), case=cases())
+def test_activations_after_every_action_are_those_that_something_keeps(data: st.DataObject, case: Case) -> None:
+    trace = next(iter(case.profile.traces.values()))
+    case = without_weights(case, data.draw(storages(len(trace.calls))))
+    trace = next(iter(case.profile.traces.values()))
+    schedule = build_step(case.plan, case.profile, clips_norm=False)
+    timeline = predict(schedule, case.plan, case.profile, staging_bytes=0)
+    expected = [0] * len(schedule.actions)
+    for m in range(case.plan.microbatches):
+        for s in trace.storages:
+            for t, is_alive in enumerate(alive_by_positions(case, schedule, m, s)):
+                expected[t] += s.nbytes * is_alive
+    for t, action in enumerate(schedule):
+        if isinstance(action, Reload):
+            first, last = next(q for q in case.plan.segments(len(trace.calls)) if q[0] == action.call)
+            is_offload = case.plan.calls[first].saved is Saved.OFFLOAD
+            copied = sum(
+                s.nbytes
+                for s in trace.storages
+                if (first in s.saved_inside if is_offload else s.segment < first)
+                and (is_offload or any(first <= c <= last for c in s.argument_of))
+            )
+            back = str(Backward(first, last, action.microbatch))
+            stop = [str(a) for a in schedule].index(back)
+            for i in range(t, stop):
+                expected[i] += copied
+    assert [m.after_bytes for m in timeline.moments] == expected
+
+
+# ---- weights, gradients, states ----
+
+
+def test_streamed_blocks_hold_one_buffer_without_prefetch_and_two_with() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    layers = {f"h.{i}": DISK for i in range(LAYERS)}
+    layer = flat_weight_bytes(profile.block("h.0"))
+    always = sum(flat_weight_bytes(b) for b in profile.blocks if b.kind != "layer") + batch_bytes(ROWS)
+    for prefetch, buffers in ((0, 1), (1, 2), (2, 3)):
+        timeline = timeline_of(Plan(blocks=layers, prefetch=prefetch), profile)
+        assert max(m.by_category["weight"] for m in timeline.moments) == always + buffers * layer
+
+
+def test_an_update_in_backward_lets_few_gradients_live_and_a_clipped_one_all() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    embedding, layer = 4 * VOCABULARY * WIDTH, flat_weight_bytes(profile.block("h.0"))
+    fused = timeline_of(Plan(prefetch=0), profile)
+    clipped = timeline_of(Plan(update=UpdateTime.AFTER_BACKWARD), profile, clips_norm=True)
+    norm = 2 * PAGE
+    assert max(m.by_category["gradient"] for m in fused.moments) == embedding
+    assert max(m.by_category["gradient"] for m in clipped.moments) == 2 * embedding + norm + LAYERS * layer
+
+
+def test_a_gradient_added_to_another_is_there_beside_it() -> None:
+    profile = gpt_profile(layers=1)
+    timeline = timeline_of(Plan(microbatches=2, order=Order.MICROBATCH_MAJOR), profile)
+    first, second = (next(m for m in timeline.moments if m.action == f"backward C0 m{i}") for i in range(2))
+    assert first.by_category["transient"] == 0
+    assert second.by_category["transient"] == 4 * VOCABULARY * WIDTH
+
+
+def test_homes_count_on_their_tiers_with_a_spare_generation_on_disk() -> None:
+    profile = gpt_profile(layers=2)
+    host = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.HOST, state_home=Tier.HOST)
+    plan = Plan(blocks={"h.0": DISK, "h.1": host})
+    timeline = timeline_of(plan, profile)
+    weight = flat_weight_bytes(profile.block("h.0"))
+    assert timeline.disk_peak_bytes == 2 * (weight + profile.state_bytes["h.0"])
+    assert timeline.host_peak_bytes == weight + weight + profile.state_bytes["h.1"]
+
+
+def test_offloaded_activations_count_where_they_rest() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    calls = tuple(
+        CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK) if 1 <= i <= LAYERS else CallPlan() for i in range(7)
+    )
+    timeline = timeline_of(Plan(calls=calls), profile)
+    # All four leave: between the last layer and its backward stand the norm and the head, forward and back.
+    assert timeline.bytes_written == {"activation": LAYERS * 9 * U}
+    assert timeline.bytes_read == timeline.bytes_written
+    assert timeline.disk_peak_bytes == LAYERS * 9 * U
+
+
+def test_bytes_moved_a_parameter_are_those_of_the_closed_form() -> None:
+    """fp32 AdamW from disk: 4 read in forward, 4 in backward, 8 of states; 4 + 8 written (states are 8 a parameter)."""
+    profile = gpt_profile(layers=LAYERS)
+    plan = Plan(blocks={f"h.{i}": DISK for i in range(LAYERS)}, microbatches=4, tail=LAYERS + 1)
+    weight = LAYERS * flat_weight_bytes(profile.block("h.0"))
+    states = LAYERS * profile.state_bytes["h.0"]
+    timeline = timeline_of(plan, profile)
+    # The last layer is not fetched again only where backward follows it at once: here the tail stands between.
+    assert timeline.bytes_read == {"weight": 2 * weight, "state": states}
+    assert timeline.bytes_written == {"weight": weight, "state": states}
+    other = timeline_of(replace(plan, order=Order.MICROBATCH_MAJOR), profile)
+    assert other.bytes_read["weight"] == 4 * 2 * weight
+
+
+def test_a_frozen_block_has_neither_gradient_nor_update() -> None:
+    profile = gpt_profile(layers=1)
+    frozen = block("h.0", "layer", 12 * WIDTH * WIDTH, trains=False)
+    blocks = tuple(frozen if b.name == "h.0" else b for b in profile.blocks)
+    schedule = build_step(Plan(), replace(profile, blocks=blocks), clips_norm=False)
+    assert "update B1" not in schedule.text()
+    assert "clear B1" not in schedule.text()
+
+
+# ---- peaks by name, limits ----
+
+
+def test_residents_at_every_action_add_up_to_its_peak() -> None:
+    profile = gpt_profile(layers=2)
+    plan = Plan(
+        microbatches=2,
+        tail=3,
+        blocks={"h.0": DISK, "h.1": DISK},
+        calls=recompute_layers(profile, Tier.DISK),
+    )
+    schedule = build_step(plan, profile, clips_norm=False)
+    timeline = predict(schedule, plan, profile, staging_bytes=MIB)
+    for index, moment in enumerate(timeline.moments):
+        found = residents_at(schedule, plan, profile, index, staging_bytes=MIB)
+        assert sum(r.nbytes for r in found) == moment.peak_bytes
+        assert all(r.nbytes > 0 for r in found)
+
+
+def test_the_report_names_the_largest_first() -> None:
+    profile = gpt_profile(layers=2)
+    schedule = build_step(Plan(), profile, clips_norm=False)
+    text = peak_report(schedule, Plan(), profile, staging_bytes=0, rows=4)
+    assert text.splitlines()[0].startswith("predicted device peak")
+    assert "backward C4 m0" in text
+    assert "smaller ones" in text
+
+
+def test_a_limit_is_held_against_every_action() -> None:
+    profile = gpt_profile(layers=2)
+    timeline = timeline_of(Plan(), profile)
+    check_limits(timeline, device_bytes=timeline.peak_bytes)
+    with pytest.raises(DoesNotFitError, match="backward C4 m0") as error:
+        check_limits(timeline, device_bytes=timeline.peak_bytes - 1)
+    assert error.value.smallest_limit_bytes == timeline.peak_bytes
+    with pytest.raises(DoesNotFitError, match="disk"):
+        check_limits(timeline_of(Plan(blocks={"h.0": DISK}), profile), disk_bytes=1)
+
+
+def test_a_size_that_was_not_traced_is_refused() -> None:
+    profile = gpt_profile(layers=1, rows=(8,))
+    with pytest.raises(PlanError, match="trace of 4 rows"):
+        timeline_of(Plan(microbatches=2), profile)
+
+
+def test_a_schedule_for_the_other_clipping_is_refused() -> None:
+    profile = gpt_profile(layers=1)
+    schedule = build_step(Plan(), profile, clips_norm=False)
+    with pytest.raises(PlanError, match="clips_norm=True"):
+        predict(schedule, Plan(), profile, clips_norm=True)
+
+
+# ---- seconds ----
+
+
+def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
+    return Hardware(
+        device="cpu",
+        flops_per_s=flops,
+        device_bytes=1 << 40,
+        disk=Link(read_bytes_per_s=disk, write_bytes_per_s=disk),
+        disk_bytes=1 << 40,
+        update_elements_per_s=1e30,
+    )
+
+
+def test_compute_alone_takes_its_operations_and_one_more_forward_if_recomputed() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    calls = profile.traces[ROWS].calls
+    forward = sum(c.forward_flops for c in calls)
+    backward = sum(c.backward_flops for c in calls)
+    layers = sum(c.forward_flops for c in calls if c.is_repeated)
+    overhead = 2 * len(calls) * CALL_OVERHEAD_S
+    plain = timeline_of(Plan(), profile, machine())
+    assert plain.seconds == pytest.approx((forward + backward) / 1e9 + overhead)
+    again = timeline_of(Plan(calls=recompute_layers(profile)), profile, machine())
+    assert again.seconds == pytest.approx((forward + layers + backward) / 1e9 + overhead)
+
+
+def test_a_fetch_ahead_hides_behind_compute_and_a_late_one_does_not() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    layers = {f"h.{i}": replace(DISK, state_home=Tier.DEVICE) for i in range(LAYERS)}
+    layer = flat_weight_bytes(profile.block("h.0"))
+    # A fetch takes half as long as a layer's forward.
+    flops_s = profile.traces[ROWS].calls[1].forward_flops / 1e9
+    hardware = machine(disk=layer / (flops_s / 2))
+    schedule = build_forward(Plan(blocks=layers, prefetch=1), profile, 1)
+    ahead = predict(schedule, Plan(blocks=layers, prefetch=1), profile, hardware)
+    late_plan = Plan(blocks=layers, prefetch=0)
+    late = predict(build_forward(late_plan, profile, 1), late_plan, profile, hardware)
+    assert late.stalls_s["fetch"] == pytest.approx(LAYERS * flops_s / 2)
+    # Only the first is waited for, less the embedding's time: it has nothing but overhead to hide behind.
+    assert ahead.stalls_s["fetch"] == pytest.approx(flops_s / 2 - CALL_OVERHEAD_S)
+
+
+def test_stalls_and_compute_add_up_to_the_step() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    plan = Plan(
+        microbatches=2,
+        tail=LAYERS + 1,
+        blocks={f"h.{i}": DISK for i in range(LAYERS)},
+        calls=recompute_layers(profile, Tier.DISK),
+    )
+    timeline = timeline_of(plan, profile, machine(disk=1e6))
+    busy = sum(m.end_s - m.start_s for m in timeline.moments if m.action.startswith(("forward", "backward")))
+    assert timeline.seconds == pytest.approx(busy + sum(timeline.stalls_s.values()))
+
+
+def test_links_serve_one_transfer_at_a_time() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    plan = Plan(blocks={b.name: DISK for b in profile.blocks}, prefetch=2)
+    schedule = build_step(plan, profile, clips_norm=False)
+    timeline = predict(schedule, plan, profile, machine(disk=1e6))
+    fetches = [m for a, m in zip(schedule, timeline.moments, strict=True) if isinstance(a, Fetch)]
+    read_s = sum(flat_weight_bytes(profile.blocks[a.block]) for a in schedule if isinstance(a, Fetch)) / 1e6
+    assert max(m.end_s for m in fetches) >= read_s
+
+
+def test_host_memory_where_the_device_is_the_host_is_refused() -> None:
+    profile = gpt_profile(layers=1)
+    with pytest.raises(PlanError, match="the device is the host"):
+        timeline_of(Plan(blocks={"h.0": BlockPlan(weight_home=Tier.HOST)}), profile, machine())
+
+
+def test_a_shared_weights_gradient_that_waits_in_the_trace_is_counted_once() -> None:
+    """Autograd holds the head's part until the embedding's comes: the trace has it among activations meanwhile."""
+    profile = gpt_profile(layers=2, is_tied=True)
+    trace = profile.traces[ROWS]
+    weight = 4 * VOCABULARY * WIDTH
+    *others, head = trace.calls
+    waits = replace(
+        head,
+        backward_peak_bytes=head.backward_peak_bytes + weight,
+        backward_leaves_bytes=head.backward_leaves_bytes + weight,
+    )
+    # The embedding makes its own part, adds the two, and both stop being activations.
+    joins = replace(
+        others[0], backward_peak_bytes=weight, backward_leaves_bytes=others[0].backward_leaves_bytes - weight
+    )
+    traced = replace(trace, calls=(joins, *others[1:], waits))
+    found = {m.action: m for m in timeline_of(Plan(prefetch=0), replace(profile, traces={ROWS: traced})).moments}
+    untied = {m.action: m for m in timeline_of(Plan(prefetch=0), gpt_profile(layers=2)).moments}
+    for name in (f"backward C{c} m0" for c in range(1, 5)):
+        for category in ("activation", "transient"):
+            assert found[name].by_category[category] == untied[name].by_category[category]
+    last = found["backward C0 m0"].by_category
+    assert last["gradient"] + last["transient"] == 2 * weight

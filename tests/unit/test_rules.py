@@ -1,0 +1,251 @@
+"""The rules take the fastest plan that fits, say what stands in the way, and know the answers of the literature."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from memfit.core.errors import DoesNotFitError, UsageError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.limits import Budget
+from memfit.core.plan import Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.profile import Profile
+from memfit.core.shape import describe_step
+from memfit.core.timeline import Timeline
+from memfit.core.units import MIB
+from memfit.planning.candidates import decided_calls, find_tail, list_candidates
+from memfit.planning.explain import explain
+from memfit.planning.rules import choose_plan
+from memfit.planning.segments import every_kth, recompute_segments, sqrt_segments
+from memfit.prediction import predict
+from memfit.prediction.seconds import segment_flops
+from memfit.scheduling.build import build_step
+from memfit.scheduling.check import check_schedule
+from unit.profiles import PAGE, chain_profile, gpt_profile
+
+
+def machine(*, disk_bytes: int = 1 << 40) -> Hardware:
+    return Hardware(
+        device="cpu",
+        flops_per_s=1e11,
+        device_bytes=1 << 40,
+        disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
+        disk_bytes=disk_bytes,
+    )
+
+
+def limit(nbytes: int) -> Budget:
+    return Budget(limit_bytes=nbytes)
+
+
+def wide_profile() -> Profile:
+    """Layers of 3 MiB, so that they may leave, and activations that are worth cutting."""
+    return gpt_profile(layers=3, width=256, vocabulary=4096, tokens=64, batch_rows=4, rows=(4, 2, 1), factor=16)
+
+
+def activations_peak(timeline: Timeline) -> int:
+    return max(m.by_category["activation"] + m.by_category["transient"] for m in timeline.moments)
+
+
+def predicted(plan: Plan, profile: Profile) -> Timeline:
+    return predict(build_step(plan, profile, clips_norm=False), plan, profile, machine(), staging_bytes=0)
+
+
+# ---- worked examples of the literature ----
+
+
+def test_a_chain_of_six_with_every_second_output_kept_lives_on_three_at_a_time() -> None:
+    """Kept outputs 2, 4, 6 (counted from 1); backward lives on {4, 5, 6}, then {2, 3, 4}: 5 and then 3 are made again."""
+    segments = every_kth(6, 2)
+    assert [last + 1 for _, last in segments] == [2, 4, 6]
+    profile = chain_profile(length=6)
+    plan = Plan(calls=recompute_segments(segments))
+    moments = {m.action: m for m in predicted(plan, profile).moments}
+    # Beside the working set rest the earlier kept ones: the input and 2; then the input.
+    for name, working, resting in (("C4-5", 3, 2), ("C2-3", 3, 1), ("C0-1", 3, 0)):
+        alive = moments[f"backward {name} m0"].by_category
+        assert alive["activation"] + alive["transient"] == (working + resting) * PAGE
+
+
+@pytest.mark.parametrize(("length", "spacing", "live"), [(100, 10, 20), (64, 8, 16)])
+def test_every_kth_output_of_a_chain_leaves_n_over_k_plus_k_alive(length: int, spacing: int, live: int) -> None:
+    profile = chain_profile(length=length)
+    unit = PAGE
+    kept = activations_peak(predicted(Plan(), profile))
+    assert kept == (length + 1) * unit
+    segments = every_kth(length, spacing)
+    plan = Plan(calls=recompute_segments(segments))
+    assert activations_peak(predicted(plan, profile)) == live * unit
+    assert sqrt_segments(length) == segments
+    # At most one more forward a call: a third more where backward costs two forwards, half more where it costs one.
+    shape = describe_step(plan, profile)
+    trace = profile.traces[1]
+    replayed = sum(segment_flops(trace, plan, shape, s, is_backward=True) for s in range(len(segments)))
+    assert replayed - sum(c.backward_flops for c in trace.calls) == sum(c.forward_flops for c in trace.calls)
+
+
+def test_the_square_root_is_the_best_spacing_of_a_uniform_chain() -> None:
+    for length in range(1, 60):
+        best = min(-(-length // k) + k for k in range(1, length + 1))
+        segments = sqrt_segments(length)
+        assert len(segments) + segments[0][1] + 1 == best
+        assert [c for first, last in segments for c in range(first, last + 1)] == list(range(length))
+    with pytest.raises(UsageError):
+        every_kth(0, 1)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_a_batch_cut_in_m_divides_saved_activations_by_m(microbatches: int) -> None:
+    profile = chain_profile(length=10, batch_rows=8, unit=8 * PAGE)
+    whole = activations_peak(predicted(Plan(), profile))
+    cut = activations_peak(predicted(Plan(microbatches=microbatches, order=Order.MICROBATCH_MAJOR), profile))
+    added = 4 * 1024  # one link's gradient is added to the one of the microbatch before
+    assert cut - added <= whole / microbatches <= cut
+
+
+def test_where_accumulation_alone_fits_nothing_is_recomputed_unless_that_is_faster() -> None:
+    profile = gpt_profile(layers=8, batch_rows=8, rows=(8, 4, 2, 1))
+    accumulation = Plan(microbatches=2, order=Order.MICROBATCH_MAJOR)
+    alone = predicted(accumulation, profile)
+    choice = choose_plan(profile, limit(alone.peak_bytes), machine(), has_disk=False, staging_bytes=0)
+    recomputes = any(c.saved is not Saved.KEEP for c in choice.plan.calls)
+    assert not recomputes or choice.timeline.seconds < alone.seconds
+    assert choice.timeline.seconds <= alone.seconds
+    # With activations that cost nothing to compute again it is the other way round.
+    slow_to_enter = replace(machine(), flops_per_s=1e18)
+    other = choose_plan(profile, limit(alone.peak_bytes), slow_to_enter, has_disk=False, staging_bytes=0)
+    assert (
+        other.timeline.seconds
+        <= predict(build_step(accumulation, profile, clips_norm=False), accumulation, profile, slow_to_enter).seconds
+    )
+
+
+# ---- the choice ----
+
+
+def test_without_a_limit_nothing_moves_and_nothing_is_cut() -> None:
+    choice = choose_plan(wide_profile(), Budget(limit_bytes=None), machine())
+    assert choice.plan == Plan()
+    assert choice.built == 1
+
+
+@pytest.mark.parametrize("clips_norm", [False, True])
+def test_every_budget_gets_a_legal_plan_inside_it_and_more_room_is_never_slower(clips_norm: bool) -> None:
+    profile = wide_profile()
+    plain = predict(build_step(Plan(), profile, clips_norm=False), Plan(), profile, staging_bytes=0).peak_bytes
+    slowest = math.inf
+    for share in (0.4, 0.5, 0.7, 1.0):
+        budget = limit(int(plain * share) + 2 * MIB)
+        choice = choose_plan(profile, budget, machine(), clips_norm=clips_norm, staging_bytes=MIB)
+        check_schedule(choice.schedule, choice.plan, profile, clips_norm=clips_norm)
+        assert all(m.peak_bytes <= (budget.tensor_bytes or 0) for m in choice.timeline.moments)
+        assert choice.timeline.seconds <= slowest
+        slowest = choice.timeline.seconds
+
+
+def test_no_candidate_that_fits_is_faster_than_the_chosen_one() -> None:
+    """All candidates are built here, without bounds."""
+    profile = gpt_profile(layers=2, width=320, vocabulary=2048, tokens=32, batch_rows=2, rows=(2, 1))
+    every = [
+        (candidate, predict(build_step(candidate.plan, profile, clips_norm=False), candidate.plan, profile, machine()))
+        for count in (1, 2)
+        for candidate in list_candidates(profile, microbatches=count, tiers=(Tier.DISK,), clips_norm=False)
+    ]
+    peaks = sorted({t.peak_bytes for _, t in every})
+    for budget in (peaks[0], peaks[len(peaks) // 3], peaks[-1]):
+        choice = choose_plan(profile, limit(budget), machine())
+        fastest = min(t.seconds for _, t in every if t.peak_bytes <= budget)
+        assert choice.timeline.seconds == fastest
+    with pytest.raises(DoesNotFitError) as error:
+        choose_plan(profile, limit(peaks[0] - 1), machine())
+    assert error.value.smallest_limit_bytes == peaks[0]
+
+
+def test_the_same_question_gets_the_same_plan() -> None:
+    profile = wide_profile()
+    first, second = (choose_plan(profile, limit(60 * MIB), machine(), staging_bytes=MIB) for _ in range(2))
+    assert first == second
+
+
+def test_the_smallest_limit_that_is_named_fits_and_a_byte_less_does_not() -> None:
+    profile = wide_profile()
+    base = Budget(limit_bytes=MIB, base_bytes=3 * MIB, reserve_bytes=5 * MIB)
+    with pytest.raises(DoesNotFitError) as error:
+        choose_plan(profile, base, machine())
+    smallest = error.value.smallest_limit_bytes
+    assert smallest is not None
+    assert (
+        choose_plan(profile, replace(base, limit_bytes=smallest), machine()).timeline.peak_bytes == smallest - 8 * MIB
+    )
+    with pytest.raises(DoesNotFitError):
+        choose_plan(profile, replace(base, limit_bytes=smallest - 1), machine())
+
+
+def test_what_stands_in_the_way_is_named() -> None:
+    with pytest.raises(DoesNotFitError, match=r"smallest limit that one would fit is .*In its way:\n.*peak") as error:
+        choose_plan(wide_profile(), limit(MIB), machine(), has_disk=False, splits_allowed=False)
+    assert "lm_head" in str(error.value)
+    assert "the disk as a tier" in str(error.value)
+
+
+def test_a_disk_that_is_too_small_is_not_used() -> None:
+    profile = wide_profile()
+    plain = predicted(Plan(), profile).peak_bytes
+    choice = choose_plan(profile, limit(plain * 9 // 10), machine(disk_bytes=MIB), staging_bytes=0)
+    assert choice.timeline.disk_peak_bytes <= MIB
+    with pytest.raises(DoesNotFitError, match="disk"):
+        choose_plan(profile, limit(plain // 2), machine(), disk_bytes=-1, staging_bytes=0)
+
+
+def test_a_batch_is_not_cut_where_that_changes_its_meaning() -> None:
+    profile = wide_profile()
+    plain = predicted(Plan(), profile).peak_bytes
+    assert (
+        choose_plan(profile, limit(plain // 2), machine(), splits_allowed=False, staging_bytes=0).plan.microbatches == 1
+    )
+    statistics = replace(profile, reads_batch_statistics=True)
+    assert choose_plan(statistics, limit(plain // 2), machine(), staging_bytes=0).plan.microbatches == 1
+
+
+def test_clipping_by_the_norm_makes_updates_wait() -> None:
+    choice = choose_plan(wide_profile(), limit(50 * MIB), machine(), clips_norm=True, staging_bytes=MIB)
+    assert choice.plan.update is UpdateTime.AFTER_BACKWARD
+    assert sum(str(a) == "norm" for a in choice.schedule) == 1
+
+
+def test_small_blocks_stay_on_the_device() -> None:
+    profile = wide_profile()
+    for candidate in list_candidates(profile, microbatches=2, tiers=(Tier.DISK,), clips_norm=False):
+        assert "ln_f" not in candidate.plan.blocks
+
+
+def test_the_tail_begins_behind_the_last_repeated_call() -> None:
+    trace = gpt_profile(layers=3).traces[8]
+    assert find_tail(trace) == 4
+    assert decided_calls(trace) == {1, 2, 3}
+    assert find_tail(chain_profile(length=4).traces[1]) is None
+
+
+def test_a_profile_without_any_candidate_size_is_refused() -> None:
+    profile = gpt_profile(layers=1, rows=(3,))
+    with pytest.raises(UsageError, match="traced rows"):
+        choose_plan(profile, limit(MIB), machine())
+
+
+# ---- telling ----
+
+
+def test_the_ladder_falls_in_bytes_as_it_rises_in_seconds_and_marks_the_choice() -> None:
+    budget = limit(45 * MIB)
+    choice = choose_plan(wide_profile(), budget, machine(), staging_bytes=MIB)
+    seconds = [r.seconds for r in choice.ladder]
+    peaks = [r.peak_bytes for r in choice.ladder]
+    assert seconds == sorted(seconds)
+    assert peaks == sorted(peaks, reverse=True)
+    assert next(r.name for r in choice.ladder if r.fits) == choice.name
+    text = explain(choice, budget)
+    assert f"  {choice.name}" in next(line for line in text.splitlines() if line.startswith("> "))
+    assert choice.reason in text
+    assert "With " in choice.reason
