@@ -5,7 +5,6 @@ The allocator's counts have no noise, so they must be equal to the byte; what th
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
@@ -92,7 +91,6 @@ def train_flat(variant: str, steps: int, directory: Path) -> tuple[list[Footprin
 
 def assert_flat(variant: str, steps: int, directory: Path) -> None:
     """Everything is equal from the third step on; resident memory stays within 1 %, or 2 MiB of a small process."""
-    gc.collect()  # the allocator counts the whole process: what earlier tests left in cycles must not be freed meanwhile
     found, resident = train_flat(variant, steps, directory)
     first = found[FIRST_FLAT_STEP - 1]
     changed = [(step + 1, f) for step, f in enumerate(found) if step + 1 >= FIRST_FLAT_STEP and f != first]

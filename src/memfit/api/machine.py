@@ -135,7 +135,8 @@ class Machine:
     def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
         """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
         limit = self.limits.device_bytes
-        if enforces and limit is not None and limit > self.base_bytes():  # else planning says what would be needed
+        # Where not even what is there and the scratch of preparing fit, planning says what would be needed.
+        if enforces and limit is not None and limit > self.base_bytes() + self.meter.live_bytes() + _LOAD_SCRATCH_BYTES:
             self.arm()
         try:
             yield

@@ -291,9 +291,12 @@ class Recorder(TorchDispatchMode):
         else:
             record.saved_outside.add(self.segment)
 
-    def live_records(self) -> list[StorageRecord]:
-        """Records of the storages that are alive now."""
-        return [record for record, _ in self._live.values()]
+    def forget(self) -> None:
+        """Lets go of what was watched: weak references and values point back here, and cycles would keep the model until a collection."""
+        self._live.clear()
+        self._values = None
+        self._active = None
+        self._pending_sum = None
 
     def _is_trusted(self, tensor: torch.Tensor) -> bool:
         return self._record_of(tensor, Role.INPUT).is_trusted

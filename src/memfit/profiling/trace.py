@@ -145,6 +145,8 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
     step = _run(setting, rows, is_fake=is_fake, is_whole=True)
     names = [block.name for block in setting.block_map.blocks]
     profile = summarize(step, forward_only, rows, names)
+    forward_only.forget()
+    step.forget()
     return Traced(
         profile=profile,
         spanning=frozenset(step.spanning | _read_beside_their_call(step, profile)),

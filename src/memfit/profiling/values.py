@@ -99,26 +99,25 @@ class Values:
             give_value(fake, value)
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        known = True
-
-        def swap(item: Any) -> Any:
-            nonlocal known
-            if isinstance(item, torch.Tensor):
-                value = self.of(item)
-                known = known and value is not None
-                return value
-            if isinstance(item, torch.device):
-                return torch.device("cpu")
-            if isinstance(item, list | tuple):
-                return type(item)(swap(part) for part in item) if type(item) in (list, tuple) else item
-            return item
-
-        values = [swap(arg) for arg in args]
-        named = {name: swap(arg) for name, arg in kwargs.items()}
-        if not known:
+        try:
+            values = [self._value_of(arg) for arg in args]
+            named = {name: self._value_of(arg) for name, arg in kwargs.items()}
+        except _UnknownValueError:
             return None
         with unset_fake_temporarily(), torch.no_grad():
             return func(*values, **named)
+
+    def _value_of(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            value = self.of(item)
+            if value is None:
+                raise _UnknownValueError
+            return value
+        if isinstance(item, torch.device):
+            return torch.device("cpu")
+        if type(item) in (list, tuple):
+            return type(item)(self._value_of(part) for part in item)
+        return item
 
     def _answer_index(self, func: Any, args: Sequence[Any]) -> tuple[bool, Any]:
         """x[mask] has the shape of x[mask.nonzero()], and fake tensors understand indexing by positions."""
@@ -138,6 +137,10 @@ class Values:
         if value is not None:
             give_value(out, value)
         return True, out
+
+
+class _UnknownValueError(Exception):
+    """An argument has no value here."""
 
 
 def _device_of(args: Sequence[Any]) -> torch.device:

@@ -1,0 +1,67 @@
+"""memfit's own objects die by reference count alone: nothing waits for the cycle collector with gigabytes in its hands.
+
+A job that is dropped without `close` is held by its hooks on the user's model, and dies with that model by a collection.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from equivalence import plans, zoo
+from equivalence.with_memfit import fit_variant
+from memfit.runtime.allocator import install
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """With the cycle collector off, after it has run once."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _train(name: str, variant: str, directory: Path, *, closes: bool) -> list[weakref.ref[object]]:
+    case = zoo.ZOO[name]()
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
+    job = fit_variant(name, plans.BY_NAME[variant], directory, limit="8GiB")(case, optimizer)
+    for step in range(2):
+        job.step(case.batch(step))
+    job.evaluate(case.batch(0))
+    if closes:
+        job.close()
+    return [weakref.ref(job), weakref.ref(case.model), weakref.ref(optimizer), weakref.ref(job.plan)]
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("variant", ["everything", "disk-recompute-4", "disk-offload-2"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_a_closed_job_dies_by_reference_count(name: str, variant: str, tmp_path: Path) -> None:
+    allocator = install()
+    for turn in ("first", "second"):  # the first brings up what libraries keep for good
+        (tmp_path / turn).mkdir()
+        before = allocator.stats()
+        alive = _train(name, variant, tmp_path / turn, closes=True)
+        after = allocator.stats()
+    assert [reference() for reference in alive] == [None] * len(alive)
+    assert (after.live_bytes, after.live_blocks, after.limit_bytes) == (before.live_bytes, before.live_blocks, None)
+
+
+def test_a_dropped_job_dies_with_its_model(tmp_path: Path) -> None:
+    allocator = install()
+    for turn in ("first", "second"):
+        (tmp_path / turn).mkdir()
+        before = allocator.stats()
+        alive = _train("gpt2", "disk-recompute-4", tmp_path / turn, closes=False)
+        gc.collect()
+        after = allocator.stats()
+    assert [reference() for reference in alive] == [None] * len(alive)
+    assert (after.live_bytes, after.live_blocks, after.limit_bytes) == (before.live_bytes, before.live_blocks, None)
