@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def no_collector() -> Iterator[None]:
 def _train(name: str, variant: str, directory: Path, *, closes: bool) -> list[weakref.ref[object]]:
     case = zoo.ZOO[name]()
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
-    job = fit_variant(name, plans.BY_NAME[variant], directory, limit="8GiB")(case, optimizer)
+    job: Any = fit_variant(name, plans.BY_NAME[variant], directory, limit="8GiB")(case, optimizer)
     for step in range(2):
         job.step(case.batch(step))
     job.evaluate(case.batch(0))
