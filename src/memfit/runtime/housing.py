@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,25 @@ from memfit.runtime.saved import HostStore, ScratchStore, TierStore
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
 from memfit.runtime.weights import BlockWeights
+
+
+class _CountedHostStore(HostStore):
+    """Host memory for activations, allocated under the ledger that counts host memory apart on an emulated device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stream: torch.cuda.Stream | None,
+        ledger: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(device, stream=stream)
+        self._ledger = ledger
+
+    def put(self, storage: torch.UntypedStorage) -> Any:
+        """See `TierStore`."""
+        with self._ledger():
+            return super().put(storage)
 
 
 class House:
@@ -58,7 +78,7 @@ class House:
         self._device = device
         self._host_ledger = host_ledger
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host_store = HostStore(device, stream=self._stream)
+        self._host_store = _CountedHostStore(device, stream=self._stream, ledger=host_ledger)
         self._memory_homes: list[MemoryHome] = []
         self._disk_homes: list[DiskHome] = []
         self._temporary: Path | None = None
