@@ -22,6 +22,7 @@ from memfit.api.fit import (
     _microbatch_counts,
     _Problem,
     _read_plan,
+    _refusal,
 )
 from memfit.api.machine import Machine
 from memfit.core.errors import DoesNotFitError
@@ -133,7 +134,14 @@ def advise(
         chunk = _chunk_tokens(model)
         profiles.append((chunk, problem.profile(sample, _microbatch_counts(sample), chunk_tokens=chunk)))
     chunk, found, choice = _fastest(
-        profiles, budget, probed, machine, allow, may_split=may_split, clips_norm=clips_norm
+        profiles,
+        budget,
+        probed,
+        machine,
+        allow,
+        may_split=may_split,
+        clips_norm=clips_norm,
+        load_bytes=0 if is_hollow else machine.load_bytes(model),
     )
     return Advice(
         plan=replace(choice.plan, loss_chunk_tokens=chunk),
@@ -157,6 +165,7 @@ def _fastest(
     *,
     may_split: bool,
     clips_norm: bool,
+    load_bytes: int,
 ) -> tuple[int | None, Profile, PlanChoice]:
     choices: list[tuple[int | None, Profile, PlanChoice]] = []
     refusals: list[DoesNotFitError] = []
@@ -176,5 +185,5 @@ def _fastest(
         else:
             choices.append((chunk, profile, choice))
     if not choices:
-        raise min(refusals, key=lambda error: error.smallest_limit_bytes or 0)
+        raise _refusal(refusals, budget, load_bytes)
     return min(choices, key=lambda found: found[2].timeline.seconds)

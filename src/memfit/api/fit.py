@@ -19,7 +19,7 @@ from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
-from memfit.core.units import MIB, format_bytes
+from memfit.core.units import MIB, format_bytes, round_up
 from memfit.planning.rules import choose_plan
 from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
@@ -35,6 +35,9 @@ ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss"})
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
 
 Loss = Callable[[nn.Module, Any], Any]
+
+# Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
+_BASE_VARIATION_BYTES = 4 * MIB
 
 
 def fit(
@@ -384,17 +387,32 @@ def _choose(
         words = choice.reason if chunk is None else f"{choice.reason} The loss runs in chunks of {chunk} tokens."
         choices.append((choice.timeline.seconds, replace(choice.plan, loss_chunk_tokens=chunk), words, profile))
     if not choices:
-        refusal = min(refusals, key=lambda error: error.smallest_limit_bytes or 0)
-        held = budget.base_bytes + budget.reserve_bytes
-        if not held:
-            raise refusal
-        raise DoesNotFitError(
-            f"{refusal} Before any tensor, the process takes {format_bytes(budget.base_bytes)} (interpreter, libraries), and "
-            f"{format_bytes(budget.reserve_bytes)} are kept for scratch of kernels.",
-            smallest_limit_bytes=refusal.smallest_limit_bytes,
-        )
+        raise _refusal(refusals, budget, machine.load_bytes(problem.model))
     _, plan, reason, profile = min(choices, key=lambda choice: choice[0])
     return plan, reason, profile
+
+
+def _refusal(refusals: Sequence[DoesNotFitError], budget: Budget, load_bytes: int) -> DoesNotFitError:
+    """The refusal that asks for least, with a limit that holds from the load on, and in the next process as well."""
+    refusal = min(refusals, key=lambda error: error.smallest_limit_bytes or float("inf"))
+    smallest = refusal.smallest_limit_bytes
+    if smallest is None:
+        return refusal
+    words: list[str] = []
+    sure = max(smallest, load_bytes)
+    if load_bytes > smallest:
+        words.append(
+            f"Until its weights have moved home, the model as it was built makes that {format_bytes(load_bytes)}."
+        )
+    if budget.base_bytes + budget.reserve_bytes:
+        sure = round_up(sure + _BASE_VARIATION_BYTES, MIB)
+        words.append(
+            f"Before any tensor, the process takes {format_bytes(budget.base_bytes)} (interpreter, libraries), which differs by a few MiB from one start "
+            f"to the next, and {format_bytes(budget.reserve_bytes)} are kept for scratch of kernels."
+        )
+    if words:
+        words.append(f"Give at least {format_bytes(sure)} ({sure} bytes).")
+    return DoesNotFitError(" ".join([str(refusal), *words]), smallest_limit_bytes=sure)
 
 
 def _chunk_tokens(model: nn.Module) -> int:

@@ -27,6 +27,9 @@ from memfit.verification.meters import CpuMeter, CudaMeter, DeviceMeter, Phases,
 _PROBE_DISK_S = 0.6
 _PROBE_FILE_BYTES = 64 * MIB
 _PROBE_SIZE = 768
+_PROBE_LINK_BYTES = 32 * MIB
+# An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
+_PROBE_EMULATED_LINK_BYTES = 4 * MIB
 # Staging of the disk's workers, the probe's matrices and Python's own growth while a model is traced: 15 to 25 MiB seen.
 _LOAD_SCRATCH_BYTES = 32 * MIB
 
@@ -94,10 +97,12 @@ class Machine:
         return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
 
     def load_bytes(self, model: torch.nn.Module) -> int:
-        """What is there when `fit` begins to move weights home: the base, with the whole model, and scratch."""
+        """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds."""
+        if not self.counts_process:
+            return self.meter.live_bytes()
         weights = sum(p.nbytes for p in model.parameters())
-        foreign = max(0, weights - self.meter.live_bytes()) if self.counts_process else 0
-        return max(0, self.base_bytes() - foreign) + weights + (_LOAD_SCRATCH_BYTES if self.counts_process else 0)
+        foreign = max(0, weights - self.meter.live_bytes())
+        return max(0, self.base_bytes() - foreign) + weights + _LOAD_SCRATCH_BYTES
 
     def reserve_bytes(self) -> int:
         """Scratch of kernels and libraries that no trace sees."""
@@ -183,7 +188,7 @@ class Machine:
         speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
         free = shutil.disk_usage(where).free
         is_cuda = self.device.type == "cuda"
-        link = _probe_host_link(self.device) if self.has_host else None
+        link = self._probe_host_link() if self.has_host else None
         return Hardware(
             device=torch.cuda.get_device_name(self.device) if is_cuda else "cpu",
             flops_per_s=_probe_flops(self.device),
@@ -205,6 +210,24 @@ class Machine:
         """The largest peak over all phases: of the process, or of the device."""
         peaks = [(r.process_peak_bytes or 0) if self.counts_process else r.held_peak_bytes for r in self.phases.records]
         return max(peaks, default=0)
+
+    def _probe_host_link(self) -> Link:
+        """Copies between the device and (pinned) host memory, each way."""
+        nbytes = _PROBE_LINK_BYTES if self.device.type == "cuda" else _PROBE_EMULATED_LINK_BYTES
+        with self.host_ledger():
+            on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        rates: list[float] = []
+        for source, to in ((on_host, on_device), (on_device, on_host)):
+            best = float("inf")
+            for _ in range(3):
+                _synchronize(self.device)
+                began = time.perf_counter()
+                to.copy_(source, non_blocking=True)
+                _synchronize(self.device)
+                best = min(best, time.perf_counter() - began)
+            rates.append(nbytes / best)
+        return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
 
     def _mapped_bytes(self) -> int:
         return self.allocator.stats().mapped_bytes if self.allocator is not None else 0
@@ -233,24 +256,6 @@ def _probe_flops(device: torch.device) -> float:
         _synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 2.0 * size**3 / best
-
-
-def _probe_host_link(device: torch.device) -> Link:
-    """Copies between the device and (pinned) host memory, each way."""
-    nbytes = 32 * MIB
-    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    rates: list[float] = []
-    for source, to in ((on_host, on_device), (on_device, on_host)):
-        best = float("inf")
-        for _ in range(3):
-            _synchronize(device)
-            began = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            _synchronize(device)
-            best = min(best, time.perf_counter() - began)
-        rates.append(nbytes / best)
-    return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
 
 
 def _synchronize(device: torch.device) -> None:
