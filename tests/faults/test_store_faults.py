@@ -295,7 +295,9 @@ sys.stdin.read()
     with owner.stdin, owner.stdout:
         assert owner.stdout.readline() == "ready\n"
         for start in (DiskStore.open, lambda where: DiskStore.create(where, SPECS, identity={})):
-            with pytest.raises(StoreInUseError, match=rf"in use by a live job \(pid {owner.pid}\): wait for it"):
+            with pytest.raises(
+                StoreInUseError, match=rf"in use by a live job \(pid {owner.pid}, boot [0-9a-f]{{8}}\): wait for it"
+            ):
                 start(tmp_path / "s")
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
@@ -538,7 +540,7 @@ def test_what_cannot_be_removed_is_told_and_the_store_is_closed_even_so(tmp_path
 def seal(body: Any) -> bytes:
     """A manifest whose checksum is right, computed by the rule in the format's description."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    whole = {"format": "memfit-store", "version": 1, "checksum": hashlib.sha256(text).hexdigest(), "body": body}
+    whole = {"format": "memfit-store", "version": 2, "checksum": hashlib.sha256(text).hexdigest(), "body": body}
     return json.dumps(whole).encode()
 
 
@@ -611,7 +613,7 @@ def test_a_hostile_manifest_is_a_clean_error(tmp_path: Path, name: str) -> None:
         b"9" * 100_000,
         b'{"format":"memfit-store","format":"memfit-store"}',
         b'{"format":"memfit-store","version":NaN,"checksum":"","body":{}}',
-        b'{"format":"memfit-store","version":1,"checksum":"","body":{}}',
+        b'{"format":"memfit-store","version":2,"checksum":"","body":{}}',
         b'{"format":"memfit-store","version":1e999,"checksum":"","body":{}}',
     ],
     ids=lambda content: repr(content[:20]),
@@ -628,8 +630,8 @@ def test_a_manifest_of_another_version_or_format_or_identity_is_told_apart(tmp_p
         DiskStore.open(tmp_path / "s", identity={"model": "n"})
     path = tmp_path / "s" / "manifest.json"
     whole = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**whole, "version": 2, "signature": "new"}))
-    with pytest.raises(StoreError, match="format version 2; this memfit reads version 1"):
+    path.write_text(json.dumps({**whole, "version": 3, "signature": "new"}))
+    with pytest.raises(StoreError, match="format version 3; this memfit reads version 2"):
         DiskStore.open(tmp_path / "s")
     path.write_text(json.dumps({**whole, "format": "other"}))
     with pytest.raises(StoreError, match="not a manifest of a memfit store"):

@@ -498,6 +498,8 @@ def test_the_manifest_is_plain_json_with_version_steps_and_layout(tmp_path: Path
     assert found["body"]["regions"]["w"] == {
         "nbytes": 5,
         "tag": "weight",
+        "tensors": [],
+        "sums": None,
         "current": 1,
         "slots": [{"file": 0, "offset": 0, "step": None}, {"file": 0, "offset": 4096, "step": 7}],
     }

@@ -230,6 +230,8 @@ class Channel:
                 nbytes=nbytes,
                 staging=staging,
             )
+            if ticket.watcher is not None:
+                ticket.watcher(position, ticket.memory.address + position, nbytes)
         except BaseException as error:  # noqa: BLE001
             # Whatever happens is raised where the ticket is waited for; the thread must live on for the next one.
             failure = _explain_transfer(error, ticket, position, nbytes)
@@ -263,6 +265,9 @@ def _cancelled(ticket: Ticket) -> StoreError:
 
 def _explain_transfer(error: BaseException, ticket: Ticket, position: int, nbytes: int) -> StoreError:
     """A `StoreError` that names the block, the file and the range."""
+    if isinstance(error, StoreError):
+        # A watcher's own words; frames of this thread would keep the ticket and its memory alive.
+        return error.with_traceback(None)
     start = ticket.offset + position
     verb = "write" if ticket.is_write else "read"
     doing = f"{verb} {ticket.label} (bytes {start} to {start + nbytes} of the file)"

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from memfit.core.errors import StoreError
@@ -24,15 +25,16 @@ from memfit.runtime.store.manifest import (
     Manifest,
     file_name,
     read_manifest,
+    state_file_name,
 )
 
 _DATA_FILE = re.compile(r"homes-[0-9]{1,5}\.bin")
 
 
 def create_files(
-    directory: Path, file_bytes: tuple[int, ...], manifest: bytes, *, durable: bool, operations: FileOperations
+    directory: Path, files: Mapping[str, int], manifest: bytes, *, durable: bool, operations: FileOperations
 ) -> tuple[bool, DirectoryLock, tuple[FileHandle, ...]]:
-    """Makes the directory, the lock, the data files with their blocks claimed, and last the manifest.
+    """Makes the directory, the lock, the files (name to bytes) with their blocks claimed, and last the manifest.
 
     Returns:
         Whether the directory was made, the lock, the open files.
@@ -49,7 +51,7 @@ def create_files(
         _refuse_store(directory)
         # Data files without a manifest are what a crash in this function left behind.
         _remove_data_files(directory, operations)
-        _claim(directory, file_bytes, handles, operations)
+        _claim(directory, files, handles, operations)
         _write_first_manifest(directory, manifest, handles, durable=durable, operations=operations)
     except BaseException:
         for handle in handles:
@@ -100,9 +102,9 @@ def _make_directory(directory: Path, operations: FileOperations) -> bool:
     return False
 
 
-def _claim(directory: Path, file_bytes: tuple[int, ...], handles: list[FileHandle], operations: FileOperations) -> None:
-    """Makes the data files and has all their blocks reserved; a full disk is found before the first byte is written."""
-    needed_bytes = sum(file_bytes)
+def _claim(directory: Path, files: Mapping[str, int], handles: list[FileHandle], operations: FileOperations) -> None:
+    """Makes the files and has all their blocks reserved; a full disk is found before the first byte is written."""
+    needed_bytes = sum(files.values())
     try:
         free_bytes = operations.free_bytes(directory)
     except OSError as error:
@@ -115,8 +117,8 @@ def _claim(directory: Path, file_bytes: tuple[int, ...], handles: list[FileHandl
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
         )
-    for number, size_bytes in enumerate(file_bytes):
-        handle = open_file(directory / file_name(number), create=True, operations=operations)
+    for name, size_bytes in files.items():
+        handle = open_file(directory / name, create=True, direct=_is_direct(name), operations=operations)
         handles.append(handle)
         if size_bytes:
             try:
@@ -140,6 +142,8 @@ def _write_first_manifest(
         if durable:
             for handle in handles:
                 operations.fsync(handle.descriptor)
+            # Before the manifest that speaks of them: a file system may make a later name durable first.
+            sync_directory(directory, operations=operations)
         write_small_file(fresh, manifest, operations=operations, durable=durable)
         operations.rename(fresh, target)
         if durable:
@@ -192,23 +196,53 @@ def read_manifest_file(directory: Path, *, operations: FileOperations) -> Manife
         operations.close(descriptor)
 
 
-def open_files(directory: Path, file_bytes: tuple[int, ...], *, operations: FileOperations) -> tuple[FileHandle, ...]:
-    """Opens the data files that a manifest names.
+def open_files(directory: Path, manifest: Manifest, *, operations: FileOperations) -> tuple[FileHandle, ...]:
+    """Opens the files that a manifest speaks of: the data, then the small state.
 
     Raises:
-        StoreError: one is missing, or shorter or longer than the manifest says.
+        StoreError: one is missing, not a plain file of this directory alone, or not as long as the manifest says.
     """
     handles: list[FileHandle] = []
     try:
-        for number, size_bytes in enumerate(file_bytes):
-            handle = open_file(directory / file_name(number), operations=operations)
+        for name, size_bytes in files_of(manifest).items():
+            handle = open_file(directory / name, direct=_is_direct(name), operations=operations)
             handles.append(handle)
-            _check_length(handle, size_bytes)
+            _check_plain(handle)
+            if _is_direct(name):
+                _check_length(handle, size_bytes)
     except BaseException:
         for handle in handles:
             handle.close()
         raise
     return tuple(handles)
+
+
+def files_of(manifest: Manifest, state_bytes: int = 0) -> dict[str, int]:
+    """Names and lengths of the files of a store: the data, then the small state (of any length, `state_bytes` at first)."""
+    files = {file_name(number): size for number, size in enumerate(manifest.file_bytes)}
+    if manifest.has_state_files:
+        files |= dict.fromkeys((state_file_name(0), state_file_name(1)), state_bytes)
+    return files
+
+
+def _is_direct(name: str) -> bool:
+    # The small state is written and read whole, of any length, through the cache.
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def _check_plain(handle: FileHandle) -> None:
+    try:
+        found = os.fstat(handle.descriptor)
+    except OSError as error:
+        raise explain(error, doing="look at the file", path=handle.path) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise store_error(f"{handle.path} is not a plain file: restore it from a copy")
+    if found.st_nlink > 1:
+        # Writing here would change the file under its other name: a backup made of links, or worse.
+        raise store_error(
+            f"{handle.path} has another name too (a hard link), and what is behind that would change with it: "
+            "make real copies"
+        )
 
 
 def _check_length(handle: FileHandle, size_bytes: int) -> None:
@@ -223,14 +257,13 @@ def _check_length(handle: FileHandle, size_bytes: int) -> None:
         )
 
 
-def remove_files(directory: Path, files: int, *, operations: FileOperations) -> None:
+def remove_files(directory: Path, files: Iterable[str], *, operations: FileOperations) -> None:
     """Removes the manifest, then the data: data without a manifest is rubbish, the reverse is a broken store.
 
     Raises:
         StoreError: something cannot be removed.
     """
-    names = [MANIFEST_NAME, NEW_MANIFEST_NAME, *(file_name(number) for number in range(files))]
-    for name in names:
+    for name in (MANIFEST_NAME, NEW_MANIFEST_NAME, *files):
         path = directory / name
         try:
             operations.unlink(path)
@@ -242,7 +275,7 @@ def remove_files(directory: Path, files: int, *, operations: FileOperations) -> 
 
 def _remove_data_files(directory: Path, operations: FileOperations) -> None:
     for name in sorted(found.name for found in directory.iterdir()):
-        if _DATA_FILE.fullmatch(name):
+        if _DATA_FILE.fullmatch(name) or name in (state_file_name(0), state_file_name(1)):
             path = directory / name
             try:
                 operations.unlink(path)

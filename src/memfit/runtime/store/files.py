@@ -255,17 +255,22 @@ def open_unnamed(directory: Path, operations: FileOperations) -> FileHandle:
     return handle
 
 
+def write_all(operations: FileOperations, descriptor: int, content: bytes) -> None:
+    """Writes bytes from the start of a file on, however short the system's writes are. Raises plain `OSError`."""
+    left, offset = memoryview(content), 0
+    while left.nbytes:
+        written = operations.pwrite(descriptor, left, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        left, offset = left[written:], offset + written
+
+
 def write_small_file(path: Path, content: bytes, *, operations: FileOperations, durable: bool) -> None:
     """Writes a whole new file through the cache and, if `durable`, waits for stable storage. Raises plain `OSError`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = operations.open(path, flags)
     try:
-        left, offset = memoryview(content), 0
-        while left.nbytes:
-            written = operations.pwrite(descriptor, left, offset)
-            if written <= 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            left, offset = left[written:], offset + written
+        write_all(operations, descriptor, content)
         if durable:
             operations.fsync(descriptor)
     finally:

@@ -22,7 +22,7 @@ from memfit.runtime.store.channel import Channel, Traffic, check_sizes
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.files import FileHandle
 from memfit.runtime.store.memory import Memory
-from memfit.runtime.store.ticket import Ticket
+from memfit.runtime.store.ticket import Ticket, Watcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +114,7 @@ class DiskIO:
         label: str = "",
         urgent: bool = False,
         after: Iterable[Ticket] = (),
+        watcher: Watcher | None = None,
     ) -> Ticket:
         """Starts a read of a file range into memory.
 
@@ -126,13 +127,23 @@ class DiskIO:
             label: what is read, for messages.
             urgent: before all transfers of this direction that are not.
             after: transfers that must end first. If one is a write and fails, so does this read.
+            watcher: see `Ticket`; runs in the threads of the disk.
 
         Raises:
             UsageError: a range that cannot be.
             StoreError: closed, or in a forked process. Errors of the transfer itself come from `Ticket.wait`.
         """
         return self._start(
-            handle, file_offset, memory, nbytes, is_write=False, tag=tag, label=label, urgent=urgent, after=after
+            handle,
+            file_offset,
+            memory,
+            nbytes,
+            is_write=False,
+            tag=tag,
+            label=label,
+            urgent=urgent,
+            after=after,
+            watcher=watcher,
         )
 
     def write(
@@ -146,6 +157,7 @@ class DiskIO:
         label: str = "",
         urgent: bool = False,
         after: Iterable[Ticket] = (),
+        watcher: Watcher | None = None,
     ) -> Ticket:
         """Starts a write of memory to a file range; arguments and errors as `read`.
 
@@ -153,7 +165,16 @@ class DiskIO:
         allocated length: direct I/O writes whole blocks of 4096 bytes.
         """
         return self._start(
-            handle, file_offset, memory, nbytes, is_write=True, tag=tag, label=label, urgent=urgent, after=after
+            handle,
+            file_offset,
+            memory,
+            nbytes,
+            is_write=True,
+            tag=tag,
+            label=label,
+            urgent=urgent,
+            after=after,
+            watcher=watcher,
         )
 
     def _start(
@@ -168,6 +189,7 @@ class DiskIO:
         label: str,
         urgent: bool,
         after: Iterable[Ticket],
+        watcher: Watcher | None,
     ) -> Ticket:
         channel = self._writes if is_write else self._reads
         if file_offset < 0:
@@ -188,6 +210,7 @@ class DiskIO:
                 tag=tag,
                 is_urgent=urgent,
                 channel=channel,
+                watcher=watcher,
             )
             channel.submit(ticket, tuple(after))
         except BaseException:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from memfit.core.errors import UsageError
 from memfit.core.units import GIB, round_up
 from memfit.runtime.store.memory import ALIGNMENT_BYTES
+from memfit.runtime.store.tensors import TensorPlace, problem_of_tensors
 
 FILE_BYTES = 16 * GIB
 """Files are filled up to here; a larger slot gets a file of its own."""
@@ -30,6 +31,8 @@ class RegionSpec:
     """1: written in place. 2: the next version is written beside the current one and made current by a commit."""
     tag: str = "other"
     """Purpose, for the counters: "weight", "state", "gradient", "activation"."""
+    tensors: tuple[TensorPlace, ...] = ()
+    """What lies in it, as far as it shall be told by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,7 @@ def check_spec(name: object, spec: RegionSpec) -> None:
     """Refuses what cannot be a region.
 
     Raises:
-        UsageError: a bad name, length, number of slots or tag.
+        UsageError: a bad name, length, number of slots or tag, or a tensor that cannot lie there.
     """
     if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise UsageError(f"a region's name is 1 to {LONGEST_NAME} printable characters, not {name!r:.80}")
@@ -64,6 +67,9 @@ def check_spec(name: object, spec: RegionSpec) -> None:
         raise UsageError(f"region {name!r}: it has 1 or 2 slots, not {spec.slots!r:.80}")
     if not isinstance(spec.tag, str) or not spec.tag or len(spec.tag) > LONGEST_NAME or not spec.tag.isprintable():
         raise UsageError(f"region {name!r}: its tag is a printable word, not {spec.tag!r:.80}")
+    problem = problem_of_tensors(spec.tensors, spec.nbytes)
+    if problem is not None:
+        raise UsageError(f"region {name!r}: {problem}")
 
 
 def lay_out(regions: Mapping[str, RegionSpec], *, file_bytes: int = FILE_BYTES) -> Layout:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.core.errors import StoreInUseError
-from memfit.runtime.store.explain import explain
+from memfit.runtime.store.explain import explain, store_error
 from memfit.runtime.store.files import FileOperations
 
 LOCK_NAME = "lock"
@@ -35,10 +35,29 @@ class LockOwner:
     start_time: int
     """Clock ticks from boot to the start of the process: tells it from a later process with the same number."""
     host: str
+    boot: str
+    """Identifier of the boot: after another one, the number of the process means nothing."""
+
+    def is_here(self) -> bool:
+        """True if it ran, or runs, on this machine."""
+        return self.host == platform.node()
 
     def is_alive(self) -> bool:
         """True if the process runs; an owner on another host counts as alive, because it cannot be seen from here."""
-        return self.host != platform.node() or process_start_time(self.pid) == self.start_time
+        if not self.is_here():
+            return True
+        return self.boot == boot_id() and process_start_time(self.pid) == self.start_time
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}{'' if self.is_here() else f' on {self.host}'}, boot {self.boot[:8]}"
+
+
+def boot_id() -> str:
+    """The identifier that the kernel drew when it started; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def process_start_time(pid: int) -> int | None:
@@ -101,9 +120,34 @@ class DirectoryLock:
                 raise explain(error, doing="lock the directory", path=self.path) from error
 
     def _write_owner(self, descriptor: int) -> None:
-        owner = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()) or 0, "host": platform.node()}
+        owner = {
+            "pid": os.getpid(),
+            "start_time": process_start_time(os.getpid()) or 0,
+            "host": platform.node(),
+            "boot": boot_id(),
+        }
         os.ftruncate(descriptor, 0)
         self._operations.pwrite(descriptor, memoryview(json.dumps(owner).encode()), 0)
+
+    def check_held(self) -> None:
+        """Asks whether the directory still is the one that was locked.
+
+        Raises:
+            StoreError: it was removed, moved or replaced under its owner.
+        """
+        assert self._descriptor is not None
+        try:
+            is_ours = os.path.samestat(os.fstat(self._descriptor), self.path.lstat())
+        except FileNotFoundError:
+            is_ours = False
+        except OSError as error:
+            raise explain(error, doing="look at the lock file", path=self.path) from error
+        if not is_ours:
+            raise store_error(
+                f"the directory {self.path.parent} was removed or replaced while a job used it: what this job writes can "
+                "not be found again; put the directory back, or start anew in another",
+                errno.ENOENT,
+            )
 
     def release(self, *, remove: bool = False) -> None:
         """Gives the lock back. Repeating it does nothing.
@@ -148,24 +192,23 @@ def _read_owner(descriptor: int) -> LockOwner | None:
     """What the lock file says; None if it is empty or not ours. It only feeds messages."""
     try:
         found = json.loads(os.pread(descriptor, _LIMIT_BYTES, 0))
-        pid, start_time, host = found["pid"], found["start_time"], found["host"]
+        pid, start_time, host, boot = found["pid"], found["start_time"], found["host"], found["boot"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if type(pid) is not int or type(start_time) is not int or not isinstance(host, str):
+    if type(pid) is not int or type(start_time) is not int or not isinstance(host, str) or not isinstance(boot, str):
         return None
-    return LockOwner(pid=pid, start_time=start_time, host=host)
+    return LockOwner(pid=pid, start_time=start_time, host=host[:80], boot=boot[:40])
 
 
 def _in_use(path: Path, owner: LockOwner | None) -> str:
     directory = path.parent
     if owner is None:
         return f"{directory} is in use by another process: wait for it to end, or choose another directory"
-    where = "" if owner.host == platform.node() else f" on {owner.host}"
-    if owner.pid == os.getpid() and not where:
-        return f"{directory} is in use by this process (pid {owner.pid}): close that store first"
+    if owner.pid == os.getpid() and owner.is_alive() and owner.is_here():
+        return f"{directory} is in use by this process ({owner}): close that store first"
     if not owner.is_alive():
         return (
-            f"{directory} is still locked: process {owner.pid} has ended, but a process that it started "
+            f"{directory} is still locked: its owner ({owner}) has ended, but a process that it started "
             "(a data loader?) lives; end that one (`fuser` on the lock file finds it), or choose another directory"
         )
-    return f"{directory} is in use by a live job (pid {owner.pid}{where}): wait for it, end it, or choose another one"
+    return f"{directory} is in use by a live job ({owner}): wait for it, end it, or choose another one"

@@ -3,17 +3,20 @@
 In: bytes from a disk, trusted in nothing. Out: a `Manifest`, every field of it checked, or a `StoreError`.
 
 [Note: format]
-`{"format": "memfit-store", "version": 1, "checksum": "...", "body": {...}}`. The checksum is SHA-256 over the body, as
+`{"format": "memfit-store", "version": 2, "checksum": "...", "body": {...}}`. The checksum is SHA-256 over the body, as
 JSON with sorted keys and no spaces. Readers refuse other versions and unknown fields: a field that an older reader
 skips could be the one that says that its data is compressed. A slot's step is the last step that was committed in it;
-the slot that is not current may have been written since, so its step is history, not a promise.
+the slot that is not current may have been written since, so its step is history, not a promise. `sums` are the CRC-32C of
+the current slot's pieces of `piece_bytes` bytes, eight hexadecimal digits each, one behind the other; null where none are
+kept. `state` says which of two files holds the small state of the step, how long it is, and its CRC-32C.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,9 +26,10 @@ from memfit.core.units import MIB
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.layout import LARGEST_BYTES, RegionSpec, SlotPlace, check_places, check_spec
 from memfit.runtime.store.memory import ALIGNMENT_BYTES
+from memfit.runtime.store.tensors import TensorPlace
 
 FORMAT = "memfit-store"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
 LIMIT_BYTES = 16 * MIB
@@ -33,6 +37,13 @@ LIMIT_BYTES = 16 * MIB
 
 _LARGEST_STEP = (1 << 63) - 1
 _MOST_FILES = 1 << 16
+STATE_LIMIT_BYTES = 1 << 30
+"""A longer small state is not one; it is read whole."""
+_LARGEST_PIECE = 1 << 30
+_SUM_DIGITS = 8
+_ROOM_FOR_NUMBERS = 64
+"""Bytes by which a region's entry may grow: steps become long numbers, null becomes text."""
+_SUMS = re.compile(r"[0-9a-f]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +56,18 @@ class RegionEntry:
     """Of each slot, the last step committed in it; None if none was."""
     current: int
     """The slot that holds the committed version."""
+    sums: tuple[int, ...] | None = None
+    """Checksums of its pieces; None if none are kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateEntry:
+    """Where the small state of the committed step lies."""
+
+    file: int
+    """Which of the two files."""
+    nbytes: int
+    checksum: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +82,21 @@ class Manifest:
     """Number of commits, over all openings."""
     step: int | None
     """The committed step; None before the first commit."""
+    piece_bytes: int | None = None
+    """How many bytes a checksum covers; None in a store without checksums."""
+    state: StateEntry | None = None
+    """The small state of the step; None if it has none."""
+    has_state_files: bool = False
 
 
 def file_name(number: int) -> str:
     """The name of a data file."""
     return f"homes-{number}.bin"
+
+
+def state_file_name(number: int) -> str:
+    """The name of a file of the small state."""
+    return f"state-{number}.bin"
 
 
 def check_identity(identity: Mapping[str, str]) -> None:
@@ -79,6 +112,34 @@ def check_step(step: int) -> None:
         raise UsageError(f"a step is a whole number from 0, not {step!r:.80}")
 
 
+def check_piece_bytes(piece_bytes: int | None) -> None:
+    """Refuses a length of pieces that a manifest cannot have. Raises `UsageError`."""
+    if piece_bytes is not None and not _is_piece_length(piece_bytes):
+        raise UsageError(
+            f"a checksum covers a multiple of {ALIGNMENT_BYTES} bytes, at most {_LARGEST_PIECE}, not {piece_bytes!r:.40}"
+        )
+
+
+def _is_piece_length(piece_bytes: object) -> bool:
+    return (
+        type(piece_bytes) is int
+        and ALIGNMENT_BYTES <= piece_bytes <= _LARGEST_PIECE
+        and piece_bytes % ALIGNMENT_BYTES == 0
+    )
+
+
+def check_room_for_sums(content: bytes, manifest: Manifest) -> None:
+    """Refuses a store whose manifest would be too long once it has all its checksums. Raises `UsageError`."""
+    if manifest.piece_bytes is None:
+        return
+    pieces = sum(-(-entry.spec.nbytes // manifest.piece_bytes) for entry in manifest.regions.values())
+    if len(content) + _SUM_DIGITS * pieces > LIMIT_BYTES - _ROOM_FOR_NUMBERS * len(manifest.regions):
+        raise UsageError(
+            f"{pieces} checksums make a manifest above {LIMIT_BYTES} bytes: let one cover more than "
+            f"{manifest.piece_bytes} bytes"
+        )
+
+
 def write_manifest(manifest: Manifest) -> bytes:
     """The manifest as bytes; about 200 a region.
 
@@ -90,12 +151,19 @@ def write_manifest(manifest: Manifest) -> bytes:
         "alignment_bytes": ALIGNMENT_BYTES,
         "generation": manifest.generation,
         "step": manifest.step,
+        "piece_bytes": manifest.piece_bytes,
+        "has_state_files": manifest.has_state_files,
+        "state": None
+        if manifest.state is None
+        else {"file": manifest.state.file, "nbytes": manifest.state.nbytes, "checksum": manifest.state.checksum},
         "files": [{"name": file_name(number), "nbytes": size} for number, size in enumerate(manifest.file_bytes)],
         "regions": {
             name: {
                 "nbytes": entry.spec.nbytes,
                 "tag": entry.spec.tag,
+                "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in entry.spec.tensors],
                 "current": entry.current,
+                "sums": None if entry.sums is None else _hexadecimal(entry.sums),
                 "slots": [
                     {"file": place.file, "offset": place.offset, "step": step}
                     for place, step in zip(entry.places, entry.steps, strict=True)
@@ -148,6 +216,9 @@ def _read_body(body: Any, path: Path) -> Manifest:
         "alignment_bytes": int,
         "generation": int,
         "step": (int, type(None)),
+        "piece_bytes": (int, type(None)),
+        "has_state_files": bool,
+        "state": (dict, type(None)),
         "files": list,
         "regions": dict,
     }
@@ -160,7 +231,10 @@ def _read_body(body: Any, path: Path) -> Manifest:
     if len(fields["files"]) > _MOST_FILES:
         raise _broken(path, f"it names {len(fields['files'])} files")
     file_bytes = tuple(_read_file(found, number, path) for number, found in enumerate(fields["files"]))
-    regions = {name: _read_region(name, found, path) for name, found in fields["regions"].items()}
+    piece_bytes = fields["piece_bytes"]
+    if piece_bytes is not None and not _is_piece_length(piece_bytes):
+        raise _broken(path, f"its checksums cover {piece_bytes!r:.40} bytes each")
+    regions = {name: _read_region(name, found, path, piece_bytes) for name, found in fields["regions"].items()}
     ranges = [(place.file, place.offset, entry.spec.nbytes) for entry in regions.values() for place in entry.places]
     problem = check_places(file_bytes, ranges)
     if problem is not None:
@@ -169,13 +243,33 @@ def _read_body(body: Any, path: Path) -> Manifest:
     for name, entry in regions.items():
         if step is None and any(found is not None for found in entry.steps):
             raise _broken(path, f"region {name!r:.80} has a committed slot, but no step is committed")
+        is_summed = piece_bytes is not None and entry.spec.slots == 2 and entry.steps[entry.current] is not None
+        if is_summed != (entry.sums is not None):
+            raise _broken(path, f"region {name!r:.80} should have {'' if is_summed else 'no '}checksums")
+    state = _read_state(fields["state"], path)
+    if state is not None and (step is None or not fields["has_state_files"]):
+        raise _broken(path, "it has a state, but no step or no files for it")
     return Manifest(
         identity=fields["identity"],
         file_bytes=file_bytes,
         regions=regions,
         generation=_number(fields["generation"], path, "generation") or 0,
         step=step,
+        piece_bytes=piece_bytes,
+        state=state,
+        has_state_files=fields["has_state_files"],
     )
+
+
+def _read_state(found: Any, path: Path) -> StateEntry | None:
+    if found is None:
+        return None
+    fields = _fields(found, path, "its state", {"file": int, "nbytes": int, "checksum": int})
+    if fields["file"] not in (0, 1) or not 0 <= fields["nbytes"] <= STATE_LIMIT_BYTES:
+        raise _broken(path, f"its state has {fields['nbytes']!r:.40} bytes in file {fields['file']!r:.40}")
+    if not 0 <= fields["checksum"] < 1 << 32:
+        raise _broken(path, f"its state has the checksum {fields['checksum']!r:.40}")
+    return StateEntry(file=fields["file"], nbytes=fields["nbytes"], checksum=fields["checksum"])
 
 
 def _read_file(found: Any, number: int, path: Path) -> int:
@@ -189,10 +283,16 @@ def _read_file(found: Any, number: int, path: Path) -> int:
     return size
 
 
-def _read_region(name: str, found: Any, path: Path) -> RegionEntry:
+def _read_region(name: str, found: Any, path: Path, piece_bytes: int | None) -> RegionEntry:
     what = f"region {name!r:.80}"
-    fields = _fields(found, path, what, {"nbytes": int, "tag": str, "current": int, "slots": list})
-    spec = RegionSpec(nbytes=fields["nbytes"], slots=len(fields["slots"]), tag=fields["tag"])
+    kinds = {"nbytes": int, "tag": str, "tensors": list, "current": int, "sums": (str, type(None)), "slots": list}
+    fields = _fields(found, path, what, kinds)
+    spec = RegionSpec(
+        nbytes=fields["nbytes"],
+        slots=len(fields["slots"]),
+        tag=fields["tag"],
+        tensors=tuple(_read_tensor(tensor, path, what) for tensor in fields["tensors"]),
+    )
     try:
         check_spec(name, spec)
     except UsageError as error:
@@ -205,7 +305,37 @@ def _read_region(name: str, found: Any, path: Path) -> RegionEntry:
         steps.append(_number(parts["step"], path, f"{what}: step", none_allowed=True))
     if not 0 <= fields["current"] < spec.slots:
         raise _broken(path, f"{what} has slot {fields['current']!r:.40} current, of {spec.slots}")
-    return RegionEntry(spec=spec, places=tuple(places), steps=tuple(steps), current=fields["current"])
+    return RegionEntry(
+        spec=spec,
+        places=tuple(places),
+        steps=tuple(steps),
+        current=fields["current"],
+        sums=_read_sums(fields["sums"], spec.nbytes, piece_bytes, path, what),
+    )
+
+
+def _read_tensor(found: Any, path: Path, what: str) -> TensorPlace:
+    # What the values must be is asked by `check_spec`; here, only that they have the types of a place.
+    if not isinstance(found, list) or len(found) != 4 or not isinstance(found[2], list):
+        raise _broken(path, f"{what}: a tensor is not name, dtype, shape and offset")
+    name, dtype, shape, offset = found
+    if not isinstance(name, str) or not isinstance(dtype, str) or type(offset) is not int:
+        raise _broken(path, f"{what}: a tensor is not name, dtype, shape and offset")
+    return TensorPlace(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
+
+
+def _read_sums(
+    found: str | None, nbytes: int, piece_bytes: int | None, path: Path, what: str
+) -> tuple[int, ...] | None:
+    if found is None:
+        return None
+    if piece_bytes is None or len(found) != _SUM_DIGITS * -(-nbytes // piece_bytes) or not _SUMS.fullmatch(found):
+        raise _broken(path, f"{what}: its checksums are not {_SUM_DIGITS} hexadecimal digits for each piece")
+    return tuple(int(found[n : n + _SUM_DIGITS], 16) for n in range(0, len(found), _SUM_DIGITS))
+
+
+def _hexadecimal(sums: Sequence[int]) -> str:
+    return "".join(f"{value:08x}" for value in sums)
 
 
 def _fields(found: Any, path: Path, what: str, kinds: Mapping[str, Any], *, is_open: bool = False) -> dict[str, Any]:
@@ -214,7 +344,7 @@ def _fields(found: Any, path: Path, what: str, kinds: Mapping[str, Any], *, is_o
         raise _broken(path, f"{what} is not an object")
     for key, kind in kinds.items():
         # `bool` is an `int` to Python, not to the format.
-        if key not in found or not isinstance(found[key], kind) or isinstance(found[key], bool):
+        if key not in found or not isinstance(found[key], kind) or (isinstance(found[key], bool) and kind is not bool):
             raise _broken(path, f"{what} has no proper {key!r}")
     extra = sorted(found.keys() - kinds.keys())
     if extra and not is_open:

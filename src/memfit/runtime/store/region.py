@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 from memfit.core.errors import UsageError
+from memfit.runtime.store.checksums import ReadCheck, SlotSums
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.files import FileHandle
 from memfit.runtime.store.io import DiskIO
 from memfit.runtime.store.layout import RegionSpec, SlotPlace
 from memfit.runtime.store.memory import Memory
 from memfit.runtime.store.ordering import AccessLog
-from memfit.runtime.store.ticket import Ticket
+from memfit.runtime.store.tensors import TensorPlace, tensors_between
+from memfit.runtime.store.ticket import Ticket, Watcher
 
 Slot = Literal["current", "spare"]
 
@@ -36,12 +39,28 @@ class RegionState:
     spec: RegionSpec
     places: tuple[SlotPlace, ...]
     steps: list[int | None]
-    current: int
+    committed: int
+    """The slot of the last commit; writes to the spare slot go to the other one."""
+    piece_bytes: int | None = None
+    """How many bytes a checksum covers; None without checksums."""
+    current: int = field(init=False)
+    """The slot that reads see: the committed one, or the other one after steps that are not committed yet."""
     logs: tuple[AccessLog, ...] = field(init=False)
     """Of each slot."""
+    sums: tuple[SlotSums, ...] | None = field(init=False)
+    """Of each slot, the checksums of what is in it."""
 
     def __post_init__(self) -> None:
+        self.current = self.committed
         self.logs = tuple(AccessLog() for _ in self.places)
+        self.sums = None
+        if self.piece_bytes is not None and self.spec.slots == 2:
+            self.sums = (SlotSums(self.spec.nbytes, self.piece_bytes), SlotSums(self.spec.nbytes, self.piece_bytes))
+
+    @property
+    def spare(self) -> int:
+        """The slot that the next version is written to."""
+        return 1 - self.committed
 
 
 class Region:
@@ -63,6 +82,7 @@ class Region:
         io: DiskIO,
         lock: threading.RLock,
         check_usable: CheckUsable,
+        verifies: bool = False,
     ) -> None:
         self.name = name
         self.nbytes = state.spec.nbytes
@@ -73,13 +93,28 @@ class Region:
         self._io = io
         self._lock = lock
         self._check_usable = check_usable
+        self._verifies = verifies
 
     @property
     def step(self) -> int | None:
-        """The step that the current slot was committed at; None if it never was."""
-        return self._state.steps[self._state.current]
+        """The step that the committed slot was committed at; None if it never was."""
+        return self._state.steps[self._state.committed]
 
-    def read(self, offset: int, nbytes: int, into: Memory, *, slot: Slot = "current", urgent: bool = False) -> Ticket:
+    @property
+    def tensors(self) -> tuple[TensorPlace, ...]:
+        """What lies in it, by name."""
+        return self._state.spec.tensors
+
+    def read(
+        self,
+        offset: int,
+        nbytes: int,
+        into: Memory,
+        *,
+        slot: Slot = "current",
+        urgent: bool = False,
+        verify: bool | None = None,
+    ) -> Ticket:
         """Starts a read of bytes of the region.
 
         Bytes that were never written are zero, in a store that was just created.
@@ -90,13 +125,17 @@ class Region:
             into: at least as long; not to be touched until the ticket is done.
             slot: the current version, or what has been written of the next one.
             urgent: before other reads.
+            verify: compare pieces that are read whole with their checksums, in the threads of the disk, and fail with the
+                names of the tensors if they differ; as the store was opened by default. Parts of a piece are not checked.
 
         Raises:
             UsageError: outside of the region or the memory, or no such slot.
             StoreError: the store is closed, or these bytes could not be written before.
         """
         with self._lock:
-            log, place = self._slot(slot, offset, nbytes, is_write=False)
+            number = self._slot(slot, offset, nbytes, is_write=False)
+            log, place = self._state.logs[number], self._state.places[number]
+            verifies = self._verifies if verify is None else verify
             after = log.before_read(offset, offset + nbytes)
             ticket = self._io.read(
                 self._handles[place.file],
@@ -107,6 +146,7 @@ class Region:
                 label=self.name,
                 urgent=urgent,
                 after=after,
+                watcher=self._check(number, offset, nbytes) if verifies else None,
             )
             log.note(ticket, offset, offset + nbytes)
             return ticket
@@ -131,7 +171,8 @@ class Region:
             StoreError: the store is closed or must be opened again.
         """
         with self._lock:
-            log, place = self._slot(slot, offset, nbytes, is_write=True)
+            number = self._slot(slot, offset, nbytes, is_write=True)
+            log, place = self._state.logs[number], self._state.places[number]
             after = log.before_write(offset, offset + nbytes)
             ticket = self._io.write(
                 self._handles[place.file],
@@ -142,11 +183,27 @@ class Region:
                 label=self.name,
                 urgent=urgent,
                 after=after,
+                watcher=note_sums(self._state, number, offset),
             )
             log.note(ticket, offset, offset + nbytes)
             return ticket
 
-    def _slot(self, slot: Slot, offset: int, nbytes: int, *, is_write: bool) -> tuple[AccessLog, SlotPlace]:
+    def _check(self, number: int, offset: int, nbytes: int) -> Watcher | None:
+        """Looks at what a read of a slot brings, if the slot has checksums."""
+        if self._state.sums is None:
+            return None
+        check = ReadCheck(self._state.sums[number], offset, nbytes)
+        place, spec, name = self._state.places[number], self._state.spec, self.name
+        path = self._handles[place.file].path
+
+        def look(position: int, address: int, moved_bytes: int) -> None:
+            damaged = check.note(offset + position, address, moved_bytes)
+            if damaged:
+                raise store_error(damage_of(name, spec, place, path, check.piece_bytes, damaged[0]).in_words())
+
+        return look
+
+    def _slot(self, slot: Slot, offset: int, nbytes: int, *, is_write: bool) -> int:
         self._check_usable(is_write=is_write)
         if slot not in ("current", "spare"):
             raise UsageError(f"region {self.name!r}: a slot is 'current' or 'spare', not {slot!r:.80}")
@@ -162,8 +219,60 @@ class Region:
                 f"region {self.name!r} holds the committed step {self.step}: write slot='spare' and commit; in place, "
                 "a crash would leave neither the old version nor the new one"
             )
-        number = state.current if slot == "current" else 1 - state.current
-        return state.logs[number], state.places[number]
+        return state.current if slot == "current" else state.spare
+
+
+def note_sums(state: RegionState, number: int, offset: int) -> Watcher | None:
+    """Sums what a transfer from or to a slot, which starts at `offset`, has moved; None without checksums."""
+    if state.sums is None:
+        return None
+    sums = state.sums[number]
+    return lambda position, address, nbytes: sums.note(offset + position, address, nbytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceDamage:
+    """A piece of a slot that does not hold what was written, or cannot be read."""
+
+    path: Path
+    file_offset: int
+    """First byte in the file."""
+    nbytes: int
+    block: str
+    """The region's name."""
+    offset: int
+    """First byte in the region."""
+    tensors: tuple[str, ...]
+    """The tensors that have bytes in the piece."""
+    problem: str
+
+    def in_words(self) -> str:
+        """A sentence that names file, block and tensors."""
+        shown = ", ".join(repr(name) for name in self.tensors[:4]) + (" and more" if len(self.tensors) > 4 else "")
+        of = f", of {shown}" if shown else ""
+        return (
+            f"{self.path} is damaged: bytes {self.file_offset} to {self.file_offset + self.nbytes}, of block "
+            f"{self.block!r} (its bytes {self.offset} to {self.offset + self.nbytes}{of}), {self.problem}; look at the "
+            "disk (dmesg), then restore the store from a copy or go back to a saved state"
+        )
+
+
+def damage_of(
+    name: str, spec: RegionSpec, place: SlotPlace, path: Path, piece_bytes: int, found: tuple[int, int, int]
+) -> PieceDamage:
+    """What is known about a piece (number, checksum written, checksum found) that is damaged."""
+    piece, expected, value = found
+    start = piece * piece_bytes
+    end = min(spec.nbytes, start + piece_bytes)
+    return PieceDamage(
+        path=path,
+        file_offset=place.offset + start,
+        nbytes=end - start,
+        block=name,
+        offset=start,
+        tensors=tuple(tensors_between(spec.tensors, start, end)),
+        problem=f"have checksum {value:08x}, and {expected:08x} was written",
+    )
 
 
 def check_complete(name: str, state: RegionState) -> None:
@@ -175,7 +284,7 @@ def check_complete(name: str, state: RegionState) -> None:
     """
     if state.spec.slots == 1:
         raise UsageError(f"region {name!r} has one slot, so there is nothing to make current: leave it out of `flips`")
-    log = state.logs[1 - state.current]
+    log = state.logs[state.spare]
     failure = log.failure()
     if failure is not None:
         raise store_error(

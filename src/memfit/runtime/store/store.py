@@ -6,12 +6,7 @@ once.
 Disk: each slot of each region, in whole blocks, claimed at creation, so that a full disk is known then and not in the
 middle of a run.
 
-[Note: commit]
-New versions are written into spare slots while the current ones stay. A commit (1) waits for the writes, (2) has the
-data files synced, (3) writes a new manifest beside the old one and syncs it, (4) renames it over the old one, which is
-the one instant at which all regions change, and (5) syncs the directory. A crash before (4) leaves the old step, after
-it the new one. If (5) fails, nobody can say which of the two manifests a power cut would leave; the old versions must
-then not be overwritten, and the store asks to be opened again.
+The order of a commit, and what each of its failures means, is [Note: commit] in `publish`.
 """
 
 from __future__ import annotations
@@ -25,22 +20,27 @@ from pathlib import Path
 from typing import Self
 
 from memfit.core.errors import StoreError, UsageError
-from memfit.runtime.store.directory import create_files, open_files, read_manifest_file, remove_files
+from memfit.runtime.store.directory import create_files, files_of, open_files, read_manifest_file, remove_files
 from memfit.runtime.store.explain import explain, store_error
-from memfit.runtime.store.files import FileHandle, FileOperations, sync_directory, write_small_file
+from memfit.runtime.store.files import FileHandle, FileOperations
 from memfit.runtime.store.io import DiskIO
 from memfit.runtime.store.layout import RegionSpec, lay_out
 from memfit.runtime.store.lock import DirectoryLock
 from memfit.runtime.store.manifest import (
-    MANIFEST_NAME,
-    NEW_MANIFEST_NAME,
     Manifest,
     RegionEntry,
+    StateEntry,
     check_identity,
+    check_piece_bytes,
+    check_room_for_sums,
     check_step,
     write_manifest,
 )
-from memfit.runtime.store.region import Region, RegionState, check_complete
+from memfit.runtime.store.memory import Memory, aligned_memory
+from memfit.runtime.store.publish import DoubtError, publish, settle, sync_files
+from memfit.runtime.store.region import Region, RegionState, check_complete, note_sums
+from memfit.runtime.store.state_files import read_state, write_state
+from memfit.runtime.store.tensors import differences, in_words
 
 
 class DiskStore:
@@ -66,6 +66,8 @@ class DiskStore:
         durable: bool,
         made_directory: bool,
         operations: FileOperations,
+        verifies: bool = False,
+        is_new: bool = False,
     ) -> None:
         self.directory = directory
         self.identity = dict(manifest.identity)
@@ -82,10 +84,19 @@ class DiskStore:
         self._lock = threading.RLock()
         self._is_closed = False
         self._in_doubt: str | None = None
+        self._verifies = verifies
+        self._data_files = len(manifest.file_bytes)
         self._states = {
-            name: RegionState(entry.spec, entry.places, list(entry.steps), entry.current)
+            name: RegionState(entry.spec, entry.places, list(entry.steps), entry.current, manifest.piece_bytes)
             for name, entry in manifest.regions.items()
         }
+        for name, entry in manifest.regions.items():
+            sums = self._states[name].sums
+            if sums is not None and entry.sums is not None:
+                sums[entry.current].load(entry.sums)
+            elif sums is not None and is_new:
+                for slot_sums in sums:
+                    slot_sums.know_zeros()
 
     @classmethod
     def create(
@@ -95,6 +106,9 @@ class DiskStore:
         *,
         identity: Mapping[str, str],
         durable: bool = True,
+        piece_bytes: int | None = None,
+        state_bytes: int | None = None,
+        verifies: bool = False,
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> DiskStore:
@@ -106,6 +120,10 @@ class DiskStore:
             identity: text to find again at `open`.
             durable: wait for stable storage at each commit. Without it a crash of the process is survived, a power cut
                 is not: right for a temporary home.
+            piece_bytes: keep a checksum for each so many bytes of regions with two slots, a multiple of 4096 (1 MiB is
+                `PIECE_BYTES`); none by default. Costs 8 bytes of manifest a piece, and the summing of all that is written.
+            state_bytes: claim two files of this length for a small state beside the regions; none by default.
+            verifies: check each visit by default, see `Region.read`.
             io: threads to share with others; else the store has its own and ends them.
             operations: the system calls.
 
@@ -117,6 +135,7 @@ class DiskStore:
         used = FileOperations() if operations is None else operations
         where = Path(directory).absolute()
         check_identity(identity)
+        check_piece_bytes(piece_bytes)
         layout = lay_out(regions)
         manifest = Manifest(
             identity=dict(identity),
@@ -127,10 +146,13 @@ class DiskStore:
             },
             generation=0,
             step=None,
+            piece_bytes=piece_bytes,
+            has_state_files=state_bytes is not None,
         )
         content = write_manifest(manifest)
+        check_room_for_sums(content, manifest)
         made_directory, lock, handles = create_files(
-            where, layout.file_bytes, content, durable=durable, operations=used
+            where, files_of(manifest, state_bytes or 0), content, durable=durable, operations=used
         )
         return cls(
             directory=where,
@@ -141,6 +163,8 @@ class DiskStore:
             durable=durable,
             made_directory=made_directory,
             operations=used,
+            verifies=verifies,
+            is_new=True,
         )
 
     @classmethod
@@ -149,7 +173,9 @@ class DiskStore:
         directory: str | os.PathLike[str],
         *,
         identity: Mapping[str, str] | None = None,
+        regions: Mapping[str, RegionSpec] | None = None,
         durable: bool = True,
+        verifies: bool = False,
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> DiskStore:
@@ -158,13 +184,15 @@ class DiskStore:
         Args:
             directory: where it lies.
             identity: what must be found in it; keys that are not named are not compared.
-            durable: as in `create`.
+            regions: the regions, with their tensors, that it must hold, no more and no fewer; any by default.
+            durable: as in `create`. What is found is made durable first, see [Note: commit].
+            verifies: as in `create`.
             io: as in `create`.
             operations: as in `create`.
 
         Raises:
             StoreInUseError: a live job owns it.
-            StoreError: there is none, it is damaged, of another format version, or another's.
+            StoreError: there is none, it is damaged, of another format version, another's, or holds something else.
         """
         used = FileOperations() if operations is None else operations
         where = Path(directory).absolute()
@@ -176,7 +204,16 @@ class DiskStore:
         try:
             manifest = read_manifest_file(where, operations=used)
             _check_same(manifest.identity, identity or {}, where)
-            handles = open_files(where, manifest.file_bytes, operations=used)
+            if regions is not None:
+                _check_regions({name: entry.spec for name, entry in manifest.regions.items()}, regions, where)
+            handles = open_files(where, manifest, operations=used)
+            if durable:
+                try:
+                    settle(where, handles, operations=used)
+                except StoreError:
+                    for handle in handles:
+                        handle.close()
+                    raise
         except BaseException:
             lock.release()
             raise
@@ -189,6 +226,7 @@ class DiskStore:
             durable=durable,
             made_directory=False,
             operations=used,
+            verifies=verifies,
         )
 
     @property
@@ -203,13 +241,18 @@ class DiskStore:
 
     @property
     def disk_bytes(self) -> int:
-        """Disk that the data files take."""
+        """Disk that the data files take; the small state, a few KiB, aside."""
         return sum(self._manifest.file_bytes)
+
+    @property
+    def piece_bytes(self) -> int | None:
+        """How many bytes a checksum covers; None without checksums."""
+        return self._manifest.piece_bytes
 
     @property
     def is_direct(self) -> bool:
         """True if the file system takes direct I/O for all files."""
-        return all(handle.is_direct for handle in self._handles)
+        return all(handle.is_direct for handle in self._handles[: self._data_files])
 
     @property
     def regions(self) -> Mapping[str, RegionSpec]:
@@ -229,39 +272,91 @@ class DiskStore:
             io=self.io,
             lock=self._lock,
             check_usable=self._check_usable,
+            verifies=self._verifies,
         )
 
-    def commit(self, step: int, flips: Iterable[str] = ()) -> None:
+    def read_state(self) -> bytes | None:
+        """The small state of the committed step; None if it has none.
+
+        Raises:
+            StoreError: it is damaged, or cannot be read.
+        """
+        with self._lock:
+            self._check_usable(is_write=False)
+            entry = self._manifest.state
+            return None if entry is None else read_state(self._handles[self._data_files :], entry)
+
+    def advance(self, flips: Iterable[str]) -> None:
+        """Lets reads see the spare slots of regions, which stay uncommitted: a crash goes back to the last commit.
+
+        Further versions are written over them, in place, until `commit` makes them current or `roll_back` gives them up.
+        Costs no transfer and no sync.
+
+        Args:
+            flips: regions whose next version is written.
+
+        Raises:
+            UsageError: as `commit`.
+            StoreError: a write failed, or the store is closed or in doubt. Reads see what they saw.
+        """
+        with self._lock:
+            for state in self._ready(flips).values():
+                state.current = state.spare
+
+    def roll_back(self) -> None:
+        """Goes back to the last commit: reads see it, and what was written since is no version.
+
+        Raises:
+            StoreError: the store is closed or in doubt.
+        """
+        with self._lock:
+            self._check_usable(is_write=True)
+            for state in self._states.values():
+                state.current = state.committed
+                if state.spec.slots == 2 and state.steps[state.committed] is not None:
+                    for ticket in state.logs[state.spare].pending():
+                        ticket.join()
+                    state.logs[state.spare].forget_writes()
+
+    def commit(self, step: int, flips: Iterable[str] = (), *, state: bytes | None = None) -> None:
         """Makes the spare slots of regions current, all at once, as a step. See [Note: commit].
 
-        Waits for all writes under way. Slots written in place belong to the step too, without protection.
+        Waits for all writes under way. Regions that have advanced are among those that flip. Slots written in place belong
+        to the step too, without protection.
 
         Args:
             step: number of the step; any, so that training can go back to an earlier one.
             flips: regions whose next version is written.
+            state: the small state of the step, in a store that has files for it.
 
         Raises:
-            UsageError: a bad step, an unknown or repeated region, one without a spare slot, or one whose spare slot is
-                not whole.
+            UsageError: a bad step, an unknown or repeated region, one without a spare slot, one whose spare slot is
+                not whole, or a state where there is no room for one.
             StoreError: a write failed, or the commit itself. Unless the message says otherwise the step before is whole
                 and current, what was written is kept, and the commit can be repeated when the cause is gone.
         """
         check_step(step)
+        if state is not None and not self._manifest.has_state_files:
+            raise UsageError("this store keeps no state beside its regions: create it with `state_bytes`")
         with self._lock:
-            self._check_usable(is_write=True)
-            names = list(flips)
-            if len(set(names)) != len(names):
-                raise UsageError("a region is named twice in `flips`")
-            states = {name: self._state(name) for name in names}
-            self._finish_writes()
-            for name, state in states.items():
-                check_complete(name, state)
+            named = list(flips)
+            advanced = [name for name, found in self._states.items() if found.current != found.committed]
+            flipped = self._ready([*named, *(name for name in advanced if name not in named)])
             self._check_in_place()
-            manifest = self._next_manifest(step, states)
-            if self._durable:
-                self._sync_data()
-            self._publish(manifest)
-            self._adopt(manifest, states)
+            self._directory_lock.check_held()
+            try:
+                entry = None
+                if state is not None:
+                    entry = write_state(self._handles[self._data_files :], state, current=self._manifest.state)
+                manifest = self._next_manifest(step, flipped, entry)
+                content = write_manifest(manifest)
+                if self._durable:
+                    sync_files(self._handles, step=self._manifest.step)
+                publish(self.directory, content, step=step, operations=self._operations, durable=self._durable)
+            except DoubtError as error:
+                self._in_doubt = error.doubt
+                raise
+            self._adopt(manifest, flipped)
 
     def close(self, *, delete: bool = False) -> None:
         """Ends the transfers under way, closes the files and gives the directory back. Repeating it does nothing.
@@ -290,7 +385,7 @@ class DiskStore:
                 self.io.close()
             try:
                 if delete:
-                    remove_files(self.directory, len(self._handles), operations=self._operations)
+                    remove_files(self.directory, files_of(self._manifest), operations=self._operations)
             except StoreError:
                 self._let_go()
                 raise
@@ -328,11 +423,20 @@ class DiskStore:
         if is_write and self._in_doubt is not None:
             raise store_error(f"the store at {self.directory} can only be read: {self._in_doubt}; open it again")
 
-    def _finish_writes(self) -> None:
+    def _ready(self, flips: Iterable[str]) -> dict[str, RegionState]:
+        """The regions whose spare slots are whole, after the writes under way have ended."""
+        self._check_usable(is_write=True)
+        names = list(flips)
+        if len(set(names)) != len(names):
+            raise UsageError("a region is named twice in `flips`")
+        states = {name: self._state(name) for name in names}
         for state in self._states.values():
             for log in state.logs:
                 for ticket in log.pending_writes():
                     ticket.join()
+        for name, state in states.items():
+            check_complete(name, state)
+        return states
 
     def _check_in_place(self) -> None:
         for name, state in self._states.items():
@@ -342,74 +446,77 @@ class DiskStore:
                     f"{name!r} cannot be committed: {failure}; write it again first", failure.errno
                 ) from failure
 
-    def _next_manifest(self, step: int, flipped: Mapping[str, RegionState]) -> Manifest:
+    def _next_manifest(self, step: int, flipped: Mapping[str, RegionState], small_state: StateEntry | None) -> Manifest:
         entries: dict[str, RegionEntry] = {}
         for name, state in self._states.items():
-            steps, current = list(state.steps), state.current
+            steps, current = list(state.steps), state.committed
             if name in flipped:
-                current = 1 - current
+                current = state.spare
                 steps[current] = step
-            elif state.logs[current].written_bytes == state.spec.nbytes or (
-                state.spec.slots == 1 and state.logs[current].written_bytes
-            ):
-                # Filled in place: from now on this is the committed version.
+            elif self._is_filled_in_place(state):
+                # From now on this is the committed version.
                 steps[current] = step
-            entries[name] = RegionEntry(spec=state.spec, places=state.places, steps=tuple(steps), current=current)
-        return replace(self._manifest, regions=entries, generation=self._manifest.generation + 1, step=step)
+            sums = None
+            if state.sums is not None:
+                self._complete_sums(name, state, current)
+                sums = state.sums[current].values()
+            entries[name] = RegionEntry(
+                spec=state.spec, places=state.places, steps=tuple(steps), current=current, sums=sums
+            )
+        return replace(
+            self._manifest, regions=entries, generation=self._manifest.generation + 1, step=step, state=small_state
+        )
 
-    def _sync_data(self) -> None:
-        for handle in self._handles:
-            try:
-                handle.sync_data()
-            except OSError as error:
-                # After a failed sync the kernel forgets what it could not write; a second sync would succeed and prove
-                # nothing.
-                self._in_doubt = "the disk lost data that was written since the last commit"
-                raise explain(
-                    error,
-                    doing=f"make data durable (step {self._manifest.step}, committed before, is whole; open again)",
-                    path=handle.path,
-                ) from error
+    def _is_filled_in_place(self, state: RegionState) -> bool:
+        if state.sums is not None and state.steps[state.committed] is None:
+            # With checksums a region is whole from its first commit on: what was not written is zero, and known to be.
+            return True
+        written_bytes = state.logs[state.committed].written_bytes
+        return written_bytes == state.spec.nbytes or (state.spec.slots == 1 and written_bytes > 0)
 
-    def _publish(self, manifest: Manifest) -> None:
-        target = self.directory / MANIFEST_NAME
-        fresh = self.directory / NEW_MANIFEST_NAME
-        try:
-            write_small_file(fresh, write_manifest(manifest), operations=self._operations, durable=self._durable)
-            self._operations.rename(fresh, target)
-        except OSError as error:
-            raise explain(
-                error,
-                doing=f"write the manifest of step {manifest.step} (the step before is whole and current)",
-                path=target,
-            ) from error
-        if self._durable:
-            try:
-                sync_directory(self.directory, operations=self._operations)
-            except OSError as error:
-                self._in_doubt = f"step {manifest.step} may or may not have become durable"
-                raise explain(
-                    error,
-                    doing=f"make step {manifest.step} durable (both steps are whole; open again)",
-                    path=self.directory,
-                ) from error
+    def _complete_sums(self, name: str, state: RegionState, number: int) -> None:
+        """Reads what has no checksum yet: pieces whose parts were written anew in other cuts, or not all of them."""
+        assert state.sums is not None
+        place = state.places[number]
+        buffer: Memory | None = None
+        for start, end in state.sums[number].unknown():
+            buffer = buffer or aligned_memory(state.sums[number].piece_bytes)
+            self.io.read(
+                self._handles[place.file],
+                place.offset + start,
+                buffer,
+                end - start,
+                tag=state.spec.tag,
+                label=name,
+                watcher=note_sums(state, number, start),
+            ).wait()
 
     def _adopt(self, manifest: Manifest, flipped: Mapping[str, RegionState]) -> None:
         self._manifest = manifest
         for name, state in self._states.items():
             entry = manifest.regions[name]
-            state.steps, state.current = list(entry.steps), entry.current
+            state.steps, state.committed, state.current = list(entry.steps), entry.current, entry.current
             if name in flipped:
                 # What was current is now the room for the next version, and none of that is written.
-                state.logs[1 - state.current].forget_writes()
+                state.logs[state.spare].forget_writes()
             if entry.steps[entry.current] == manifest.step:
                 state.logs[state.current].forget_writes()
 
 
 def _check_same(found: Mapping[str, str], wanted: Mapping[str, str], directory: Path) -> None:
-    for key, value in wanted.items():
-        if found.get(key) != value:
-            raise store_error(
-                f"the store at {directory} is another's: its {key!r} is {found.get(key)!r:.200}, not {value!r:.200}; "
-                "choose another directory"
-            )
+    lines = [
+        f"its {key!r} is {found.get(key)!r:.200}, not {value!r:.200}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+    if lines:
+        raise store_error(f"the store at {directory} is another's: {in_words(lines)}; choose another directory")
+
+
+def _check_regions(found: Mapping[str, RegionSpec], wanted: Mapping[str, RegionSpec], directory: Path) -> None:
+    lines = differences(wanted, found)
+    if lines:
+        raise store_error(
+            f"the store at {directory} holds another model, or another plan's blocks: {in_words(lines)}; "
+            "choose another directory, or the model that it was made with"
+        )

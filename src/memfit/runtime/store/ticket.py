@@ -19,6 +19,8 @@ from memfit.runtime.store.memory import Memory
 if TYPE_CHECKING:
     from memfit.runtime.store.channel import Channel
 
+Watcher = Callable[[int, int, int], None]
+
 
 class Ticket:
     """One read or write of `nbytes` bytes, under way or done. Made by `DiskIO.read` and `DiskIO.write`.
@@ -30,6 +32,8 @@ class Ticket:
         tag: purpose, for the counters.
         path: the file.
         is_urgent: served before transfers that are not.
+        watcher: called by the thread that moved a part of the transfer, with (position in the transfer, address, bytes)
+            of what now is in both places; a `StoreError` from it fails the transfer.
     """
 
     __slots__ = (
@@ -54,6 +58,7 @@ class Ticket:
         "offset",
         "path",
         "tag",
+        "watcher",
     )
 
     def __init__(
@@ -67,6 +72,7 @@ class Ticket:
         tag: str,
         is_urgent: bool,
         channel: Channel,
+        watcher: Watcher | None = None,
     ) -> None:
         self.nbytes = memory.nbytes
         self.offset = offset
@@ -75,6 +81,7 @@ class Ticket:
         self.tag = tag
         self.is_urgent = is_urgent
         self.path = handle.path
+        self.watcher = watcher
         # The four below belong to the channel and change under its lock.
         self.cursor = 0
         self.in_flight = 0
@@ -177,6 +184,7 @@ class Ticket:
         """Ends the transfer: lets go of memory and file, wakes the waiters, then tells the tickets that come after."""
         self._finished_s = time.perf_counter()
         handle, self._handle, self._memory, self._channel = self._handle, None, None, None
+        self.watcher = None
         if handle is not None:
             handle.release()
         del handle
