@@ -22,7 +22,7 @@ from memfit.runtime.store.ordering import AccessLog
 from memfit.runtime.store.tensors import TensorPlace, tensors_between
 from memfit.runtime.store.ticket import Ticket, Watcher
 
-Slot = Literal["current", "spare"]
+Slot = Literal["current", "spare", "committed"]
 
 
 class CheckUsable(Protocol):
@@ -101,6 +101,17 @@ class Region:
         return self._state.steps[self._state.committed]
 
     @property
+    def has_sums(self) -> bool:
+        """The committed version has checksums."""
+        return self._state.sums is not None and self.step is not None
+
+    def unreadable(self, piece: int, piece_bytes: int, problem: str) -> PieceDamage:
+        """What is known about a piece of the committed version that cannot be read."""
+        place = self._state.places[self._state.committed]
+        path = self._handles[place.file].path
+        return damage_of(self.name, self._state.spec, place, path, piece_bytes, piece, problem)
+
+    @property
     def tensors(self) -> tuple[TensorPlace, ...]:
         """What lies in it, by name."""
         return self._state.spec.tensors
@@ -114,6 +125,7 @@ class Region:
         slot: Slot = "current",
         urgent: bool = False,
         verify: bool | None = None,
+        damaged: list[PieceDamage] | None = None,
     ) -> Ticket:
         """Starts a read of bytes of the region.
 
@@ -123,10 +135,11 @@ class Region:
             offset: first byte in the region.
             nbytes: length.
             into: at least as long; not to be touched until the ticket is done.
-            slot: the current version, or what has been written of the next one.
+            slot: the current version, what has been written of the next one, or the one of the last commit.
             urgent: before other reads.
             verify: compare pieces that are read whole with their checksums, in the threads of the disk, and fail with the
                 names of the tensors if they differ; as the store was opened by default. Parts of a piece are not checked.
+            damaged: if given, such pieces are appended to it instead, and the read goes on.
 
         Raises:
             UsageError: outside of the region or the memory, or no such slot.
@@ -146,7 +159,7 @@ class Region:
                 label=self.name,
                 urgent=urgent,
                 after=after,
-                watcher=self._check(number, offset, nbytes) if verifies else None,
+                watcher=self._check(number, offset, nbytes, damaged) if verifies or damaged is not None else None,
             )
             log.note(ticket, offset, offset + nbytes)
             return ticket
@@ -188,7 +201,7 @@ class Region:
             log.note(ticket, offset, offset + nbytes)
             return ticket
 
-    def _check(self, number: int, offset: int, nbytes: int) -> Watcher | None:
+    def _check(self, number: int, offset: int, nbytes: int, damaged: list[PieceDamage] | None = None) -> Watcher | None:
         """Looks at what a read of a slot brings, if the slot has checksums."""
         if self._state.sums is None:
             return None
@@ -197,15 +210,18 @@ class Region:
         path = self._handles[place.file].path
 
         def look(position: int, address: int, moved_bytes: int) -> None:
-            damaged = check.note(offset + position, address, moved_bytes)
-            if damaged:
-                raise store_error(damage_of(name, spec, place, path, check.piece_bytes, damaged[0]).in_words())
+            for piece, expected, found in check.note(offset + position, address, moved_bytes):
+                problem = f"have checksum {found:08x}, and {expected:08x} was written"
+                damage = damage_of(name, spec, place, path, check.piece_bytes, piece, problem)
+                if damaged is None:
+                    raise store_error(damage.in_words())
+                damaged.append(damage)
 
         return look
 
     def _slot(self, slot: Slot, offset: int, nbytes: int, *, is_write: bool) -> int:
         self._check_usable(is_write=is_write)
-        if slot not in ("current", "spare"):
+        if slot not in ("current", "spare", *(() if is_write else ("committed",))):
             raise UsageError(f"region {self.name!r}: a slot is 'current' or 'spare', not {slot!r:.80}")
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise UsageError(
@@ -219,7 +235,7 @@ class Region:
                 f"region {self.name!r} holds the committed step {self.step}: write slot='spare' and commit; in place, "
                 "a crash would leave neither the old version nor the new one"
             )
-        return state.current if slot == "current" else state.spare
+        return {"current": state.current, "spare": state.spare, "committed": state.committed}[slot]
 
 
 def note_sums(state: RegionState, number: int, offset: int) -> Watcher | None:
@@ -258,10 +274,9 @@ class PieceDamage:
 
 
 def damage_of(
-    name: str, spec: RegionSpec, place: SlotPlace, path: Path, piece_bytes: int, found: tuple[int, int, int]
+    name: str, spec: RegionSpec, place: SlotPlace, path: Path, piece_bytes: int, piece: int, problem: str
 ) -> PieceDamage:
-    """What is known about a piece (number, checksum written, checksum found) that is damaged."""
-    piece, expected, value = found
+    """What is known about a piece that is damaged."""
     start = piece * piece_bytes
     end = min(spec.nbytes, start + piece_bytes)
     return PieceDamage(
@@ -271,7 +286,7 @@ def damage_of(
         block=name,
         offset=start,
         tensors=tuple(tensors_between(spec.tensors, start, end)),
-        problem=f"have checksum {value:08x}, and {expected:08x} was written",
+        problem=problem,
     )
 
 

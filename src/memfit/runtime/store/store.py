@@ -245,6 +245,11 @@ class DiskStore:
         return sum(self._manifest.file_bytes)
 
     @property
+    def has_advanced(self) -> bool:
+        """Reads see versions that are not committed yet; see `advance`."""
+        return any(state.current != state.committed for state in self._states.values())
+
+    @property
     def piece_bytes(self) -> int | None:
         """How many bytes a checksum covers; None without checksums."""
         return self._manifest.piece_bytes

@@ -1,0 +1,240 @@
+"""The small state of a step as bytes: numbers, texts and containers as JSON, tensors raw, in one safetensors block.
+
+In: nested dictionaries, such as `state_dict`s and generators' states. Out: bytes; and from bytes that anybody may have
+written, the same values with the same types and bits, or an error. Nothing is pickled and nothing is called.
+
+[Note: state format]
+A safetensors block whose tensor `state.json` (bytes) is a JSON text; the other tensors are named by number. None, truth
+values, whole numbers, finite floats, texts, lists and dictionaries with texts as keys are JSON's own. What JSON has no
+word for is an object whose key "$" tells the type: {"$": "tuple", "items": [...]}, {"$": "tensor", "name": "3"}. Floats are
+written with all their digits, so that they come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from memfit.core.errors import StoreError, UnsupportedError
+from memfit.runtime.store.explain import store_error
+
+_TEXT_NAME = "state.json"
+_TAG = "$"
+_DEEPEST = 100
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """The bytes of a state.
+
+    Memory: three times its tensors while it is encoded.
+
+    Args:
+        state: None, truth values, numbers, texts, bytes, lists, tuples, sets, dictionaries (plain, ordered, `Counter`),
+            torch's tensors, dtypes and devices, NumPy's arrays and numbers, in any nesting up to 100 deep.
+
+    Raises:
+        UnsupportedError: anything else, named by its place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        text = json.dumps(_encode(dict(state), "state", tensors, 0), separators=(",", ":"), allow_nan=False)
+    except ValueError as error:  # A whole number of more than some 4300 digits.
+        raise UnsupportedError(f"the state has a number that cannot be written: {error}") from error
+    tensors[_TEXT_NAME] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return safetensors.torch.save(tensors)
+
+
+def decode_state(content: bytes) -> dict[str, Any]:
+    """What `encode_state` was given. Tensors are on the CPU.
+
+    Memory: twice the bytes.
+
+    Raises:
+        StoreError: these are not the bytes of a state.
+    """
+    try:
+        tensors = safetensors.torch.load(content)
+        text = tensors.pop(_TEXT_NAME).numpy().tobytes()
+        found = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
+        state = _decode(found, tensors, 0)
+    except StoreError:
+        raise
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise _damaged(f"{type(error).__name__}: {str(error)[:200]}") from error
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise _damaged("it is not a dictionary with texts as keys")
+    return cast("dict[str, Any]", state)
+
+
+# ---- to JSON
+
+
+def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise UnsupportedError(f"{where:.200} is nested more than {_DEEPEST} deep")
+
+    def inner(part: Any, name: object) -> Any:
+        return _encode(part, f"{where}[{name!r:.80}]", tensors, depth + 1)
+
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return [inner(part, n) for n, part in enumerate(value)]
+    if kind in (tuple, set, frozenset):
+        return {_TAG: kind.__name__, "items": [inner(part, n) for n, part in enumerate(value)]}
+    if kind is dict and all(type(key) is str and key != _TAG for key in value):
+        return {key: inner(part, key) for key, part in value.items()}
+    if kind in (dict, OrderedDict, Counter):
+        return {_TAG: kind.__name__, "items": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
+    return _encode_single(value, where, tensors)
+
+
+def _encode_single(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """What is no container and has no word in JSON."""
+    kind = type(value)
+    if kind is float:
+        return {_TAG: "float", "value": repr(value)}
+    if kind is bytes:
+        return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return _encode_numbers(value, where, tensors)
+    if kind in (torch.dtype, torch.device):
+        return {_TAG: kind.__name__, "name": str(value).removeprefix("torch.")}
+    raise UnsupportedError(
+        f"{where:.200} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without pickling: keep numbers, texts, "
+        "tensors and containers of them there"
+    )
+
+
+def _encode_numbers(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    name = str(len(tensors))
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise UnsupportedError(f"{where:.200} is a tensor of layout {value.layout}: keep a dense one there")
+        # A copy: the library refuses tensors that share memory.
+        tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        found: dict[str, Any] = {_TAG: "tensor", "name": name}
+    else:
+        try:
+            tensor = torch.from_numpy(np.array(value, order="C", copy=True))
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{where:.200} is a NumPy array of {value.dtype}, which torch does not have"
+            ) from error
+        found = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar", "name": name}
+    tensors[name] = tensor
+    return found
+
+
+# ---- from JSON
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise _damaged(f"it is nested more than {_DEEPEST} deep")
+    if isinstance(value, list):
+        return [_decode(part, tensors, depth + 1) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decode(part, tensors, depth + 1) for key, part in value.items()}
+    read = _READERS.get(str(value[_TAG]))
+    if read is None:
+        raise _damaged(f"it has a value of the unknown kind {str(value[_TAG])!r:.80}")
+    return read(value, tensors, depth + 1)
+
+
+_Reader = Callable[[dict[str, Any], Mapping[str, torch.Tensor], int], Any]
+
+
+def _items(make: Callable[[list[Any]], Any]) -> _Reader:
+    def read(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+        return make([_decode(part, tensors, depth) for part in value["items"]])
+
+    return read
+
+
+def _pairs(make: Callable[[dict[Any, Any]], Any]) -> _Reader:
+    def read(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+        return make({_decode(k, tensors, depth): _decode(v, tensors, depth) for k, v in value["items"]})
+
+    return read
+
+
+def _read_float(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> float:
+    if value["value"] not in ("nan", "inf", "-inf"):
+        raise _damaged(f"it has the number {value['value']!r:.40}")
+    return float(value["value"])
+
+
+def _read_bytes(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> bytes:
+    try:
+        return base64.b64decode(value["base64"], validate=True)
+    except binascii.Error as error:
+        raise _damaged("it has bytes that are not base64") from error
+
+
+def _read_dtype(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> torch.dtype:
+    # By comparing names: a name from a file is not looked up among torch's attributes.
+    for found in vars(torch).values():
+        if isinstance(found, torch.dtype) and str(found) == f"torch.{value['name']}":
+            return found
+    raise _damaged(f"it has the dtype {value['name']!r:.40}")
+
+
+def _read_device(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> torch.device:
+    name = str(value["name"])
+    if name.split(":", maxsplit=1)[0] not in _DEVICES:
+        raise _damaged(f"it has the device {name!r:.40}")
+    return torch.device(name)
+
+
+def _read_tensor(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    found = tensors[value["name"]]
+    if value[_TAG] == "tensor":
+        return found
+    return found.numpy() if value[_TAG] == "array" else found.numpy()[()]
+
+
+_READERS: dict[str, _Reader] = {
+    "float": _read_float,
+    "tuple": _items(tuple),
+    "set": _items(set),
+    "frozenset": _items(frozenset),
+    "dict": _pairs(dict),
+    "OrderedDict": _pairs(OrderedDict),
+    "Counter": _pairs(Counter),
+    "bytes": _read_bytes,
+    "tensor": _read_tensor,
+    "array": _read_tensor,
+    "scalar": _read_tensor,
+    "dtype": _read_dtype,
+    "device": _read_device,
+}
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is repeated")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of the format")
+
+
+def _damaged(problem: str) -> StoreError:
+    return store_error(f"the state of the step cannot be read: {problem}; it was not written by this version of memfit")
