@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from memfit.cli.formats import FORMATS_SETTINGS, formats
 from memfit.cli.plan import plan
 from memfit.cli.profile import profile
 from memfit.cli.report import report
@@ -53,6 +54,7 @@ app.command()(profile)
 app.command()(plan)
 app.command()(train)
 app.command()(report)
+app.command(context_settings=FORMATS_SETTINGS)(formats)
 
 
 def main() -> None:
