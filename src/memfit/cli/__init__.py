@@ -6,17 +6,24 @@ The heavy libraries are imported inside the commands.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from memfit.cli.doctor import doctor
 from memfit.cli.formats import FORMATS_SETTINGS, formats
 from memfit.cli.plan import plan
 from memfit.cli.profile import profile
 from memfit.cli.report import report
 from memfit.cli.train import train
 from memfit.core.errors import MemfitError
+from memfit.host import restart_with_settings
+
+# The commands that load torch: their settings have to be there before it.
+_RUNS_TORCH = frozenset({"profile", "plan", "train", "report"})
 
 
 class _Commands(TyperGroup):
@@ -54,12 +61,22 @@ app.command()(profile)
 app.command()(plan)
 app.command()(train)
 app.command()(report)
+app.command()(doctor)
 app.command(context_settings=FORMATS_SETTINGS)(formats)
 
 
 def main() -> None:
-    """The program `memfit`."""
+    """The program `memfit`. As that, and only then, it may start itself again, once, with settings that libraries read when they are loaded."""
+    if _is_the_program() and _RUNS_TORCH.intersection(sys.argv) and "--help" not in sys.argv:
+        restart_with_settings()
     app()
+
+
+def _is_the_program() -> bool:
+    """Whether the interpreter was started for memfit, by `memfit` or `python -m memfit.cli`, and not by a program that calls `main`."""
+    started = sys.modules["__main__"]
+    module = getattr(getattr(started, "__spec__", None), "name", None)
+    return module == "memfit.cli.__main__" or Path(getattr(started, "__file__", None) or "").name == "memfit"
 
 
 __all__ = ["app", "main"]

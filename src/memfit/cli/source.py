@@ -6,7 +6,6 @@ In: the options that name it. Out: `Source`: model, optimizer, loss, sample.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +51,6 @@ def find_source(
     Raises:
         UsageError: none or several are named, or it cannot be built.
     """
-    # OpenMP reads this when torch is loaded: idle threads sleep instead of spinning.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     named = [option for option in (function, recipe, transformers) if option is not None]
     if len(named) != 1:
         raise UsageError(

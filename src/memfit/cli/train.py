@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +21,6 @@ def train(
     save: Annotated[Path | None, typer.Option(help="Save the trained model here.")] = None,
 ) -> None:
     """Trains a recipe inside the limit and prints the proof: predicted peak, measured peak, limit."""
-    # OpenMP reads this when torch is loaded: waiting threads must sleep, or they take the cores from the disk and the update.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
     from memfit.api import fit
     from memfit.api.machine import prepare_process
     from memfit.core.units import format_bytes, parse_bytes

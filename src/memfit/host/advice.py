@@ -1,0 +1,225 @@
+"""What a person may change on the machine, and what it would bring.
+
+In: `Host`, its settings, and measurements where there are any. Out: `Change`s, the ones that matter most first. memfit does none of them: they need
+other rights, another command, or a decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.core.units import format_bytes
+from memfit.host.disk import Disk
+from memfit.host.measure import DiskRates, Measurements, Waiting
+from memfit.host.processors import format_cpu_list
+from memfit.host.read import Host
+from memfit.host.settings import Setting, compute_threads, own_waiting
+
+NOT_MEASURED = "not measured"
+_WORTH_SAYING = 1.1  # a gain below a tenth is within the noise of a short measurement
+_SLOW_ON_FAST_DISKS = frozenset({"bfq", "cfq"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that a person may change.
+
+    Attributes:
+        found: what is there now.
+        how: the change, as a command where there is one.
+        brings: what for.
+        measured: the gain on this machine, or why there is no figure ("not measured ...").
+    """
+
+    found: str
+    how: str
+    brings: str
+    measured: str
+
+
+def advise_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> tuple[Change, ...]:
+    """Looks for what stands in the way; empty where nothing does."""
+    return (
+        *_disk_changes(host.disk, measured),
+        *_swap_changes(host),
+        *_waiting_changes(host, settings, measured),
+        *_thread_changes(host, settings, measured),
+        *_processor_changes(host),
+        *_malloc_changes(host, measured),
+        *_page_changes(host, measured),
+    )
+
+
+def _disk_changes(disk: Disk | None, measured: Measurements | None) -> Iterator[Change]:
+    if disk is None:
+        return
+    if disk.is_memory:
+        yield Change(
+            found=f"{disk.directory} is memory ({disk.file_system})",
+            how="name a directory on a disk: --directory",
+            brings="homes on disk leave memory; here they would stay in it, and count against a cgroup's limit",
+            measured=NOT_MEASURED,
+        )
+    elif disk.is_remote:
+        yield Change(
+            found=f"{disk.directory} lies behind a network ({disk.file_system})",
+            how="name a directory on a local disk: --directory",
+            brings="steps do not wait for the network",
+            measured=_rates(measured.disk_direct or measured.disk_cached) if measured else NOT_MEASURED,
+        )
+    if disk.direct_io_refusal is not None:
+        yield Change(
+            found=f"no direct I/O in {disk.directory}: {disk.direct_io_refusal}",
+            how="name a directory on another file system, such as ext4 or xfs: --directory",
+            brings="what passes through the disk does not fill the page cache, which a cgroup's limit counts",
+            measured=_left_in_cache(measured),
+        )
+    for device in disk.devices:
+        if device.scheduler in _SLOW_ON_FAST_DISKS and device.is_rotational is False and "none" in device.schedulers:
+            yield Change(
+                found=f"I/O scheduler {device.scheduler} on {device.name}, which has no moving parts",
+                how=f"echo none | sudo tee /sys/block/{device.name}/queue/scheduler",
+                brings="large transfers are not held back to be sorted",
+                measured=f"{NOT_MEASURED}: it needs an administrator",
+            )
+
+
+def _swap_changes(host: Host) -> Iterator[Change]:
+    memory = host.memory
+    if not memory.swap_total_bytes:
+        return
+    used = f"{format_bytes(memory.swap_used_bytes)} of {format_bytes(memory.swap_total_bytes)} swap in use"
+    yield Change(
+        found=f"{used}, {format_bytes(memory.process_swap_bytes)} by this process; swappiness {memory.swappiness}",
+        how="sudo sysctl vm.swappiness=1, or sudo swapoff -a while training",
+        brings="memfit moves tensors before they are needed, swap when they are: no stalls, and resident figures that leave nothing out",
+        measured=f"{NOT_MEASURED}: it needs an administrator",
+    )
+
+
+def _waiting_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> Iterator[Change]:
+    own = own_waiting(host)
+    waiting = measured.waiting if measured else None
+    if own is not None:
+        yield Change(
+            found=f"{own}: threads that wait keep their cores",
+            how=f"unset {' '.join(part.partition('=')[0] for part in own.split(', '))}",
+            brings="memfit then has them sleep, and disk, checksums and update have the cores",
+            measured=_waiting_gain(waiting) if waiting else NOT_MEASURED,
+        )
+    elif settings[0].yours is None and waiting is not None and waiting.alone_gain < 1 / _WORTH_SAYING:
+        yield Change(
+            found="threads that wait sleep, which costs time to wake them",
+            how="export OMP_WAIT_POLICY=ACTIVE for plans that keep everything on the device, on a machine with no other work",
+            brings="a faster step there, a slower one elsewhere",
+            measured=_waiting_gain(waiting),
+        )
+
+
+def _thread_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> Iterator[Change]:
+    yours, wanted = settings[1].yours, compute_threads(host)
+    own = host.environment.get("OMP_NUM_THREADS", "")
+    if yours is not None and not own.isdigit():
+        return  # threads are ruled by other variables, or level by level
+    now = wanted if yours is None else int(own)
+    times = {one.threads: one.step_s for one in measured.threads} if measured else {}
+    if measured is not None and now in times:
+        best = measured.fastest_threads
+        gain = times[now] / best.step_s
+        if gain >= _WORTH_SAYING:
+            yield Change(
+                found=f"{now} threads compute" + (f" ({yours})" if yours else ""),
+                how=f"export OMP_NUM_THREADS={best.threads}",
+                brings="a faster step; large models may want more threads than the small one that was measured",
+                measured=f"small step {gain:.2f}x faster with {best.threads} threads than with {now}",
+            )
+    elif now != wanted:
+        yield Change(
+            found=f"{yours}, and {settings[1].reason}",
+            how=f"unset OMP_NUM_THREADS, or set it to {wanted}",
+            brings="one thread a core" if now > wanted else "all cores compute",
+            measured=NOT_MEASURED,
+        )
+
+
+def _processor_changes(host: Host) -> Iterator[Change]:
+    processors = host.processors
+    if processors.quota is not None and processors.quota.value < processors.physical_cores:
+        yield Change(
+            found=f"{processors.quota.value:g} processors by the quota in {processors.quota.file}",
+            how=f"give the container or service {processors.physical_cores} processors (docker: --cpus; Kubernetes: resources.limits.cpu)",
+            brings=f"up to {processors.physical_cores / max(1.0, processors.quota.value):.3g} times the compute",
+            measured=f"{NOT_MEASURED}: the quota holds for measuring too",
+        )
+    if processors.physical_cores < processors.machine_cores:
+        yield Change(
+            found=f"processors {format_cpu_list(processors.allowed)} only, {processors.physical_cores} of {processors.machine_cores} cores",
+            how="start without taskset or numactl, or widen the container's cpuset, if the others are meant to be yours",
+            brings="more cores",
+            measured=f"{NOT_MEASURED}: the affinity holds for measuring too",
+        )
+
+
+def _malloc_changes(host: Host, measured: Measurements | None) -> Iterator[Change]:
+    if host.malloc.compiler is None:
+        yield Change(
+            found="no C++ compiler (g++, c++, clang++ or $CXX)",
+            how="install one, such as: sudo apt install g++",
+            brings="memfit's own allocator: peaks exact to the byte, a limit that is an error before it is passed, fewer page faults",
+            measured=_reuse_gain(measured),
+        )
+
+
+def _page_changes(host: Host, measured: Measurements | None) -> Iterator[Change]:
+    pages = host.huge_pages
+    if pages.mode == "never":
+        yield Change(
+            found="huge pages are switched off",
+            how="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+            brings="fresh memory is touched at a multiple of the speed",
+            measured=f"{NOT_MEASURED}: it needs an administrator",
+        )
+    elif pages.mode == "always":
+        yield Change(
+            found="huge pages everywhere, asked for or not",
+            how="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+            brings="memfit asks where they pay; elsewhere they round what is resident up to 2 MiB",
+            measured=f"{NOT_MEASURED}: it needs an administrator",
+        )
+    share = measured.first_touch.huge_share if measured is not None else None
+    if pages.mode == "madvise" and share is not None and share < 0.5:
+        yield Change(
+            found=f"the kernel gave huge pages for {share:.0%} of what asked for them (defrag: {pages.defrag})",
+            how="echo 1 | sudo tee /proc/sys/vm/compact_memory",
+            brings="free memory in one piece, so that there are huge pages to give",
+            measured=f"{NOT_MEASURED}: it needs an administrator",
+        )
+
+
+def _waiting_gain(waiting: Waiting) -> str:
+    return (
+        f"small step with {waiting.threads} threads, PASSIVE beside {waiting.before}: {waiting.alone_gain:.2f}x as fast alone, "
+        f"{waiting.contended_gain:.2f}x beside one busy thread"
+    )
+
+
+def _reuse_gain(measured: Measurements | None) -> str:
+    if measured is None:
+        return NOT_MEASURED
+    touch = measured.first_touch
+    return f"memory that is used again is written {touch.again_bytes_per_s / touch.small_bytes_per_s:.1f}x as fast as fresh memory"
+
+
+def _rates(rates: DiskRates | None) -> str:
+    if rates is None:
+        return NOT_MEASURED
+    read, written = (format_bytes(int(rate)) for rate in (rates.read_bytes_per_s, rates.write_bytes_per_s))
+    return f"reads {read}/s, writes {written}/s"
+
+
+def _left_in_cache(measured: Measurements | None) -> str:
+    if measured is None or measured.disk_cached is None:
+        return NOT_MEASURED
+    cached, whole = (format_bytes(n) for n in (measured.disk_cached.cached_bytes, measured.file_bytes))
+    return f"a file of {whole} leaves {cached} in the page cache"
