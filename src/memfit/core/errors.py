@@ -11,6 +11,10 @@ class MemfitError(Exception):
     """Root of the family."""
 
 
+class MemfitWarning(UserWarning):
+    """What works, but will hurt: a leak, a callback that keeps a model alive."""
+
+
 class UsageError(MemfitError, ValueError):
     """An argument that memfit cannot take (wrong type, unknown name, contradictory settings)."""
 
