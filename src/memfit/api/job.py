@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +25,7 @@ from memfit.api.splitting import (
     signature_of,
     split,
 )
-from memfit.core.errors import DoesNotFitError, LimitBreachError, TornStepError, UsageError
+from memfit.core.errors import DoesNotFitError, LimitBreachError, StoreError, TornStepError, UsageError
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
@@ -33,6 +33,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.runtime.engine import Engine, Outcome, Work
 from memfit.runtime.frames import CallFrames
+from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.sites import Site
@@ -42,6 +43,7 @@ from memfit.runtime.trees import tensors_in
 from memfit.runtime.updates import UpdateWorker
 from memfit.runtime.weights import BlockWeights, Slot
 from memfit.scheduling.build import build_forward
+from memfit.verification.census import Census, CensusReport
 from memfit.verification.meters import Proof
 
 
@@ -135,6 +137,7 @@ class Job:
         self._machine = parts.machine
         self._prepared = {parts.signature: parts.prepared}
         self._steps = 0
+        self._census = Census(parts.machine.meter)
         self._torn: str | None = None
         self._is_closed = False
         self._in_weights = 0
@@ -159,14 +162,35 @@ class Job:
             keeps_norms=parts.max_grad_norm is not None,
             host_ledger=parts.machine.host_ledger,
         )
+        self._running = ExitStack()
+        self._has_ended = False
+        self._is_stepping = False
+        self._owed: set[str] = set()
+        try:
+            self._begin(parts)
+        except BaseException:
+            self._is_closed = True
+            self._end(restore=True)
+            raise
+
+    def _begin(self, parts: JobParts) -> None:
+        """Everything moves home. If that fails, `_end` gives back what had moved."""
+        driver = parts.driver
+        self._house.move_in()
         callbacks = OwnerCallbacks(
             gather_state=self._gather_state, scatter_state=self._scatter_state, zero_grad=self._zero_grad
         )
         for name, state in driver.adopt(callbacks):
             block, slot = self._place[name]
-            self._states[block.index].put(slot, state)
+            try:
+                self._states[block.index].put(slot, state)
+            except BaseException:
+                driver.restore(name, state)
+                raise
+            self._owed.add(name)
         self._house.first_commit()
         self._updates = UpdateWorker(driver, self._states, self._house.gradients)
+        self._running.callback(self._updates.close)
         self._frames = CallFrames(parts.plan, self._blocks, self._house.tier_stores(), device=parts.machine.device)
         self._engine = Engine(
             model=parts.model,
@@ -178,6 +202,7 @@ class Job:
             parameter_order=[name for name, _ in parts.model.named_parameters()],
             device_types=("cpu", "cuda") if parts.machine.device.type == "cuda" else ("cpu",),
         )
+        self._running.callback(self._engine.close)
         self._frames.attach(self._engine)
         if parts.enforces:
             self._machine.arm()
@@ -200,46 +225,63 @@ class Job:
         """
         self._check_usable()
         self._check_unchanged()
+        self._keep_changes()
         began = time.perf_counter()
         prepared = self._prepare(batch)
         parts = split(batch, prepared.microbatches)
         factors = shares(parts, self._parts.weight)
         phase = "first step" if self._steps == 0 else "steady"
-        with self._machine.phases(phase):
-            outcome = self._run_step(prepared, parts, factors)
+        if self._steps < 2:
+            self._machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
+        self._is_stepping = True
+        try:
+            with self._machine.phases(phase):
+                outcome = self._run_step(prepared, parts, factors)
+        finally:
+            self._is_stepping = False
         self._steps += 1
+        self._census.note_step()
         return self._result(batch, outcome, time.perf_counter() - began)
 
     def _run_step(self, prepared: Prepared, parts: Sequence[Any], factors: Sequence[float] | None) -> Outcome:
         model, loss = self._parts.model, self._parts.loss
         for _, slot in self._place.values():
             slot.parameter.grad = None
-        self._parts.driver.begin_step()
-        self._house.gradients.begin_step()
         self._updates.updated_blocks.clear()
-        self._frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
-        work = Work(
-            run=lambda m: loss(model, parts[m]),
-            shares=factors,
-            streams=draw_streams(prepared.microbatches),
-            max_norm=self._parts.max_grad_norm,
-        )
+        numbers = {index: dict(states.numbers) for index, states in self._states.items()}
         try:
+            self._parts.driver.begin_step()
+            self._house.gradients.begin_step()
+            self._frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
+            work = Work(
+                run=lambda m: loss(model, parts[m]),
+                shares=factors,
+                streams=draw_streams(prepared.microbatches),
+                max_norm=self._parts.max_grad_norm,
+            )
             with training_setting(model, self.plan.loss_chunk_tokens):
                 outcome = self._engine.run(prepared.schedule, work, tail=_tail(self.plan))
             self._house.commit()
         except BaseException as error:
-            self._fail(error, "step")
+            self._fail(error, "step", numbers)
             raise
         self._parts.driver.end_step()
         return outcome
 
-    def _fail(self, error: BaseException, phase: str) -> None:
+    def _fail(self, error: BaseException, phase: str, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
         """A step did not end: forget it, or say that it tore the weights. Allocation failures become breaches."""
         self._parts.driver.abandon_step()
+        try:
+            self._house.gradients.wait()
+        except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
+            error.add_note(f"a gradient could not be written either: {other}")
         self._house.forget_step()
-        has_updated = bool(self._updates.updated_blocks)
-        is_torn = has_updated and not self._is_undoable
+        for block in self._blocks:
+            block.release()
+        is_torn = bool(self._updates.updated_blocks) and not self._is_undoable
+        if not is_torn:
+            for index, states in self._states.items():
+                states.numbers = numbers[index]
         if is_torn:
             names = [self._blocks[b].name for b in self._updates.updated_blocks]
             self._torn = (
@@ -254,8 +296,10 @@ class Job:
     @property
     def _is_undoable(self) -> bool:
         """The homes still hold the weights and states of before."""
-        return self.plan.is_atomic and all(
-            not self._states[b].nbytes or self._blocks[b].travels for b in self._updates.updated_blocks
+        return all(
+            _has_spare_slot(self._blocks[b].home)
+            and (not self._states[b].nbytes or _has_spare_slot(self._states[b].home))
+            for b in self._updates.updated_blocks
         )
 
     def _breach_text(self, error: BaseException, *, torn: bool) -> str:
@@ -319,6 +363,7 @@ class Job:
     def evaluate(self, batch: Any) -> EvaluateResult:
         """The loss of a batch, forward only, in evaluation mode (`model.eval()` for the time), weights streamed as in a step."""
         self._check_usable()
+        self._keep_changes()
         began = time.perf_counter()
         prepared = self._prepare(batch)
         parts = split(batch, prepared.microbatches)
@@ -382,6 +427,7 @@ class Job:
             UsageError: an unknown name.
         """
         self._check_open()
+        self._keep_changes()
         chosen = self._choose_blocks(blocks)
         fetched = [block for block in chosen if not block.is_here]
         try:
@@ -390,11 +436,16 @@ class Job:
                 block.wait()
             before = {block.index: block.versions() for block in chosen}
             yield
-            for block in chosen:
-                if block.versions() != before[block.index]:
-                    ticket = block.write_home()
-                    if ticket is not None:
-                        ticket.wait()
+            try:
+                for block in chosen:
+                    if block.versions() != before[block.index]:
+                        ticket = block.write_home()
+                        if ticket is not None:
+                            ticket.wait()
+                self._keep_changes()
+            except BaseException:
+                self._house.forget_step()
+                raise
         finally:
             for block in fetched:
                 block.release()
@@ -417,6 +468,7 @@ class Job:
             StoreError: the disk. UsageError: the directory, or the job is closed. TornStepError: the weights are no step's.
         """
         self._check_usable()
+        self._keep_changes()
         with self._machine.phases("save"):
             return save_job(
                 directory,
@@ -453,6 +505,16 @@ class Job:
             phases=self._machine.phases.records,
         )
 
+    def census(self) -> CensusReport:
+        """What lives from step to step: tensors that survive and who holds them, and callbacks that keep too much alive. Prints as text; `.warn()` warns.
+
+        Live bytes and blocks are noted at each step's end. While they are flat this takes milliseconds; else seconds, and it may run the garbage collector.
+        """
+        callbacks: dict[str, Callable[..., Any]] = {"the loss": self._parts.loss}
+        if self._parts.weight is not None:
+            callbacks["the weight"] = self._parts.weight
+        return self._census.report(self._parts.model, callbacks, keeper=self)
+
     @property
     def predicted_peak_bytes(self) -> int:
         """Of the process without a GPU, else of the device, in a steady step."""
@@ -487,23 +549,30 @@ class Job:
 
         Args:
             restore: False gives nothing back: weights that are away are gone with their files (save before).
+
+        Raises:
+            StoreError: something could not be read, or files could not be removed. What could be read is given back; repeat `close` when the disk is
+            there again, or give the rest up with `restore=False`.
         """
-        if self._is_closed:
-            return
         self._is_closed = True
+        self._end(restore=restore)
+
+    def _end(self, *, restore: bool) -> None:
+        if self._has_ended:
+            return
         self._machine.disarm()
-        self._engine.close()
-        self._updates.close()
-        driver = self._parts.driver
-        for name in driver.names if restore else ():
-            block, slot = self._place[name]
-            driver.restore(name, self._states[block.index].gather(slot))
-        driver.release()
-        for block in self._blocks:
-            if restore:
-                block.move_out()
-            else:
+        self._running.close()
+        if restore:
+            self._keep_changes()
+            for name in sorted(self._owed):
+                self._parts.driver.restore(name, self._gather_state(name))
+                self._owed.discard(name)
+            self._house.give_back()
+        else:
+            for block in self._blocks:
                 block.release()
+        self._has_ended = True
+        self._parts.driver.release()
         self._house.close()
 
     def __enter__(self) -> Self:
@@ -520,8 +589,17 @@ class Job:
                 "the job is closed; its model and optimizer are ordinary ones again. memfit.fit makes a new job"
             )
 
+    def _keep_changes(self) -> None:
+        """What was written to homes between two steps is a version of its own. Within a step nothing is one yet."""
+        if not self._is_stepping:
+            self._house.keep_changes()
+
     def _check_usable(self) -> None:
         self._check_open()
+        if self._is_stepping:
+            raise UsageError(
+                "the job is in the middle of a step: its loss, and hooks on its model, cannot step, evaluate or save it"
+            )
         if self._torn is not None:
             raise TornStepError(
                 f"the step is torn: {self._torn}; some blocks hold new weights and some old ones. Go back: load a saved state into the model and "
@@ -563,6 +641,7 @@ class Job:
         return list(dict.fromkeys(by_name[name] for name in names))
 
     def _gather_state(self, name: str) -> dict[str, Any]:
+        self._keep_changes()
         block, slot = self._place[name]
         return self._states[block.index].gather(slot)
 
@@ -577,6 +656,10 @@ class Job:
                 slot.parameter.grad = None
             else:
                 gradient.zero_()
+
+
+def _has_spare_slot(home: ByteHome | None) -> bool:
+    return isinstance(home, DiskHome) and home.has_spare_slot
 
 
 def _tail(plan: Plan) -> int | None:
