@@ -1,0 +1,254 @@
+"""The census names planted leaks, each by the line to change, and says nothing where nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from equivalence import plans, zoo
+from equivalence.with_memfit import fit_variant, fit_with
+from memfit.core.errors import MemfitWarning
+from memfit.core.plan import Plan
+from memfit.verification.census import CensusReport, Survivor
+from memfit.verification.holders import HolderKind
+
+CLEAN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "resnet", "albert")
+STEPS = (
+    6  # the counts compare from the third on, grow at the fourth, and what the fifth made is a step old at the sixth
+)
+HERE = Path(__file__).name
+
+history: list[Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def empty_history() -> Iterator[None]:
+    history.clear()
+    yield
+    history.clear()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """With the cycle collector off."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def line_of(words: str) -> int:
+    """The line of this file that holds the words."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(index + 1 for index, line in enumerate(lines) if words in line)
+
+
+@dataclass
+class Training:
+    """A few steps of a model of the zoo, and the census after them.
+
+    Attributes:
+        directory: for homes on disk.
+        name: of the zoo's model.
+        variant: of `plans`; None leaves everything resident.
+        loss: in place of the model's own.
+        after_step: is called between steps.
+        batches: in place of the zoo's.
+    """
+
+    directory: Path
+    name: str = "sequential"
+    variant: str | None = None
+    loss: Callable[[nn.Module, zoo.Batch], Tensor] | None = None
+    prepare: Callable[[nn.Module], Any] = lambda model: None
+    after_step: Callable[[nn.Module], Any] = lambda model: None
+    batches: Callable[[zoo.Case], Iterator[zoo.Batch]] | None = None
+
+    def report(self) -> CensusReport:
+        case = zoo.ZOO[self.name]()
+        if self.loss is not None:
+            case = zoo.Case(model=case.model, loss=self.loss, batch=case.batch, allow=case.allow)
+        self.prepare(case.model)
+        optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
+        fit = fit_with(Plan(), self.directory)
+        if self.variant is not None:
+            fit = fit_variant(self.name, plans.BY_NAME[self.variant], self.directory, limit="8GiB")
+        batches = self.batches(case) if self.batches is not None else (case.batch(step) for step in range(STEPS))
+        job: Any = fit(case, optimizer)
+        with job:
+            for batch, _ in zip(batches, range(STEPS), strict=True):
+                job.step(batch)
+                self.after_step(case.model)
+            return job.census()
+
+
+def only_leak(report: CensusReport) -> Survivor:
+    assert len(report.leaks) == 1, report.text
+    assert not report.is_clean
+    return report.leaks[0]
+
+
+# --- planted ---------------------------------------------------------------------------------------------------------------------
+
+
+def distance(model: nn.Module, batch: zoo.Batch) -> Tensor:
+    return nn.functional.mse_loss(model(batch["inputs"]), batch["targets"])
+
+
+def keep_loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
+    loss = distance(model, batch)
+    history.append(loss)
+    return loss
+
+
+@pytest.mark.parametrize("variant", [None, "disk-recompute-4"])
+def test_a_kept_loss_is_named(variant: str | None, tmp_path: Path) -> None:
+    leak = only_leak(Training(tmp_path, variant=variant, loss=keep_loss).report())
+    assert leak.holders[0].kind is HolderKind.GLOBAL
+    assert leak.holders[0].name == "history[...]"
+    assert f"{HERE}:{line_of('history: list[Tensor] = []')}" in leak.holders[0].text
+    assert leak.shape == ()
+    assert leak.graph is not None and "detach" in leak.text
+
+
+def test_a_kept_graph_is_named_with_what_it_saved(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
+        output = model(batch["inputs"])
+        sizes.append(output.detach().requires_grad_().square().exp().mean())
+        return nn.functional.mse_loss(output, batch["targets"])
+
+    sizes: list[Tensor] = []
+    report = Training(tmp_path, loss=loss).report()
+    names = {leak.holders[0].name: leak for leak in report.leaks}
+    assert set(names) == {"sizes[...]", "the autograd graph (MeanBackward0) of sizes[...]"}, report.text
+    saved = names["the autograd graph (MeanBackward0) of sizes[...]"]
+    assert saved.holders[0].kind is HolderKind.GRAPH
+    # exp saves its result and square its input: two tensors a step, the size of the output.
+    assert saved.shape == (zoo.ROWS, 6, zoo.WIDTH)
+    assert saved.nbytes == saved.count * zoo.ROWS * 6 * zoo.WIDTH * 4
+    assert saved.count == 2 * names["sizes[...]"].count
+
+
+def test_a_hook_closure_is_named(tmp_path: Path) -> None:
+    def prepare(model: nn.Module) -> None:
+        outputs: list[Tensor] = []
+
+        def hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            outputs.append(output.detach().clone())
+
+        model.get_submodule("1").register_forward_hook(hook)
+
+    report = Training(tmp_path, prepare=prepare).report()
+    leak = only_leak(report)
+    assert leak.holders[0].kind is HolderKind.CLOSURE
+    assert leak.holders[0].name == "outputs[...]"
+    place = f"{HERE}:{line_of('def hook(_module')}"
+    assert place in leak.holders[0].text
+    assert "a forward hook of '1'" in leak.holders[0].text
+    assert [finding.callback for finding in report.callbacks] == ["hook()"]
+    assert place in report.callbacks[0].text
+    assert report.callbacks[0].held_bytes > 0
+
+
+class Recorder:
+    """What people write to look at activations."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Tensor] = []
+
+    def record(self, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        self.recorded.append(output.detach().clone())
+
+
+def test_a_bound_method_in_a_callback_is_named(tmp_path: Path) -> None:
+    def prepare(model: nn.Module) -> None:
+        model.get_submodule("0").register_forward_hook(Recorder().record)
+
+    report = Training(tmp_path, prepare=prepare).report()
+    leak = only_leak(report)
+    assert leak.holders[0].kind is HolderKind.BOUND_METHOD
+    assert leak.holders[0].name.startswith("Recorder.recorded[...]")
+    assert f"{HERE}:{line_of('self.recorded: list')}" in leak.holders[0].name
+    assert "through the bound method Recorder.record" in leak.holders[0].text
+    assert "a forward hook of '0'" in leak.holders[0].text
+    assert report.callbacks[0].callback == "bound method Recorder.record"
+    with pytest.warns(MemfitWarning) as caught:
+        report.warn()
+    assert {(Path(w.filename).name, w.lineno) for w in caught} == {
+        (HERE, line_of("self.recorded: list")),
+        (HERE, line_of("def record(self")),
+    }
+
+
+class Node:
+    """Knows its successor, which is itself."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.successor = self
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_cycle_is_named_and_collected(tmp_path: Path) -> None:
+    report = Training(tmp_path, after_step=lambda model: Node(torch.zeros(1000))).report()
+    leak = only_leak(report)
+    assert leak.holders[0].kind is HolderKind.CYCLE
+    assert leak.holders[0].name.startswith("Node.value")
+    assert "Node.successor -> Node" in leak.holders[0].text
+    assert f"{HERE}:{line_of('class Node')}" in leak.holders[0].text
+    assert leak.nbytes == leak.count * 4000
+    assert leak.count == 3  # made after the fourth step, in whose growth the census took its baseline
+
+
+class CachedRows(Dataset[Mapping[str, Tensor]]):
+    """Keeps what it has read, and reads everything anew."""
+
+    def __init__(self, batch: Callable[[int], zoo.Batch]) -> None:
+        self.batch = batch
+        self.cache: list[zoo.Batch] = []
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        self.cache.append(self.batch(index))
+        return self.batch(index)
+
+
+@pytest.mark.parametrize("is_held_by_the_loop_alone", [False, True])
+def test_a_growing_list_in_a_dataset_is_named(is_held_by_the_loop_alone: bool, tmp_path: Path) -> None:
+    kept: list[object] = []
+
+    def batches(case: zoo.Case) -> Iterator[zoo.Batch]:
+        dataset = CachedRows(case.batch)
+        if not is_held_by_the_loop_alone:
+            kept.append(dataset)
+        return iter(DataLoader(dataset, batch_size=None))
+
+    leak = only_leak(Training(tmp_path, batches=batches).report())
+    assert any("CachedRows.cache" in holder.name for holder in leak.holders), leak.text
+    assert f"{HERE}:{line_of('self.cache: list')}" in leak.text
+
+
+# --- clean -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("is_streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_census_is_silent_on_clean_runs(name: str, is_streamed: bool, tmp_path: Path) -> None:
+    streamed = "disk" if name in zoo.WHOLE_BATCH_ONLY else "disk-recompute-4"
+    report = Training(tmp_path, name, streamed if is_streamed else None).report()
+    assert report.is_clean
+    assert (report.survivors, report.callbacks, report.grown_bytes, report.grown_blocks) == ((), (), 0, 0), report.text
+    assert report.text.endswith("flat")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.warn()
