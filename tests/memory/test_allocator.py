@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memfit.core.errors import TierUnavailableError, UsageError
 from memfit.runtime.allocator import Allocator, FallbackAllocator, build, install, installed
 
 MIB = 1 << 20
+POOL_SLACK_BYTES = 2 * MIB  # kPoolSlack of allocator.cpp
 
 
 @pytest.fixture
@@ -111,7 +114,15 @@ def test_writing_every_byte_of_many_blocks_changes_no_other_block(allocator: All
     assert all(bool((tensor == value).all()) for tensor, value in held)
 
 
+def rise(nbytes: int) -> None:
+    """Raises the peak of use by as much; what was freed is then kept up to there."""
+    make_bytes(nbytes)
+
+
 def test_a_freed_large_block_serves_requests_at_most_an_eighth_smaller(allocator: Allocator) -> None:
+    rise(16 * MIB)
+    allocator.set_pool_limit(0)
+    allocator.set_pool_limit(None)
     block = make_bytes(8 * MIB)
     address = block.data_ptr()
     del block
@@ -128,6 +139,8 @@ def test_a_freed_large_block_serves_requests_at_most_an_eighth_smaller(allocator
 
 
 def test_the_pool_is_bounded_and_gives_back_the_oldest_blocks_first(allocator: Allocator) -> None:
+    rise(30 * MIB)
+    allocator.set_pool_limit(0)
     allocator.set_pool_limit(10 * MIB)
     first, second, third = make_bytes(4 * MIB), make_bytes(5 * MIB), make_bytes(6 * MIB)
     mapped = allocator.stats().mapped_bytes
@@ -143,6 +156,43 @@ def test_the_pool_is_bounded_and_gives_back_the_oldest_blocks_first(allocator: A
     assert allocator.stats().pooled_bytes == 6 * MIB
     assert allocator.trim() == 6 * MIB
     assert allocator.stats().pooled_bytes == 0
+
+
+def test_freed_blocks_are_kept_below_the_peak_of_use_and_no_further(allocator: Allocator) -> None:
+    base = allocator.stats().mapped_bytes
+    peak = [make_bytes(4 * MIB) for _ in range(3)]
+    del peak
+    assert allocator.stats().pooled_bytes == 12 * MIB  # the process needed them once
+    other_size = make_bytes(6 * MIB)  # serves itself; two of the three give way
+    assert allocator.stats().mapped_bytes - base <= 12 * MIB + POOL_SLACK_BYTES
+    assert allocator.stats().pooled_bytes <= 8 * MIB
+    allocator.trim()
+    rest = make_bytes(MIB)
+    del rest, other_size
+    assert allocator.stats().mapped_bytes - base <= 7 * MIB + POOL_SLACK_BYTES  # trimmed: the old peak is forgotten
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.sampled_from([130, 200, 512, 513, 900, 1024, 3000, 4096, 9000])), max_size=60
+    )
+)
+def test_the_pool_does_not_raise_the_peak(changes: list[tuple[int, int]]) -> None:
+    """Against the same allocations without a pool."""
+    allocator = install()
+    peaks: list[int] = []
+    for pool_limit_bytes in (0, None):
+        allocator.set_pool_limit(pool_limit_bytes)
+        allocator.trim()
+        allocator.reset_peak()
+        base = allocator.stats().mapped_bytes
+        held: dict[int, torch.Tensor] = {}
+        for place, kib in changes:
+            held.pop(place, None)
+            held[place] = make_bytes(kib << 10)
+        peaks.append(allocator.stats().mapped_peak_bytes - base)
+        held.clear()
+    assert peaks[0] <= peaks[1] <= peaks[0] + POOL_SLACK_BYTES
 
 
 def test_ledgers_are_counted_and_limited_apart_and_a_block_remembers_its_own(allocator: Allocator) -> None:
@@ -325,7 +375,7 @@ def step():
             parameter.add_(parameter.grad, alpha=-1e-3)
             parameter.grad = None
 step(); step()
-for pool_bytes in (0, 64 << 20):
+for pool_bytes in (0, None):
     allocator.set_pool_limit(pool_bytes)
     allocator.trim()
     procfs.reset_peak(); allocator.reset_peak()

@@ -199,6 +199,11 @@ class Machine:
             host_bytes=None if link is None else (self.limits.host_bytes or _memory_bytes()),
         )
 
+    def forget_peak(self) -> None:
+        """What was used until now is no measure for what comes: the pool of freed memory goes back and starts anew."""
+        if self.allocator is not None:
+            self.allocator.trim()
+
     def last_peak_bytes(self) -> int:
         """The peak of the phase that ended last."""
         records = self.phases.records

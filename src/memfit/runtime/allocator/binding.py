@@ -129,20 +129,25 @@ class Allocator:
         )
 
     @property
-    def pool_limit_bytes(self) -> int:
-        """The most bytes of freed blocks that are kept, both ledgers together."""
-        return int(self._library.memfit_pool_limit())
+    def pool_limit_bytes(self) -> int | None:
+        """The most bytes of freed blocks that are kept, both ledgers together; None, as at install, if only the peak of use bounds them."""
+        found = int(self._library.memfit_pool_limit())
+        return None if found < 0 else found
 
-    def set_pool_limit(self, limit_bytes: int) -> None:
-        """Bounds the pool (64 MiB at install); what is above goes back to the system at once, oldest first.
+    def set_pool_limit(self, limit_bytes: int | None) -> None:
+        """Bounds the pool further; what is above goes back to the system at once, oldest first. 0 switches it off.
 
-        A pooled block serves a request of its own ledger that is at most 12.5 % smaller. Page faults cost 2.5 GB/s
-        where a pooled block is written at 17; but every pooled byte is part of the process's peak.
+        Without it, freed blocks are kept as long as they and what is in use stay below the most that was in use since the last `trim`: the pool
+        does not raise the peak of the process. A pooled block serves a request of its own ledger that is at most 12.5 % smaller.
         """
-        self._library.memfit_set_pool_limit(_checked_bytes("pool limit", limit_bytes))
+        self._library.memfit_set_pool_limit(-1 if limit_bytes is None else _checked_bytes("pool limit", limit_bytes))
 
     def trim(self) -> int:
-        """Gives the pool and malloc's free pages back to the system; returns the bytes that left the pool."""
+        """Gives the pool and malloc's free pages back to the system, and forgets the peak of use that bounds the pool.
+
+        Returns:
+            The bytes that left the pool.
+        """
         return int(self._library.memfit_trim())
 
     @contextlib.contextmanager
