@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from memfit.cli import app
@@ -22,14 +24,10 @@ MIB = 2**20
 COMMAND = sys.modules["memfit.cli.doctor"]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measurements:
-    """This machine, measured for real, as short as can be."""
-    return measure_host(read_host(tmp_path_factory.mktemp("disk")), rounds=1, slice_s=0.02)
-
-
-def test_everything_is_measured_on_this_machine(measured: Measurements) -> None:
-    host = read_host()
+@pytest.mark.slow
+def test_everything_is_measured_on_this_machine(tmp_path: Path) -> None:
+    host = read_host(tmp_path)
+    measured = measure_host(host, rounds=1, slice_s=0.02)
     assert measured.waiting.threads == compute_threads(host)
     assert {one.threads for one in measured.threads} >= {1, compute_threads(host), len(os.sched_getaffinity(0))}
     figures = [
@@ -41,7 +39,23 @@ def test_everything_is_measured_on_this_machine(measured: Measurements) -> None:
     ]
     assert all(figure > 0 for figure in figures)
     assert measured.disk_cached is not None and measured.file_bytes == 64 * MIB
-    assert "torch" not in measure.__dict__
+
+
+def test_a_contended_step_has_a_busy_thread_beside_it_and_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    sums: list[int] = []
+    monkeypatch.setattr(trials.zlib, "crc32", lambda data: sums.append(len(data)))
+    try:
+        alone = trials.time_step(threads=1, seconds=0.0, is_contended=False)
+        assert sums == []
+        contended = trials.time_step(threads=1, seconds=0.0, is_contended=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert sums and set(sums) == {MIB}
+    assert alone["step_s"] > 0 and contended["step_s"] > 0
+    count = len(sums)
+    time.sleep(0.02)
+    assert len(sums) == count
 
 
 def test_direct_io_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
@@ -89,6 +103,7 @@ for line in sys.stdin:
 
 
 def measure_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **own: str) -> tuple[Measurements, list[Any]]:
+    """What is made of the stand-in's figures, and what it was asked."""
     program, asked = tmp_path / "stand_in.py", tmp_path / "asked"
     program.write_text(STAND_IN)
     monkeypatch.setattr(measure, "_TRIALS", program)
@@ -172,6 +187,13 @@ def test_a_child_that_fails_or_hangs_is_one_clear_error(
         measure_host(read_host())
 
 
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurements:
+    """Figures of the stand-in."""
+    with monkeypatch.context() as patched:
+        return measure_stand_in(tmp_path, patched)[0]
+
+
 # The command.
 
 
@@ -211,7 +233,7 @@ def test_doctor_without_measuring_starts_no_process(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     text = run("--directory", str(tmp_path), "--no-measure")
     assert "Measured" not in text
-    assert "OMP_NUM_THREADS=4096, and" in text and "measured: not measured" in text
+    assert "OMP_NUM_THREADS=4096, and" in text and "\n   not measured\n" in text
     assert json.loads(run("--json", "--no-measure"))["measured"] is None
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import memfit
 from memfit import cli
 from memfit.host import Host, Measurements, advise_changes, choose_settings, describe_host, restart
 from memfit.host.cgroups import Ceiling
@@ -426,3 +428,15 @@ def test_openmp_itself_says_that_the_settings_arrived(tmp_path: Path) -> None:
     assert "must return (model, optimizer, loss, sample), not int" in done.stderr
     last = done.stderr.rpartition("OPENMP DISPLAY ENVIRONMENT BEGIN")[2].replace(" ", "")
     assert "OMP_WAIT_POLICY='PASSIVE'" in last and "OMP_NUM_THREADS='1'" in last
+
+
+def test_fit_leaves_the_environment_and_the_threads_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()  # torch's own first step names a cache directory of its compiler in the environment
+    before, threads = dict(os.environ), torch.get_num_threads()
+    job = memfit.fit(model, optimizer, lambda m, batch: m(batch).sum(), torch.ones(4, 8), directory=tmp_path)
+    job.step(torch.ones(4, 8))
+    job.close()
+    assert dict(os.environ) == before and torch.get_num_threads() == threads

@@ -14,6 +14,7 @@ from rich.console import Console
 from memfit.cli.output import open_console, print_table
 from memfit.core.units import format_bytes
 from memfit.host import (
+    NOT_MEASURED,
     Change,
     Measurements,
     Setting,
@@ -82,7 +83,12 @@ def _print_measurements(console: Console, measured: Measurements) -> None:
     for index, trial in enumerate(measured.threads):
         gain = "" if index == 0 else f"{one.step_s / trial.step_s:.2f}x"
         rows.append(
-            ("" if index else "small step, PASSIVE", f"{trial.threads} threads", _milliseconds(trial.step_s), gain)
+            (
+                "" if index else "small step, PASSIVE",
+                "1 thread" if trial.threads == 1 else f"{trial.threads} threads",
+                _milliseconds(trial.step_s),
+                gain,
+            )
         )
     small = touch.small_bytes_per_s
     rows += [
@@ -130,8 +136,9 @@ def _print_changes(console: Console, changes: tuple[Change, ...]) -> None:
     console.print("You may change", style="bold", markup=False)
     for number, change in enumerate(changes, start=1):
         console.print(f"{number}. {change.found}", markup=False)
-        for what, text in (("change", change.how), ("brings", change.brings), ("measured", change.measured)):
-            console.print(f"   {what}: {text}", markup=False, soft_wrap=True)
+        measured = change.measured if change.measured.startswith(NOT_MEASURED) else f"measured: {change.measured}"
+        for text in (f"change: {change.how}", f"brings: {change.brings}", measured):
+            console.print(f"   {text}", markup=False, soft_wrap=True)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ is loaded), `Measurements` (what they bring, as ratios within one run), `Change`
 runs before it; only the child processes that measure load it (`trials.py`). Nothing is changed but by `restart_with_settings`.
 """
 
-from memfit.host.advice import Change, advise_changes
+from memfit.host.advice import NOT_MEASURED, Change, advise_changes
 from memfit.host.describe import describe_host
 from memfit.host.measure import Measurements, measure_host
 from memfit.host.read import Host, read_host
@@ -13,6 +13,7 @@ from memfit.host.restart import restart_with_settings
 from memfit.host.settings import Setting, choose_settings
 
 __all__ = [
+    "NOT_MEASURED",
     "Change",
     "Host",
     "Measurements",

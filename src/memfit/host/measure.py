@@ -31,6 +31,7 @@ _TRIALS = Path(__file__).with_name("trials.py")
 _TOUCHED_BYTES = 64 * MIB
 _FILE_BYTES = 64 * MIB
 _FILE_PIECE_BYTES = 4 * MIB
+_ENOUGH_S = 6.0  # on a machine so busy that turns take this long, more of them would not make the figures better
 _PATIENCE_S = 120  # for one answer: a child that hangs must not hang its parent
 
 
@@ -128,7 +129,7 @@ def measure_host(host: Host, *, rounds: int = 3, slice_s: float = 0.15) -> Measu
 
     Args:
         host: as `read_host` found it; `host.disk` says where the disk is tried.
-        rounds: how often everything takes its turn.
+        rounds: how often everything takes its turn; steps less often on a machine that is very busy.
         slice_s: seconds of one turn of the step.
 
     Raises:
@@ -150,7 +151,10 @@ def measure_host(host: Host, *, rounds: int = 3, slice_s: float = 0.15) -> Measu
             child.receive()
         steps: dict[tuple[str, bool], list[float]] = {}
         by_threads: dict[int, list[float]] = {count: [] for count in counts}
-        for _ in range(rounds):
+        turns_began = time.perf_counter()
+        for number in range(rounds):
+            if number and time.perf_counter() - turns_began > _ENOUGH_S:
+                break
             for is_contended in (False, True):
                 for name, child in (("before", spinning), ("passive", passive)):
                     steps.setdefault((name, is_contended), []).append(
