@@ -563,17 +563,29 @@ class Job:
         self._machine.disarm()
         self._running.close()
         if restore:
-            self._keep_changes()
-            for name in sorted(self._owed):
-                self._parts.driver.restore(name, self._gather_state(name))
-                self._owed.discard(name)
-            self._house.give_back()
+            self._give_back()
         else:
             for block in self._blocks:
                 block.release()
         self._has_ended = True
         self._parts.driver.release()
         self._house.close()
+
+    def _give_back(self) -> None:
+        """States and weights, each as soon as it was read; what was given back already is not read again."""
+        try:
+            self._keep_changes()
+            for name in sorted(self._owed):
+                self._parts.driver.restore(name, self._gather_state(name))
+                self._owed.discard(name)
+            self._house.give_back()
+        except StoreError as error:
+            failure = StoreError(
+                f"not everything could be given back: {error}. Repeat job.close() when the disk can be read again; job.close(restore=False) gives up "
+                "what is still in the job's homes"
+            )
+            failure.errno = error.errno
+            raise failure from error
 
     def __enter__(self) -> Self:
         return self

@@ -2,14 +2,18 @@
 
 In: a plan, the blocks, the optimizer's state layouts. Out: a `House`: weights moved in, gradient homes, state homes, the store and the
 scratch file behind those on disk.
+
+[Note: what an atomic step changes]
+With `is_atomic` a region on disk has two slots. Reads give the committed version, writes go to the other slot, and `commit` flips all that were
+written at once. So a version must be whole, alignment between tensors included: a region that is filled in part would go on being written in place.
+Changes that are made between two steps (`job.weights()`, `load_state_dict`) are a version as well; `keep_changes` commits them under the
+step's own number before anything reads them.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,16 @@ import torch
 
 from memfit.core.errors import StoreError
 from memfit.core.plan import Plan, Tier
+from memfit.core.units import MIB
 from memfit.runtime.gradients import GradientHomes
-from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome
+from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Tickets
 from memfit.runtime.saved import HostStore, ScratchStore, TierStore
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
+from memfit.runtime.temporary import TemporaryDirectory
 from memfit.runtime.weights import BlockWeights
+
+_BLANK_BYTES = 4 * MIB
 
 
 class _CountedHostStore(HostStore):
@@ -81,7 +89,7 @@ class House:
         self._host_store = _CountedHostStore(device, stream=self._stream, ledger=host_ledger)
         self._memory_homes: list[MemoryHome] = []
         self._disk_homes: list[DiskHome] = []
-        self._temporary: Path | None = None
+        self._temporary: TemporaryDirectory | None = None
         self.io: DiskIO | None = None
         self.store: DiskStore | None = None
         self.scratch: ScratchFile | None = None
@@ -91,7 +99,6 @@ class House:
             self.gradients = GradientHomes(
                 blocks, gradient_homes, keeps_norms=keeps_norms, keeps_gradients=keeps_gradients
             )
-            self._move_in()
         except BaseException:
             self.close()
             raise
@@ -115,8 +122,8 @@ class House:
         if not regions and not needs_scratch:
             return
         if directory is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="memfit-"))
-            where = self._temporary / "homes"
+            self._temporary = TemporaryDirectory()
+            where = self._temporary.path / "homes"
         else:
             where = Path(directory)
             if not where.parent.is_dir():
@@ -133,6 +140,8 @@ class House:
         if tier is Tier.DISK:
             assert self.store is not None
             disk = DiskHome(self.store.region(region))
+            if disk.has_spare_slot:
+                _blank(disk)
             self._disk_homes.append(disk)
             return disk
         with self._host_ledger() if tier is Tier.HOST else nullcontext():
@@ -150,15 +159,44 @@ class House:
                 homes[block.index] = self._home(block.nbytes, tier, f"{block.name}/gradient")
         return homes
 
-    def _move_in(self) -> None:
+    def move_in(self) -> None:
+        """Moves the weights home and makes homes for the states.
+
+        Raises:
+            StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes the model whole again.
+        """
         # What leaves the device goes first: it makes room for what stays.
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
-            block.move_in(self._home(block.nbytes, self.plan.block(block.name).weight_home, f"{block.name}/weight"))
+            home = self._home(block.nbytes, self.plan.block(block.name).weight_home, f"{block.name}/weight")
+            try:
+                block.move_in(home)
+            except BaseException:
+                _undo_move(block, home)
+                raise
         for index, states in self.states.items():
             block = self.blocks[index]
             tier = self.plan.block(block.name).state_home
             if states.nbytes:
                 states.home = self._home(states.nbytes, tier, f"{block.name}/state")
+
+    def give_back(self) -> None:
+        """Every parameter owns ordinary memory again. May be repeated where a read failed.
+
+        Memory: all weights on the device.
+
+        Raises:
+            StoreError: weights could not be read; the others are back.
+        """
+        first: StoreError | None = None
+        for block in self.blocks:
+            if block.home is None:
+                continue
+            try:
+                block.move_out()
+            except StoreError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def tier_stores(self) -> dict[Tier, TierStore]:
         """Where offloaded activations rest."""
@@ -176,15 +214,23 @@ class House:
 
     def commit(self) -> None:
         """The step's new versions become current, all at once."""
-        self.step += 1
-        if self.store is None:
-            return
+        self._publish(self.step + 1)
+
+    def keep_changes(self) -> None:
+        """What was written between two steps becomes current. See [Note: what an atomic step changes]."""
+        if any(home.is_dirty for home in self._disk_homes):
+            self._publish(self.step)
+
+    def _publish(self, step: int) -> None:
         dirty = [home for home in self._disk_homes if home.is_dirty]
         for home in dirty:
             home.complete()
-        self.store.commit(self.step, [home.name for home in dirty])
-        for home in dirty:
-            home.begin_version()
+        if dirty:  # homes that are written in place are new already
+            assert self.store is not None
+            self.store.commit(step, [home.name for home in dirty])
+            for home in dirty:
+                home.begin_version()
+        self.step = step
 
     def forget_step(self) -> None:
         """A step failed before its commit: what it wrote into spare slots is not a version."""
@@ -204,17 +250,41 @@ class House:
         )
 
     def close(self) -> None:
-        """Ends all transfers and frees all homes; temporary files are deleted. Weights must have moved out before."""
-        for home in self._memory_homes:
-            home.close()
-        self._memory_homes.clear()
-        self._host_store.close()
-        if self.scratch is not None:
-            self.scratch.close()
-        if self.store is not None:
-            self.store.close(delete=True)
-        if self.io is not None:
-            self.io.close()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=False)
-            self._temporary = None
+        """Ends all transfers and frees all homes; temporary files are deleted. Weights must have moved out before. May be repeated.
+
+        Raises:
+            StoreError: files could not be removed. Everything else is freed even so.
+        """
+        with ExitStack() as stack:
+            # Backwards: transfers end, then files go.
+            if self._temporary is not None:
+                stack.callback(self._temporary.remove)
+            if self.io is not None:
+                stack.callback(self.io.close)
+            if self.store is not None:
+                stack.callback(self.store.close, delete=True)
+            if self.scratch is not None:
+                stack.callback(self.scratch.close)
+            stack.callback(self._host_store.close)
+            while self._memory_homes:
+                stack.callback(self._memory_homes.pop().close)
+
+
+def _blank(home: DiskHome) -> None:
+    """Zeros, so that a first version is whole. See [Note: what an atomic step changes]. Costs one buffer of 4 MiB and writing the home once."""
+    zeros = torch.zeros(min(_BLANK_BYTES, home.nbytes), dtype=torch.uint8).untyped_storage()
+    starts = range(0, home.nbytes, _BLANK_BYTES)
+    Tickets([home.write(start, min(_BLANK_BYTES, home.nbytes - start), zeros) for start in starts]).wait()
+
+
+def _undo_move(block: BlockWeights, home: ByteHome) -> None:
+    """Brings back the parameters that had left when a move failed half-way; the others have not been touched."""
+    if block.home is not None:
+        return  # it has moved: `give_back` knows it
+    for slot in block.slots:
+        parameter = slot.parameter
+        if parameter.numel() == slot.numel:
+            continue
+        own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=parameter.device)
+        home.read(slot.offset_bytes, slot.nbytes, own.untyped_storage()).wait()
+        parameter.data = own
