@@ -73,6 +73,13 @@ def test_hyper_threads_of_one_core_count_once(tmp_path: Path) -> None:
     processors = read_host(root=machine(tmp_path), allowed_cpus=range(8)).processors
     assert (processors.logical, processors.machine_cores) == (8, 4)
     assert (processors.physical_cores, processors.usable_cores) == (4, 4)
+    assert processors.load == 0 and not processors.is_busy
+
+
+def test_a_machine_is_busy_when_more_than_half_of_it_works(tmp_path: Path) -> None:
+    root = machine(tmp_path, proc__loadavg="4.01 0.50 0.25 1/100 4242\n")
+    processors = read_host(root=root, allowed_cpus=(0,)).processors
+    assert processors.load == 4.01 and processors.is_busy
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from memfit.host.settings import compute_threads
 GIB = 2**30
 SOURCE = Path(cli.__file__).parents[1]
 
-CORES = Processors(logical=8, allowed=tuple(range(8)), physical_cores=4, machine_cores=4, quota=None)
+CORES = Processors(logical=8, allowed=tuple(range(8)), physical_cores=4, machine_cores=4, quota=None, load=0.5)
 MEMORY = Memory(
     total_bytes=64 * GIB,
     available_bytes=32 * GIB,
@@ -233,7 +233,7 @@ def test_figures_are_those_that_were_measured() -> None:
     text = changes(with_environment(OMP_WAIT_POLICY="ACTIVE"), replace(MEASURED, waiting=waiting))
     assert "PASSIVE beside OMP_WAIT_POLICY=ACTIVE: 1.00x as fast alone, 4.00x beside one busy thread" in text
     text = changes(with_environment(OMP_NUM_THREADS="8"), MEASURED)
-    assert "8 threads compute (OMP_NUM_THREADS=8)" in text and "2.00x faster with 4 threads than with 8" in text
+    assert "8 threads compute (OMP_NUM_THREADS=8)" in text and "2.00x faster with OMP_NUM_THREADS=4 than with 8" in text
     text = changes(replace(HOST, malloc=NO_COMPILER), MEASURED)
     assert "10.0x as fast as fresh memory" in text
     text = changes(replace(HOST, disk=replace(DISK, direct_io_refusal="no")), replace(MEASURED, disk_direct=None))
@@ -247,6 +247,14 @@ def test_thread_counts_that_are_no_number_or_were_not_measured_are_not_compared(
     slow = replace(MEASURED, threads=(ThreadTime(threads=1, step_s=0.01), ThreadTime(threads=4, step_s=0.02)))
     text = changes(HOST, slow)
     assert "4 threads compute |" in text and "export OMP_NUM_THREADS=1 " in text and "2.00x faster" in text
+
+
+def test_figures_of_a_busy_machine_advise_nothing_about_threads() -> None:
+    waiting = replace(MEASURED.waiting, before_alone_s=0.001)
+    threads = (ThreadTime(threads=1, step_s=0.01), ThreadTime(threads=4, step_s=0.02))
+    rough = replace(MEASURED, waiting=waiting, threads=threads)
+    assert changes(replace(HOST, processors=replace(CORES, load=4.0)), rough) != ""
+    assert changes(replace(HOST, processors=replace(CORES, load=4.1)), rough) == ""
 
 
 def test_threads_that_sleep_too_deep_are_mentioned_with_both_figures() -> None:

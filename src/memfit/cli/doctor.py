@@ -54,6 +54,10 @@ def doctor(
         with console.status("measuring"):
             measured = measure_host(host)
         _print_measurements(console, measured)
+        if host.processors.is_busy:
+            busy = f"The machine was busy (load {host.processors.load:g} on {host.processors.logical} processors): these figures are rough"
+            console.print(f"{busy}; measure again when it is idle.", markup=False, soft_wrap=True)
+            console.print()
     _print_changes(console, advise_changes(host, settings, measured))
 
 

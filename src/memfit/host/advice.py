@@ -39,7 +39,10 @@ class Change:
 
 
 def advise_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> tuple[Change, ...]:
-    """Looks for what stands in the way; empty where nothing does."""
+    """Looks for what stands in the way; empty where nothing does.
+
+    How threads wait and how many there are is not advised by figures of a busy machine: they say more about the other work.
+    """
     return (
         *_disk_changes(host.disk, measured),
         *_swap_changes(host),
@@ -108,7 +111,9 @@ def _waiting_changes(host: Host, settings: tuple[Setting, ...], measured: Measur
             brings="memfit then has them sleep, and disk, checksums and update have the cores",
             measured=_waiting_gain(waiting) if waiting else NOT_MEASURED,
         )
-    elif settings[0].yours is None and waiting is not None and waiting.alone_gain < 1 / _WORTH_SAYING:
+    elif (
+        settings[0].yours is None and waiting and not host.processors.is_busy and waiting.alone_gain < 1 / _WORTH_SAYING
+    ):
         yield Change(
             found="threads that wait sleep, which costs time to wake them",
             how="export OMP_WAIT_POLICY=ACTIVE for plans that keep everything on the device, on a machine with no other work",
@@ -127,12 +132,12 @@ def _thread_changes(host: Host, settings: tuple[Setting, ...], measured: Measure
     if measured is not None and now in times:
         best = measured.fastest_threads
         gain = times[now] / best.step_s
-        if gain >= _WORTH_SAYING:
+        if gain >= _WORTH_SAYING and not host.processors.is_busy:
             yield Change(
                 found=f"{now} threads compute" + (f" ({yours})" if yours else ""),
                 how=f"export OMP_NUM_THREADS={best.threads}",
                 brings="a faster step; large models may want more threads than the small one that was measured",
-                measured=f"small step {gain:.2f}x faster with {best.threads} threads than with {now}",
+                measured=f"small step {gain:.2f}x faster with OMP_NUM_THREADS={best.threads} than with {now}",
             )
     elif now != wanted:
         yield Change(

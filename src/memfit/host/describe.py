@@ -39,7 +39,7 @@ def _processors(found: Processors) -> str:
     quota = "no quota" if found.quota is None else f"a quota of {found.quota.value:g} ({found.quota.file})"
     return (
         f"{found.logical} logical, {found.machine_cores} cores; allowed {format_cpu_list(found.allowed)} on {found.physical_cores} cores, "
-        f"{quota}: {found.usable_cores} to compute on"
+        f"{quota}: {found.usable_cores} to compute on; load {found.load:g}"
     )
 
 

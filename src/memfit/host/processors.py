@@ -24,6 +24,7 @@ class Processors:
         physical_cores: cores behind the allowed ones; hyper-threads of one core count once. Where /sys does not say, each is its own core.
         machine_cores: cores behind all that are switched on.
         quota: processor seconds a second that a cgroup allows, and the file that says so; None: no quota.
+        load: threads of the whole machine that ran or wanted to, a mean over the last minute; 0 where the kernel does not say.
     """
 
     logical: int
@@ -31,6 +32,12 @@ class Processors:
     physical_cores: int
     machine_cores: int
     quota: Ceiling | None
+    load: float
+
+    @property
+    def is_busy(self) -> bool:
+        """More than half of the machine was at work in the last minute: what is measured now is rough."""
+        return self.load > self.logical / 2
 
     @property
     def usable_cores(self) -> int:
@@ -60,6 +67,7 @@ def read_processors(root: Path, allowed: Collection[int] | None, quota: Ceiling 
         physical_cores=_count_cores(root, mine),
         machine_cores=_count_cores(root, online),
         quota=quota,
+        load=float((read_text(root / "proc/loadavg") or "0").split()[0]),
     )
 
 
