@@ -19,6 +19,9 @@ from memfit.core.units import round_up
 from memfit.runtime.store.files import FileHandle
 from memfit.runtime.store.memory import ALIGNMENT_BYTES, Memory, view_of
 
+_MOST_FRUITLESS = 8
+"""Calls in a row that move less than a block, after which the device counts as broken, or the file as ended."""
+
 
 class ShortReadError(OSError):
     """The file ended before the range did."""
@@ -66,15 +69,18 @@ def move(handle: FileHandle, *, is_write: bool, offset: int, address: int, nbyte
 def _straight(handle: FileHandle, offset: int, address: int, nbytes: int, *, is_write: bool, needed_bytes: int) -> None:
     """Repeats the system call until at least `needed_bytes` of `nbytes` are moved; a call may move fewer than asked."""
     call = handle.operations.pwrite if is_write else handle.operations.pread
-    done = 0
+    done = fruitless = 0
     while done < needed_bytes:
         moved = call(handle.descriptor, view_of(address + done, nbytes - done), offset + done)
         if moved > 0 and done + moved >= needed_bytes:
             return
-        if handle.is_direct:
+        if handle.is_direct and moved > 0:
             # The next direct call must start on a block again: the part of a block is moved a second time, with the
-            # same bytes.
+            # same bytes. Where that was all, the next call tells why, or gets further.
+            fruitless = fruitless + 1 if moved < ALIGNMENT_BYTES else 0
             moved = moved // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            if 0 < fruitless < _MOST_FRUITLESS:
+                continue
         if moved <= 0:
             if is_write:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
