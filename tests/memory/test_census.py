@@ -109,7 +109,7 @@ def keep_loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("variant", [None, "disk-recompute-4"])
+@pytest.mark.parametrize("variant", [None, pytest.param("disk-recompute-4", marks=pytest.mark.slow)])
 def test_a_kept_loss_is_named(variant: str | None, tmp_path: Path) -> None:
     leak = only_leak(Training(tmp_path, variant=variant, loss=keep_loss).report())
     assert leak.holders[0].kind is HolderKind.GLOBAL
@@ -223,7 +223,7 @@ class CachedRows(Dataset[Mapping[str, Tensor]]):
         return self.batch(index)
 
 
-@pytest.mark.parametrize("is_held_by_the_loop_alone", [False, True])
+@pytest.mark.parametrize("is_held_by_the_loop_alone", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_growing_list_in_a_dataset_is_named(is_held_by_the_loop_alone: bool, tmp_path: Path) -> None:
     kept: list[object] = []
 

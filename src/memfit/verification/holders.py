@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ _MOST_OBJECTS = 4_000  # more parents than that on one level: a web in which no 
 _FEW = (
     48  # up to so many objects, asking the collector at once is faster than reading every object's references in Python
 )
-_ENDS = (type, types.ModuleType, types.FrameType, types.GeneratorType, types.CoroutineType)
+_SUSPENDED = (types.GeneratorType, types.CoroutineType)
+_CALLS = (types.FunctionType, types.MethodType, types.FrameType)  # what they hold has names of its own
+_ENDS = (type, types.ModuleType, *_SUSPENDED)
 
 HOOK_WORDS = {
     "_forward_hooks": "forward hook",
@@ -190,7 +193,7 @@ class HolderSearch:
         for thing, path in self._ascend(target):
             if thing is target or is_container(thing) or isinstance(thing, types.CellType):
                 continue
-            expression = "" if isinstance(thing, types.FunctionType | types.MethodType) else class_name(thing)
+            expression = "" if isinstance(thing, _CALLS) else class_name(thing)
             root = _Root(kind=HolderKind.NATIVE, expression=expression, context=(), place=None)
             holder = _render(path, root)
             return Holder(kind=HolderKind.NATIVE, name=holder.name, context=holder.context, place=holder.place)
@@ -235,45 +238,41 @@ class HolderSearch:
         if id(thing) in self._modules:
             name = self._modules[id(thing)]
             yield _Root(kind=HolderKind.MODULE, expression=f"model.{name}" if name else "model", context=(), place=None)
-            return
-        yield from (_local_root(code, name, "of", 0) for code, name in self._locals.get(id(thing), ()))
-        if len(path) < 2:
-            return
-        if is_module_names(thing):
-            assert isinstance(thing, dict)
-            name = name_key(thing, path[1])
-            place = place_of_global(thing, name)
-            context = f"a global of {thing['__name__']}{parenthesized(place)}"
-            yield _Root(kind=HolderKind.GLOBAL, expression=name, context=(context,), place=place, skips=1)
-        elif isinstance(thing, type):
-            skips = 2 if isinstance(path[1], dict) and len(path) > 2 else 1
-            names: dict[str, Any] = dict(vars(thing))
-            name = name_key(names, path[skips])
-            place = place_of_class(thing)
-            expression = f"{short_name(thing.__qualname__)}.{name}"
-            context = f"an attribute of the class{parenthesized(place)}"
-            yield _Root(kind=HolderKind.CLASS, expression=expression, context=(context,), place=place, skips=skips)
-        elif _is_memfit(type(thing).__module__):
-            yield _Root(kind=HolderKind.MEMFIT, expression=class_name(thing), context=("memfit's own",), place=None)
+        elif len(path) > 1 and issubclass(type(thing), _SUSPENDED):
+            yield _suspended_root(thing, path)
         else:
-            yield from _roots_of_frames(thing, path)
+            yield from (_local_root(code, name, "of", 0) for code, name in self._locals.get(id(thing), ()))
+            if len(path) > 1:
+                yield from _lasting_roots(thing, path)
 
 
-def _roots_of_frames(thing: object, path: list[object]) -> Iterator[_Root]:
-    """Variables of functions that are suspended, or that ended and are kept by an exception's traceback."""
-    if isinstance(thing, types.GeneratorType):
-        frame, word = thing.gi_frame, "of the suspended generator"
-    elif isinstance(thing, types.CoroutineType):
-        frame, word = thing.cr_frame, "of the suspended coroutine"
-    elif isinstance(thing, types.FrameType):
-        frame, word = thing, "kept by a traceback, of"
-    else:
-        return
-    if frame is None:
-        return
+def _lasting_roots(thing: object, path: list[object]) -> Iterator[_Root]:
+    """Globals, class attributes, and what is memfit's own."""
+    if is_module_names(thing):
+        assert isinstance(thing, dict)
+        name = name_key(thing, path[1])
+        place = place_of_global(thing, name)
+        context = f"a global of {thing['__name__']}{parenthesized(place)}"
+        yield _Root(kind=HolderKind.GLOBAL, expression=name, context=(context,), place=place, skips=1)
+    elif issubclass(type(thing), type):
+        assert isinstance(thing, type)
+        skips = 2 if isinstance(path[1], dict) and len(path) > 2 else 1
+        place = place_of_class(thing)
+        expression = f"{short_name(thing.__qualname__)}.{name_key(dict(vars(thing)), path[skips])}"
+        context = f"an attribute of the class{parenthesized(place)}"
+        yield _Root(kind=HolderKind.CLASS, expression=expression, context=(context,), place=place, skips=skips)
+    elif _is_memfit(type(thing).__module__):
+        yield _Root(kind=HolderKind.MEMFIT, expression=class_name(thing), context=("memfit's own",), place=None)
+
+
+def _suspended_root(thing: Any, path: list[object]) -> _Root:
+    """A variable of a function that waits: what runs it is often a loop's hidden iterator, so nothing above it need have a name."""
+    is_generator = isinstance(thing, types.GeneratorType)
+    frame = thing.gi_frame if is_generator else thing.cr_frame
     skips = 2 if isinstance(path[1], types.CellType) and len(path) > 2 else 1
-    name = name_key(read_locals(frame), path[skips])
-    yield _local_root(frame.f_code, name, word, skips)
+    word = "of the suspended generator" if is_generator else "of the suspended coroutine"
+    assert frame is not None  # one that has ended refers to nothing
+    return _local_root(frame.f_code, name_key(read_locals(frame), path[skips]), word, skips)
 
 
 def _local_root(code: types.CodeType, name: str, word: str, skips: int) -> _Root:
@@ -296,17 +295,17 @@ def _is_memfit(module_name: object) -> bool:
 def _running_locals() -> dict[int, list[tuple[types.CodeType, str]]]:
     """Variables of all running functions (code and name) by the identity of their value; memfit's own frames in this thread are left out."""
     found: dict[int, list[tuple[types.CodeType, str]]] = {}
-    here = sys._getframe()
-    for top in sys._current_frames().values():
-        is_ours = top is here
-        frame: types.FrameType | None = top
+    own = threading.get_ident()
+    tops: dict[int, types.FrameType | None] = dict(sys._current_frames())
+    tops[own] = sys._getframe(1)  # a frame that referred to itself would keep everything until the next collection
+    for thread, frame in tops.items():
         while frame is not None:
-            is_memfit = _is_memfit(frame.f_globals.get("__name__"))
-            if frame.f_locals is not frame.f_globals and not (is_ours and is_memfit):
+            is_ours = thread == own and _is_memfit(frame.f_globals.get("__name__"))
+            if not is_ours and frame.f_locals is not frame.f_globals:
                 for name, value in read_locals(frame).items():
                     if value is not None:
                         found.setdefault(id(value), []).append((frame.f_code, name))
-            frame = frame.f_back
+            frame = frame.f_back  # noqa: PLW2901, it walks up
     return found
 
 
@@ -324,8 +323,9 @@ class _Trail:
         self._owner = ""
         self._names_of: object = None
         self._closure_of: types.FunctionType | None = None
+        self._frame_of: types.FrameType | None = None
         self._last_step = ""
-        self._is_in_registry = False
+        self._is_unnamed = False
 
     def follow(self, parent: object, child: object) -> None:
         """One reference further down."""
@@ -334,13 +334,16 @@ class _Trail:
             self._names_of = None
         elif self._closure_of is not None:
             self._enter_closure(self._closure_of, child)
+        elif self._frame_of is not None or isinstance(parent, types.FrameType):
+            self._leave_frame(self._frame_of or parent, child)
         elif isinstance(child, dict) and own_dictionary(parent) is child:
             self._names_of = parent
         elif isinstance(parent, types.FunctionType):
             if child is parent.__closure__:
                 self._closure_of = parent
             else:
-                self._enter(f"a default or attribute of {_function(parent)}", HolderKind.CLOSURE, "", parent)
+                self._enter(f"of {_function(parent)}", HolderKind.CLOSURE, "a default argument", parent)
+                self._is_unnamed = True  # the tuple of all defaults
         elif isinstance(parent, types.MethodType):
             if child is parent.__self__:
                 words = f"through the {_function(parent)}"
@@ -348,9 +351,9 @@ class _Trail:
         elif isinstance(parent, types.CellType):
             pass
         elif is_container(parent):
-            if not self._is_in_registry:
+            if not self._is_unnamed:
                 self._append(name_item(parent, child))
-            self._is_in_registry = False
+            self._is_unnamed = False
         else:
             self._attribute(parent, name_attribute(parent, child))
 
@@ -361,13 +364,22 @@ class _Trail:
         self._closure_of = None
         self._enter(f"in the closure of {_function(function)}", HolderKind.CLOSURE, name, function)
 
+    def _leave_frame(self, frame: Any, child: object) -> None:
+        """A function that has ended; an exception's traceback keeps its variables."""
+        self._frame_of = frame if isinstance(child, types.CellType) else None
+        if isinstance(child, types.CellType | types.FrameType):  # the variable comes next, or its caller's frame
+            return
+        root = _local_root(frame.f_code, name_key(read_locals(frame), child), "kept by a traceback, of", 0)
+        self._enter(root.context[0], HolderKind.LOCAL, root.expression, frame)
+        self.place = root.place
+
     def _enter(self, words: str, kind: HolderKind, expression: str, function: object) -> None:
         """The path goes on inside a callable, with a name of its own."""
         if self._expression:
             self._context.append(f"in {self._expression}")
         self._context.append(words)
         self.kind, self._expression, self._owner, self._last_step = kind, expression, "", ""
-        self._is_in_registry = False
+        self._is_unnamed = False
         plain = underlying(function)
         self.place = (
             self.place if plain is None else Place(file=plain.__code__.co_filename, line=plain.__code__.co_firstlineno)
@@ -377,10 +389,10 @@ class _Trail:
         if name in HOOK_WORDS:
             where = self._expression.removeprefix("model.") or class_name(owner)
             self._context.append(f"a {HOOK_WORDS[name]} of {where!r}")
-            self._expression, self._is_in_registry = "", True
+            self._expression, self._is_unnamed = "", True
             return
         if isinstance(owner, nn.Module) and name == "_buffers":
-            self._is_in_registry = False
+            self._is_unnamed = False
             self._names_of = owner  # the next reference is the buffer's name
             return
         self._append(f".{name}")

@@ -14,13 +14,14 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _OPTIMIZED = inspect.CO_OPTIMIZED
+_REFERENCES_OF_ITS_OWN = 3  # the frame's, the variable's that asks, and that of the question
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 # References of builtin objects that have neither a dictionary nor slots.
 _BUILTIN_ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -28,8 +29,7 @@ _BUILTIN_ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (types.TracebackType, ("tb_frame", "tb_next")),
     (types.BuiltinMethodType, ("__self__",)),
     (functools.partial, ("func", "args", "keywords")),
-    # `_grad`: asking a tensor that is no leaf for `grad` warns.
-    (torch.Tensor, ("_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    (torch.Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks")),
 )
 
 
@@ -76,31 +76,50 @@ def place_of_attribute(kind: type, name: str) -> Place | None:
 
 def place_of_class(kind: type) -> Place | None:
     """Where a class is defined; None where its source cannot be read."""
-    try:
-        file = inspect.getsourcefile(kind)
-        _, line = inspect.getsourcelines(kind)
-    except (OSError, TypeError):  # made in C, or typed at a prompt
-        return None
-    return None if file is None else Place(file=file, line=line)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    line = None if file is None else _definitions(file).classes.get(kind.__qualname__)
+    return None if file is None or line is None else Place(file=file, line=line)
 
 
 def place_of_global(module_names: dict[str, Any], name: str) -> Place | None:
-    """Where a module assigns to one of its globals outside of functions and classes; None where it does not, or where its source cannot be read."""
+    """Where a module first assigns to one of its globals outside of functions and classes; None where it does not, or has no source."""
     file = module_names.get("__file__")
-    if not isinstance(file, str):
-        return None
+    line = _definitions(file).names.get(name) if isinstance(file, str) else None
+    return None if not isinstance(file, str) or line is None else Place(file=file, line=line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Definitions:
+    """Lines of a file's classes by qualified name, and of its globals' first assignments."""
+
+    classes: dict[str, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(file: str) -> _Definitions:
+    found = _Definitions()
+    if not file.endswith(".py"):
+        return found
     try:
-        pending: list[ast.AST] = [ast.parse("".join(linecache.getlines(file)))]
+        tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # it changed since it was imported
-        return None
-    for node in pending:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            return Place(file=file, line=node.lineno)
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            pending.extend(ast.iter_child_nodes(node))
-    return None
+        return found
+    pending: deque[tuple[ast.AST, str, bool]] = deque([(tree, "", True)])
+    while pending:
+        node, inside, is_global = pending.popleft()
+        if isinstance(node, ast.ClassDef):
+            found.classes[inside + node.name] = node.lineno
+            inside, is_global = f"{inside}{node.name}.", False
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside, is_global = f"{inside}{node.name}.<locals>.", False
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and is_global:
+            found.names[node.id] = min(node.lineno, found.names.get(node.id, node.lineno))
+        pending.extend((child, inside, is_global) for child in ast.iter_child_nodes(node))
+    return found
 
 
+@functools.lru_cache(maxsize=1024)
 def _first_store(code: types.CodeType, operations: tuple[str, ...], name: str) -> Place | None:
     for instruction in dis.get_instructions(code):
         line = None if instruction.positions is None else instruction.positions.lineno
@@ -135,7 +154,7 @@ def is_module_names(thing: object) -> bool:
 def name_item(container: object, child: object) -> str:
     """How a container's item is written: by its key if that is a plain word, else "[...]", as positions and numbered keys differ from step to step."""
     if isinstance(container, dict):
-        for key, value in container.items():
+        for key, value in list(container.items()):  # another thread may add to it
             if value is child and isinstance(key, str) and key.isidentifier():
                 return f"[{key!r}]" if not any(c.isdigit() for c in key) else "[...]"
     return "[...]"
@@ -143,7 +162,7 @@ def name_item(container: object, child: object) -> str:
 
 def name_key(names: dict[str, Any], child: object) -> str:
     """The name under which a namespace holds a value; "?" if it is held as a name itself."""
-    return next((str(name) for name, value in names.items() if value is child), "?")
+    return next((str(name) for name, value in list(names.items()) if value is child), "?")
 
 
 def name_attribute(thing: object, child: object) -> str:
@@ -160,8 +179,7 @@ def name_attribute(thing: object, child: object) -> str:
     for kind, attributes in _BUILTIN_ATTRIBUTES:
         if isinstance(thing, kind):
             with torch._C.DisableTorchFunctionSubclass():  # a weight that is away refuses to be asked
-                found = next((name for name in attributes if getattr(thing, name, None) is child), "?")
-            return "grad" if found == "_grad" else found
+                return next((name for name in attributes if getattr(thing, name, None) is child), "?")
     return "?"
 
 
@@ -178,10 +196,15 @@ def is_container(thing: object) -> bool:
 
 
 def read_locals(frame: types.FrameType) -> dict[str, Any]:
-    """A frame's variables, without the copy that older Pythons would leave in the frame (it would keep this step's tensors)."""
+    """A frame's variables.
+
+    Before Python 3.13 the interpreter keeps the dictionary that it makes for this, and so would keep this step's tensors: it is emptied again, unless it is
+    the one that the user got from `locals()`, which then shows the variables as they are now.
+    """
     found = frame.f_locals
     copy = dict(found)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED:
+    is_a_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & _OPTIMIZED
+    if is_a_copy and sys.getrefcount(found) == _REFERENCES_OF_ITS_OWN:
         found.clear()
     return copy
 

@@ -18,7 +18,7 @@ from memfit.core.units import format_bytes
 from memfit.verification.graphs import GraphContents, StorageKey, graph_of
 from memfit.verification.holders import MOST_HOLDERS, Holder, HolderKind, HolderSearch
 
-MOST_TARGETS = 2_000
+MOST_TARGETS = 1_000
 """Storages whose holders are looked up in one report; a leak has its oldest among them."""
 
 
