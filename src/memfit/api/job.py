@@ -204,6 +204,7 @@ class Job:
         )
         self._running.callback(self._engine.close)
         self._frames.attach(self._engine)
+        self._machine.forget_peak()  # while the model was whole
         if parts.enforces:
             self._machine.arm()
 

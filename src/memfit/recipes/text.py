@@ -2,14 +2,16 @@
 
 In: a vocabulary size, a window's length, a seed. Out: an endless, deterministic stream of `(batch, window)` tensors.
 The tokenizer runs in a child process that ends before the first batch is given out, so this process holds only the
-tokens themselves: two bytes each, 4.5 MiB for the whole corpus.
+tokens themselves: two bytes each, 4.5 MiB for the whole corpus, in a mapped file of which only what batches touch is resident.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,7 +30,7 @@ class CorpusError(MemfitError, RuntimeError):
 def read_tokens(vocabulary_size: int, *, token_limit: int | None = None) -> Int16[Tensor, " tokens"]:
     """Reads the corpus (see `memfit.recipes.corpus.iterate_text`) as token numbers.
 
-    Costs about three CPU-seconds and no memory after it but the tokens: 2 bytes each, outside torch's allocator.
+    Costs about three CPU-seconds and no memory after it but the tokens that are touched: 2 bytes each, outside torch's allocator.
     While it runs, the child process takes some 150 MiB for the whole corpus.
 
     Args:
@@ -50,12 +52,14 @@ def read_tokens(vocabulary_size: int, *, token_limit: int | None = None) -> Int1
     command = [sys.executable, "-P", corpus.__file__, "--vocabulary-size", str(vocabulary_size)]
     if token_limit is not None:
         command += ["--token-limit", str(token_limit)]
-    child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if child.returncode != 0:
-        last_words = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["(it said nothing)"]
-        raise CorpusError(f"the tokenizer process ended with status {child.returncode}: {last_words[0]}")
-    # torch wants a writable buffer; the copy lives for a moment beside the original.
-    return torch.frombuffer(bytearray(child.stdout), dtype=torch.int16)
+    # Through a file that stays, without a name, as long as the tensor: of a mapped file only the pages that batches touch are resident.
+    with tempfile.NamedTemporaryFile(prefix="memfit-tokens-") as output:
+        child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, check=False)
+        if child.returncode != 0:
+            last_words = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["(it said nothing)"]
+            raise CorpusError(f"the tokenizer process ended with status {child.returncode}: {last_words[0]}")
+        size = os.fstat(output.fileno()).st_size // torch.int16.itemsize
+        return torch.from_file(output.name, shared=True, size=size, dtype=torch.int16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
