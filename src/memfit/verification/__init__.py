@@ -1,4 +1,5 @@
-"""Measures what was predicted: meters of devices and processes, peaks by phase, the proof.
+"""Measures what was predicted, and finds what should not be there.
 
-In: allocators and the operating system. Out: bytes, and an error where a limit was passed.
+In: allocators, the operating system, a job between steps. Out: peaks by phase and the proof (`meters`), an error where a limit was passed, and a report of
+tensors that survive from step to step with the names of their holders (`census`).
 """
