@@ -213,6 +213,7 @@ def _work(*, name: str, microbatches: int, shape: dict[str, Any], directory: str
     from transformers import GPT2LMHeadModel  # noqa: F401, counts as an import: the model's class is loaded lazily
 
     import memfit
+    import memfit.api  # counts as an import: memfit loads its names when they are used
     from memfit.recipes.gpt import build_adamw, causal_language_loss
     from memfit.runtime.allocator import install
     from memfit.verification.meters import ProcessMeter

@@ -1,9 +1,32 @@
-"""memfit: you say how much memory there is; it trains your PyTorch model inside it and shows the proof."""
+"""memfit: you say how much memory there is; it trains your PyTorch model inside it and shows the proof.
 
-from memfit.api import Job, StepResult, fit, profile
-from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
-from memfit.core.plan import Plan
-from memfit.runtime.streams import microbatch_streams
+Names are loaded when they are first used: importing a part that needs no torch (`memfit.core`, `memfit.host`, the command line's help) does not load
+it, and settings that torch reads when it is loaded can still be made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memfit.api import Job, StepResult, fit, profile
+    from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
+    from memfit.core.plan import Plan
+    from memfit.runtime.streams import microbatch_streams
+
+_ORIGINS = {
+    "AwayError": "memfit.core.errors",
+    "DoesNotFitError": "memfit.core.errors",
+    "Job": "memfit.api",
+    "LimitBreachError": "memfit.core.errors",
+    "MemfitError": "memfit.core.errors",
+    "Plan": "memfit.core.plan",
+    "StepResult": "memfit.api",
+    "fit": "memfit.api",
+    "microbatch_streams": "memfit.runtime.streams",
+    "profile": "memfit.api",
+}
 
 __all__ = [
     "AwayError",
@@ -17,3 +40,16 @@ __all__ = [
     "microbatch_streams",
     "profile",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name. Source: PEP 562."""
+    if name not in _ORIGINS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ORIGINS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
