@@ -207,7 +207,7 @@ def open_files(directory: Path, manifest: Manifest, *, operations: FileOperation
         for name, size_bytes in files_of(manifest).items():
             handle = open_file(directory / name, direct=_is_direct(name), operations=operations)
             handles.append(handle)
-            _check_plain(handle)
+            _check_single(handle)
             if _is_direct(name):
                 _check_length(handle, size_bytes)
     except BaseException:
@@ -230,13 +230,11 @@ def _is_direct(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def _check_plain(handle: FileHandle) -> None:
+def _check_single(handle: FileHandle) -> None:
     try:
         found = os.fstat(handle.descriptor)
     except OSError as error:
         raise explain(error, doing="look at the file", path=handle.path) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise store_error(f"{handle.path} is not a plain file: restore it from a copy")
     if found.st_nlink > 1:
         # Writing here would change the file under its other name: a backup made of links, or worse.
         raise store_error(

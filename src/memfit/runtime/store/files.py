@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import threading
 import weakref
 from pathlib import Path
@@ -194,7 +195,7 @@ def open_file(
         direct: try direct I/O. The answer is in `FileHandle.is_direct`.
 
     Raises:
-        StoreError: the file cannot be opened or made.
+        StoreError: the file cannot be opened or made, or is no plain file.
     """
     name = Path(path)
     used = FileOperations() if operations is None else operations
@@ -203,6 +204,9 @@ def open_file(
         descriptor = used.open(name, flags)
     except OSError as error:
         raise explain(error, doing="create the file" if create else "open the file", path=name) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        used.close(descriptor)
+        raise store_error(f"{name} is not a plain file: give another path, or restore it from a copy")
     if direct:
         direct_descriptor = _open_direct(name, descriptor, used)
         if direct_descriptor is not None:
