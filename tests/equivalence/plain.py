@@ -75,7 +75,8 @@ class PlainTrainer:
 
     Attributes:
         losses, loss: of the last step, one a microbatch and their weighted sum.
-        magnitudes: of shared weights, the sum over microbatches of the absolute gradient, before clipping.
+        magnitudes: of shared weights, the sum over uses and microbatches of the absolute gradient, before clipping.
+        terms: of shared weights, how many gradients were added.
     """
 
     def __init__(
@@ -96,15 +97,14 @@ class PlainTrainer:
         self.losses: list[Tensor] = []
         self.loss = torch.tensor(0.0)
         self.magnitudes: dict[str, Tensor] = {}
-        for name in case.shared:
-            if self.model.get_parameter(name).requires_grad:
-                self.model.get_parameter(name).register_hook(partial(self._add_magnitude, name))
+        self.terms: dict[str, int] = {}
 
     def accumulate(self, batch: Batch) -> None:
         """Forward and backward of one step."""
         # Not the optimizer's: it may not hold all that trains.
         self.model.zero_grad(set_to_none=True)
         self.magnitudes.clear()
+        self.terms.clear()
         with self.random.in_use():
             if self.microbatches == 1:
                 loss = self.case.loss(self.model, batch)
@@ -123,15 +123,35 @@ class PlainTrainer:
             torch.default_generator.manual_seed(seed)
             loss = self.case.loss(self.model, part)
             weighted = loss * (weight / sum(weights))
+            self._watch_terms(weighted)
             weighted.backward()
             self.losses.append(loss.detach().clone())
             self.loss = self.loss + weighted.detach()
         torch.set_rng_state(after)
 
-    def _add_magnitude(self, name: str, gradient: Tensor) -> None:
-        """Sums up absolute gradients of the microbatches: what the roundings of a sum are measured by, not its result."""
-        known = self.magnitudes.get(name)
-        self.magnitudes[name] = gradient.abs() if known is None else known + gradient.abs()
+    def _watch_terms(self, loss: Tensor) -> None:
+        """Has every edge of the graph that ends at a shared weight tell what goes over it: sums are made by their terms, not by their result."""
+        names = {id(self.model.get_parameter(name)): name for name in self.case.shared}
+        seen: set[Any] = set()
+        pending = [loss.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for place, (following, _) in enumerate(node.next_functions):
+                pending.append(following)
+                name = names.get(id(getattr(following, "variable", None)))
+                if name is not None:
+                    node.register_hook(partial(self._add_term, name, place))
+
+    def _add_term(self, name: str, place: int, inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
+        gradient = inputs[place]
+        if gradient is None:
+            return
+        magnitude, known = gradient.detach().abs(), self.magnitudes.get(name)
+        self.magnitudes[name] = magnitude if known is None else known + magnitude
+        self.terms[name] = self.terms.get(name, 0) + 1
 
     def clip(self, norm: float | None = None) -> Tensor | None:
         """Clips where that is wanted; returns the norm. `norm`: take this for the norm (another order of the sum)."""

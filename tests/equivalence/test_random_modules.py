@@ -81,4 +81,5 @@ def _train_both(spec: ModelSpec, plan: Plan, *, clips: bool, keeps: bool) -> Non
             steps=2,
             has_gradients=keeps,
             may_reorder=reorders,
+            by_terms=True,
         )
