@@ -137,15 +137,11 @@ def test_the_enumeration_finds_a_store_that_syncs_too_little(tmp_path: Path, io:
             del recorded.notes[n]
         return recorded
 
-    # Of a commit: the data, the two files of the state, the manifest, the directory.
-    for number in range(5):
+    # Of a commit: the data, the state, the manifest, the directory.
+    for number in range(4):
         recorded = leave_out(number)
-        finder = Finder(TWO_BLOCKS, tmp_path / str(number), io)
         (tmp_path / str(number)).mkdir()
-        if number == 1:
-            # The state went to the other file: the one that did not change needs no sync.
-            survive_every_crash(recorded, finder)
-            continue
+        finder = Finder(TWO_BLOCKS, tmp_path / str(number), io)
         with pytest.raises((AssertionError, StoreError)):
             survive_every_crash(recorded, finder)
 
@@ -173,8 +169,7 @@ def kill_during_a_step(recorded: RecordedDisk, io: DiskIO, call: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_power_cut_after_a_kill_at_any_call_and_a_new_start(tmp_path: Path, io: DiskIO, stride: int) -> None:
+def test_a_power_cut_after_a_kill_at_any_call_and_a_new_start(tmp_path: Path, io: DiskIO) -> None:
     finder, call, starts = Finder(TWO_BLOCKS, tmp_path, io), 0, set[int]()
     while True:
         start, found, was_killed = start_again_after_a_kill(RecordedDisk(tmp_path / f"s{call}"), io, finder, call)
@@ -183,7 +178,7 @@ def test_a_power_cut_after_a_kill_at_any_call_and_a_new_start(tmp_path: Path, io
         starts.add(start)
         if not was_killed:
             break
-        call += stride
+        call += 1
     assert starts == {0, 1}
     assert call >= 8
 
@@ -326,7 +321,6 @@ for line in sys.stdin:  # One fork for each kill: importing torch takes longer t
     ("durability", "kills"),
     [
         ("step", 5),
-        ("3", 4),
         pytest.param("step", 150, marks=pytest.mark.slow),
         pytest.param("5", 100, marks=pytest.mark.slow),
     ],

@@ -7,7 +7,7 @@ New versions are written into spare slots while the current ones stay. A commit
 
 1. waits for the writes, and sums what of the spare slots has no checksum yet;
 2. writes the small state to the one of its two files that is not current;
-3. calls `fdatasync` on every data and state file: only now may anything point at what they hold;
+3. calls `fdatasync` on the data files and on that file of the state: only now may anything point at what they hold;
 4. writes the new manifest beside the old one and calls `fsync` on it;
 5. renames it over the old one: the one instant at which all regions and the state change;
 6. calls `fsync` on the directory: only now is the step promised, and only now may the old slots be overwritten.

@@ -75,7 +75,8 @@ class DiskStore:
         self.io = DiskIO() if io is None else io
         self._owns_io = io is None
         self._manifest = manifest
-        self._handles = handles
+        self._handles = handles[: len(manifest.file_bytes)]
+        self._state_handles = handles[len(manifest.file_bytes) :]
         self._directory_lock = lock
         self._durable = durable
         self._made_directory = made_directory
@@ -85,7 +86,6 @@ class DiskStore:
         self._is_closed = False
         self._in_doubt: str | None = None
         self._verifies = verifies
-        self._data_files = len(manifest.file_bytes)
         self._states = {
             name: RegionState(entry.spec, entry.places, list(entry.steps), entry.current, manifest.piece_bytes)
             for name, entry in manifest.regions.items()
@@ -257,7 +257,7 @@ class DiskStore:
     @property
     def is_direct(self) -> bool:
         """True if the file system takes direct I/O for all files."""
-        return all(handle.is_direct for handle in self._handles[: self._data_files])
+        return all(handle.is_direct for handle in self._handles)
 
     @property
     def regions(self) -> Mapping[str, RegionSpec]:
@@ -289,7 +289,7 @@ class DiskStore:
         with self._lock:
             self._check_usable(is_write=False)
             entry = self._manifest.state
-            return None if entry is None else read_state(self._handles[self._data_files :], entry)
+            return None if entry is None else read_state(self._state_handles, entry)
 
     def advance(self, flips: Iterable[str]) -> None:
         """Lets reads see the spare slots of regions, which stay uncommitted: a crash goes back to the last commit.
@@ -352,11 +352,12 @@ class DiskStore:
             try:
                 entry = None
                 if state is not None:
-                    entry = write_state(self._handles[self._data_files :], state, current=self._manifest.state)
+                    entry = write_state(self._state_handles, state, current=self._manifest.state)
                 manifest = self._next_manifest(step, flipped, entry)
                 content = write_manifest(manifest)
                 if self._durable:
-                    sync_files(self._handles, step=self._manifest.step)
+                    written = () if entry is None else (self._state_handles[entry.file],)
+                    sync_files((*self._handles, *written), step=self._manifest.step)
                 publish(self.directory, content, step=step, operations=self._operations, durable=self._durable)
             except DoubtError as error:
                 self._in_doubt = error.doubt
@@ -409,7 +410,7 @@ class DiskStore:
         self.close()
 
     def _let_go(self, *, remove_lock: bool = False) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._state_handles):
             handle.close()
         self._directory_lock.release(remove=remove_lock)
 
