@@ -227,3 +227,48 @@ def test_the_benchmark_holds_on_its_smallest_case(tmp_path: Path) -> None:
     half = next(r for r in found if r["share"] == 2)
     assert half["plain_died"]
     assert half["holds"], half
+
+
+CHILD_WITHOUT_ROOM = """
+import sys
+import torch
+from torch import nn
+import memfit
+from memfit.api.machine import prepare_process
+from memfit.verification.meters import ProcessMeter
+prepare_process()
+def build(width):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(24)))
+def loss(model, batch):
+    return model(batch).square().mean()
+batch = torch.randn(8, 1536)
+warm = build(64)
+torch.optim.SGD(warm.parameters(), lr=0.1)  # brings up torch._dynamo
+meter = ProcessMeter()
+base = meter.resident_bytes().whole_bytes
+model = build(1536)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+weights = sum(p.nbytes for p in model.parameters())
+# Less than planning takes beside the model.
+limit = base + weights + (14 << 20)
+meter.reset_peak()
+with memfit.fit(model, optimizer, loss, batch, limit=limit, directory=sys.argv[1]) as job:
+    found = job.step(batch).loss
+    peaks = {record.name: record.process_peak_bytes for record in job.proof().phases}
+    print(found, limit, job.predicted_peak_bytes, *peaks.values())
+"""
+
+
+def test_planning_takes_no_room_beside_a_model_that_nearly_fills_the_limit(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD_WITHOUT_ROOM, str(tmp_path / "homes")],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    loss, limit, predicted, *peaks = map(float, done.stdout.split())
+    assert loss > 0
+    assert len(peaks) >= 2
+    assert max(peaks) <= limit
+    assert predicted <= limit

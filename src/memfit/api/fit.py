@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from memfit.api.job import Job, JobParts, Prepared
 from memfit.api.machine import Machine
 from memfit.api.setting import training_setting
 from memfit.api.splitting import Weigh, signature_of
-from memfit.core.errors import DoesNotFitError, PlanError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, DoesNotFitError, PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
@@ -25,6 +26,7 @@ from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap, find_blocks
 from memfit.profiling.trace import arrange_blocks, profile_step
+from memfit.runtime.aside import WeightsAside
 from memfit.runtime.losses import knows_loss
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.sites import Site
@@ -97,13 +99,21 @@ def fit(
     _check_arguments(model, loss, allow, max_grad_norm)
     limits = Limits.read(limit, host_limit, disk_limit)
     machine = Machine(_device_of(model), limits, is_emulated=emulate_device)
-    with machine.phases("load"), machine.guard("load", enforces=enforce):
+    with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as stack:
         driver = _driver(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else _read_plan(plan)
+        budget = machine.budget(sum(p.nbytes for p in model.parameters()))
+        lacks_room = machine.lacks_room
+        load_bytes = machine.load_bytes(model, leaves=lacks_room)
+        aside: WeightsAside | None = None
+        if lacks_room:
+            aside = stack.enter_context(WeightsAside(model.parameters(), Machine.disk_directory(directory)))
+            machine.forget_peak()
         task = _Task(
-            problem=_Problem(model=model, loss=loss, driver=driver, block_map=block_map),
+            problem=_Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside),
             sample=sample,
+            load_bytes=load_bytes,
             machine=machine,
             optimizer=optimizer,
             weight=weight,
@@ -113,7 +123,6 @@ def fit(
             keeps_gradients=keep_gradients,
             enforces=enforce,
         )
-        budget = machine.budget(sum(p.nbytes for p in model.parameters()))
         if given is not None:
             _check_tiers(given, machine)
             found = task.problem.profile(sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens)
@@ -171,6 +180,7 @@ class _Problem:
     loss: Loss
     driver: OptimizerDriver
     block_map: BlockMap
+    aside: WeightsAside | None = None
 
     def profile(self, batch: Any, counts: Sequence[int], *, chunk_tokens: int | None) -> Profile:
         """The profile of a batch, with a trace for each of the given numbers of microbatches."""
@@ -183,15 +193,16 @@ class _Problem:
         states = {
             name: sum(t.nbytes for t in driver.state_layout(name) if t.shape_kind != "scalar") for name in driver.names
         }
+        arguments = (self.model, _first_of(self.loss), batch, self.block_map)
+        sizes = sorted({-(-rows // k) for k in counts})
         with training_setting(self.model, chunk_tokens):
-            return profile_step(
-                self.model,
-                _first_of(self.loss),
-                batch,
-                self.block_map,
-                rows=sorted({-(-rows // k) for k in counts}),
-                state_bytes=states,
-            )
+            try:
+                return profile_step(*arguments, rows=sizes, state_bytes=states)
+            except AwayError:
+                if self.aside is None:
+                    raise
+                self.aside.bring(self.model.parameters())  # the trace must run on real tensors
+                return profile_step(*arguments, rows=sizes, state_bytes=states)
 
 
 def _first_of(loss: Loss) -> Loss:
@@ -294,6 +305,7 @@ class _Task:
 
     problem: _Problem
     sample: Any
+    load_bytes: int
     machine: Machine
     optimizer: torch.optim.Optimizer
     weight: Weigh | None
@@ -336,12 +348,13 @@ class _Task:
                 sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
                 predicted_peak_bytes=max(
                     ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes,
-                    self.machine.load_bytes(problem.model),
+                    self.load_bytes,
                 ),
                 max_grad_norm=self.max_grad_norm,
                 directory=self.directory,
                 keeps_gradients=self.keeps_gradients,
                 enforces=self.enforces,
+                bring=None if problem.aside is None else problem.aside.bring,
             )
         )
 
@@ -387,7 +400,7 @@ def _choose(
         words = choice.reason if chunk is None else f"{choice.reason} The loss runs in chunks of {chunk} tokens."
         choices.append((choice.timeline.seconds, replace(choice.plan, loss_chunk_tokens=chunk), words, profile))
     if not choices:
-        raise _refusal(refusals, budget, machine.load_bytes(problem.model))
+        raise _refusal(refusals, budget, task.load_bytes)
     _, plan, reason, profile = min(choices, key=lambda choice: choice[0])
     return plan, reason, profile
 

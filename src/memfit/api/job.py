@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
 from memfit.api.setting import training_setting
@@ -122,6 +123,7 @@ class JobParts:
     directory: str | Path | None
     keeps_gradients: bool
     enforces: bool
+    bring: Callable[[Iterable[nn.Parameter]], None] | None = None
 
 
 class Job:
@@ -165,6 +167,7 @@ class Job:
         self._running = ExitStack()
         self._has_ended = False
         self._is_stepping = False
+        self._interrupts = Interrupts()
         self._owed: set[str] = set()
         try:
             self._begin(parts)
@@ -176,7 +179,7 @@ class Job:
     def _begin(self, parts: JobParts) -> None:
         """Everything moves home. If that fails, `_end` gives back what had moved."""
         driver = parts.driver
-        self._house.move_in()
+        self._house.move_in(parts.bring)
         callbacks = OwnerCallbacks(
             gather_state=self._gather_state, scatter_state=self._scatter_state, zero_grad=self._zero_grad
         )
@@ -201,6 +204,7 @@ class Job:
             updates=self._updates,
             parameter_order=[name for name, _ in parts.model.named_parameters()],
             device_types=("cpu", "cuda") if parts.machine.device.type == "cuda" else ("cpu",),
+            observe=self._interrupts.check,
         )
         self._running.callback(self._engine.close)
         self._frames.attach(self._engine)
@@ -222,7 +226,7 @@ class Job:
         Raises:
             LimitBreachError: the limit was hit; says where, and whether the step can be repeated.
             DoesNotFitError: a batch of another shape does not fit. UsageError: the batch, the loss, or the job is closed.
-            TornStepError: an earlier step was interrupted while it updated in place.
+            TornStepError: an earlier step was interrupted while it updated in place. KeyboardInterrupt: at the next action; a second Ctrl-C at once.
         """
         self._check_usable()
         self._check_unchanged()
@@ -236,11 +240,11 @@ class Job:
             self._machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
         self._is_stepping = True
         try:
-            with self._machine.phases(phase):
+            with self._interrupts.held(), self._machine.phases(phase):
                 outcome = self._run_step(prepared, parts, factors)
+                self._steps += 1
         finally:
             self._is_stepping = False
-        self._steps += 1
         self._census.note_step()
         return self._result(batch, outcome, time.perf_counter() - began)
 
@@ -271,12 +275,17 @@ class Job:
 
     def _fail(self, error: BaseException, phase: str, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
         """A step did not end: forget it, or say that it tore the weights. Allocation failures become breaches."""
+        # An update that was under way must not write when the step is forgotten.
+        self._updates.close()
         self._parts.driver.abandon_step()
         try:
             self._house.gradients.wait()
         except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
             error.add_note(f"a gradient could not be written either: {other}")
-        self._house.forget_step()
+        if self._house.forget_step():
+            self._steps += 1
+            error.add_note(f"step {self._steps} had been committed when this came: it counts")
+            return
         for block in self._blocks:
             block.release()
         is_torn = bool(self._updates.updated_blocks) and not self._is_undoable
@@ -372,6 +381,7 @@ class Job:
         model, loss = self._parts.model, self._parts.loss
         work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
         with (
+            self._interrupts.held(),
             self._machine.phases("evaluate"),
             torch.no_grad(),
             evaluating(model),
@@ -432,24 +442,28 @@ class Job:
         chosen = self._choose_blocks(blocks)
         fetched = [block for block in chosen if not block.is_here]
         try:
-            for block in chosen:
-                block.fetch()
-                block.wait()
+            with self._interrupts.held():
+                for block in chosen:
+                    block.fetch()
+                    block.wait()
             before = {block.index: block.versions() for block in chosen}
             yield
-            try:
-                for block in chosen:
-                    if block.versions() != before[block.index]:
-                        ticket = block.write_home()
-                        if ticket is not None:
-                            ticket.wait()
-                self._keep_changes()
-            except BaseException:
-                self._house.forget_step()
-                raise
+            with self._interrupts.held():
+                self._write_home([block for block in chosen if block.versions() != before[block.index]])
         finally:
             for block in fetched:
                 block.release()
+
+    def _write_home(self, changed: Sequence[BlockWeights]) -> None:
+        try:
+            for block in changed:
+                ticket = block.write_home()
+                if ticket is not None:
+                    ticket.wait()
+            self._keep_changes()
+        except BaseException:
+            self._house.forget_step()
+            raise
 
     def save(
         self,
@@ -556,7 +570,8 @@ class Job:
             there again, or give the rest up with `restore=False`.
         """
         self._is_closed = True
-        self._end(restore=restore)
+        with self._interrupts.held():
+            self._end(restore=restore)
 
     def _end(self, *, restore: bool) -> None:
         if self._has_ended:

@@ -30,8 +30,10 @@ _PROBE_SIZE = 768
 _PROBE_LINK_BYTES = 32 * MIB
 # An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
 _PROBE_EMULATED_LINK_BYTES = 4 * MIB
-# Staging of the disk's workers, the probe's matrices and Python's own growth while a model is traced: 15 to 25 MiB seen.
-_LOAD_SCRATCH_BYTES = 32 * MIB
+# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 46 MiB seen.
+_LOAD_SCRATCH_BYTES = 48 * MIB
+# Putting weights aside stages a piece for each of the disk's workers.
+_ASIDE_SCRATCH_BYTES = 8 * MIB
 
 
 def prepare_process() -> ProcessMeter:
@@ -96,13 +98,29 @@ class Machine:
         reserve = self.reserve_bytes() if self.counts_process else 0
         return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
 
-    def load_bytes(self, model: torch.nn.Module) -> int:
-        """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds."""
+    @property
+    def lacks_room(self) -> bool:
+        """What is there leaves no room below the process's limit for the scratch of planning."""
+        limit = self.limits.device_bytes
+        return (
+            self.counts_process
+            and limit is not None
+            and limit <= self.base_bytes() + self.meter.live_bytes() + _LOAD_SCRATCH_BYTES
+        )
+
+    def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
+        """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds.
+
+        Args:
+            model: still whole.
+            leaves: its weights are put aside before there is scratch (see `runtime.aside`).
+        """
         if not self.counts_process:
             return self.meter.live_bytes()
         weights = sum(p.nbytes for p in model.parameters())
         foreign = max(0, weights - self.meter.live_bytes())
-        return max(0, self.base_bytes() - foreign) + weights + _LOAD_SCRATCH_BYTES
+        scratch = _ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES
+        return max(0, self.base_bytes() - foreign) + weights + scratch
 
     def reserve_bytes(self) -> int:
         """Scratch of kernels and libraries that no trace sees."""
@@ -140,8 +158,8 @@ class Machine:
     def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
         """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
         limit = self.limits.device_bytes
-        # Where not even what is there and the scratch of preparing fit, planning says what would be needed.
-        if enforces and limit is not None and limit > self.base_bytes() + self.meter.live_bytes() + _LOAD_SCRATCH_BYTES:
+        # Where not even what is there fits, planning says what would be needed.
+        if enforces and limit is not None and not self.lacks_room and limit > self.base_bytes():
             self.arm()
         try:
             yield
@@ -184,7 +202,7 @@ class Machine:
         Args:
             directory: on the disk that homes would use; the temporary directory's if None.
         """
-        where = Path(tempfile.gettempdir()) if directory is None else Path(directory).absolute().parent
+        where = self.disk_directory(directory)
         speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
         free = shutil.disk_usage(where).free
         is_cuda = self.device.type == "cuda"
@@ -198,6 +216,11 @@ class Machine:
             host=link,
             host_bytes=None if link is None else (self.limits.host_bytes or _memory_bytes()),
         )
+
+    @staticmethod
+    def disk_directory(directory: str | Path | None) -> Path:
+        """An existing directory on the disk that homes would use: that for temporary files, or the parent of the given one."""
+        return Path(tempfile.gettempdir()) if directory is None else Path(directory).absolute().parent
 
     def forget_peak(self) -> None:
         """What was used until now is no measure for what comes: the pool of freed memory goes back and starts anew."""

@@ -12,7 +12,7 @@ step's own number before anything reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class House:
         self.blocks = tuple(blocks)
         self.states = dict(states)
         self.step = 0
+        self._generation = 0
         self._device = device
         self._host_ledger = host_ledger
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -159,8 +160,11 @@ class House:
                 homes[block.index] = self._home(block.nbytes, tier, f"{block.name}/gradient")
         return homes
 
-    def move_in(self) -> None:
+    def move_in(self, bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None) -> None:
         """Moves the weights home and makes homes for the states.
+
+        Args:
+            bring: has the bytes of parameters that were put aside back.
 
         Raises:
             StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes the model whole again.
@@ -169,6 +173,8 @@ class House:
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
             home = self._home(block.nbytes, self.plan.block(block.name).weight_home, f"{block.name}/weight")
             try:
+                if bring is not None:
+                    bring(slot.parameter for slot in block.slots)
                 block.move_in(home)
             except BaseException:
                 _undo_move(block, home)
@@ -209,6 +215,7 @@ class House:
         """What has been moved in is version 0."""
         if self.store is not None:
             self.store.commit(0)
+            self._generation = self.store.generation
         for home in self._disk_homes:
             home.begin_version()
 
@@ -230,12 +237,22 @@ class House:
             self.store.commit(step, [home.name for home in dirty])
             for home in dirty:
                 home.begin_version()
+            self._generation = self.store.generation
         self.step = step
 
-    def forget_step(self) -> None:
-        """A step failed before its commit: what it wrote into spare slots is not a version."""
+    def forget_step(self) -> bool:
+        """A step did not come to its end: what it wrote into spare slots is not a version.
+
+        Returns:
+            True if its version is the current one all the same: an interrupt came after the instant of the commit.
+        """
         for home in self._disk_homes:
             home.begin_version()
+        if self.store is None or self.store.generation == self._generation:
+            return False
+        assert self.store.step is not None
+        self._generation, self.step = self.store.generation, self.store.step
+        return True
 
     @property
     def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:
