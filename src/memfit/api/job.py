@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +123,7 @@ class JobParts:
     directory: str | Path | None
     keeps_gradients: bool
     enforces: bool
+    bring: Callable[[Iterable[nn.Parameter]], None] | None = None
 
 
 class Job:
@@ -178,7 +179,7 @@ class Job:
     def _begin(self, parts: JobParts) -> None:
         """Everything moves home. If that fails, `_end` gives back what had moved."""
         driver = parts.driver
-        self._house.move_in()
+        self._house.move_in(parts.bring)
         callbacks = OwnerCallbacks(
             gather_state=self._gather_state, scatter_state=self._scatter_state, zero_grad=self._zero_grad
         )

@@ -12,7 +12,7 @@ step's own number before anything reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,11 @@ class House:
                 homes[block.index] = self._home(block.nbytes, tier, f"{block.name}/gradient")
         return homes
 
-    def move_in(self) -> None:
+    def move_in(self, bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None) -> None:
         """Moves the weights home and makes homes for the states.
+
+        Args:
+            bring: has the bytes of parameters that were put aside back.
 
         Raises:
             StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes the model whole again.
@@ -170,6 +173,8 @@ class House:
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
             home = self._home(block.nbytes, self.plan.block(block.name).weight_home, f"{block.name}/weight")
             try:
+                if bring is not None:
+                    bring(slot.parameter for slot in block.slots)
                 block.move_in(home)
             except BaseException:
                 _undo_move(block, home)
