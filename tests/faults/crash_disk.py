@@ -16,7 +16,7 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -198,21 +198,20 @@ class RecordedDisk(FileOperations):
 
 
 @dataclass
-class _File:
-    durable: bytearray = field(default_factory=bytearray)
-    pending: list[Write | Resize] = field(default_factory=list)
-    lost: list[Write | Resize] = field(default_factory=list)
-    """What a failed sync let go of: there or not, for ever."""
+class _Change:
+    """A change and whether a power cut may still take it: "durable", "pending", or "lost" by a sync that failed."""
+
+    what: Write | Resize | Name
+    status: str = "pending"
 
 
 @dataclass
 class Disk:
-    """What is durable, and what may be."""
+    """What is durable, and what may be, in the order in which it was done."""
 
-    files: dict[int, _File] = field(default_factory=dict)
+    contents: dict[int, bytearray] = field(default_factory=dict)
     names: dict[str, int] = field(default_factory=dict)
-    pending: list[Name] = field(default_factory=list)
-    lost: list[Name] = field(default_factory=list)
+    changes: list[_Change] = field(default_factory=list)
     promised: int | None = None
     attempted: int | None = None
 
@@ -225,67 +224,73 @@ class Disk:
         """Follows a note."""
         match note:
             case Write() | Resize():
-                self.files[note.file].pending.append(note)
+                self.changes.append(_Change(note))
             case Name():
                 if note.file is not None:
-                    self.files.setdefault(note.file, _File())
-                self.pending.append(note)
+                    self.contents.setdefault(note.file, bytearray())
+                self.changes.append(_Change(note))
             case SyncFile(file, is_ok):
-                found = self.files[file]
-                if is_ok:
-                    for change in found.pending:
-                        _apply(found.durable, change)
-                else:
-                    found.lost += found.pending
-                found.pending = []
+                self._settle(lambda what: not isinstance(what, Name) and what.file == file, is_ok=is_ok)
             case SyncNames(is_ok):
-                if is_ok:
-                    for name in self.pending:
-                        _rename(self.names, name)
-                else:
-                    self.lost += self.pending
-                self.pending = []
+                self._settle(lambda what: isinstance(what, Name), is_ok=is_ok)
             case Attempt(step):
                 self.attempted = step
             case Promise(step):
                 self.promised, self.attempted = step, None
 
-    def uncertain(self, tear: Callable[[Write], list[Write]]) -> list[Write | Resize | Name]:
-        """All that may have happened or not, writes in parts."""
-        found: list[Write | Resize | Name] = [*self.lost, *self.pending]
-        for file in self.files.values():
-            for change in (*file.lost, *file.pending):
-                found.extend(tear(change) if isinstance(change, Write) else [change])
-        return found
-
-    def found_after(self, happened: list[Write | Resize | Name]) -> Files:
-        """The files by name, if just these of the uncertain changes have happened."""
-        names, contents = dict(self.names), {number: bytearray(file.durable) for number, file in self.files.items()}
-        for change in happened:
-            if isinstance(change, Name):
-                _rename(names, change)
+    def _settle(self, concerns: Callable[[Write | Resize | Name], bool], *, is_ok: bool) -> None:
+        for change in self.changes:
+            if change.status == "pending" and concerns(change.what):
+                change.status = "durable" if is_ok else "lost"
+        # What is durable and has nothing uncertain of its kind before it is the ground that the rest stands on.
+        kept: list[_Change] = []
+        uncertain: set[int | None] = set()
+        for change in self.changes:
+            kind = None if isinstance(change.what, Name) else change.what.file
+            if change.status == "durable" and kind not in uncertain:
+                _apply(self.contents, self.names, change.what)
             else:
-                _apply(contents[change.file], change)
+                uncertain.add(kind)
+                kept.append(change)
+        self.changes = kept
+
+    def parts(self, tear: Callable[[Write], list[Write]]) -> list[tuple[Write | Resize | Name, bool]]:
+        """The changes since, in order, writes in parts, and of each whether it has happened for certain."""
+        return [
+            (part, change.status == "durable")
+            for change in self.changes
+            for part in (tear(change.what) if isinstance(change.what, Write) else [change.what])
+        ]
+
+    def uncertain(self, tear: Callable[[Write], list[Write]]) -> int:
+        """How many parts may have happened or not."""
+        return sum(not is_certain for _, is_certain in self.parts(tear))
+
+    def found(self, parts: list[tuple[Write | Resize | Name, bool]], happened: Iterable[bool]) -> Files:
+        """The files by name, if of the uncertain parts just these have happened."""
+        names, contents, chosen = dict(self.names), {n: bytearray(c) for n, c in self.contents.items()}, iter(happened)
+        for what, is_certain in parts:
+            if is_certain or next(chosen):
+                _apply(contents, names, what)
         return {name: bytes(contents[file]) for name, file in names.items()}
 
 
-def _apply(content: bytearray, change: Write | Resize) -> None:
-    if isinstance(change, Resize):
-        if change.nbytes == 0:
-            content.clear()
-        content.extend(bytes(max(0, change.nbytes - len(content))))
-    else:
-        content.extend(bytes(max(0, change.offset + len(change.data) - len(content))))
-        content[change.offset : change.offset + len(change.data)] = change.data
-
-
-def _rename(names: dict[str, int], change: Name) -> None:
-    if change.old_name is not None:
-        names.pop(change.old_name, None)
-    if change.file is None:
-        names.pop(change.name, None)
-    else:
-        names[change.name] = change.file
+def _apply(contents: dict[int, bytearray], names: dict[str, int], what: Write | Resize | Name) -> None:
+    match what:
+        case Name(name, file, old_name):
+            if old_name is not None:
+                names.pop(old_name, None)
+            if file is None:
+                names.pop(name, None)
+            else:
+                names[name] = file
+        case Resize(file, nbytes):
+            if nbytes == 0:
+                contents[file].clear()
+            contents[file].extend(bytes(max(0, nbytes - len(contents[file]))))
+        case Write(file, offset, data):
+            contents[file].extend(bytes(max(0, offset + len(data) - len(contents[file]))))
+            contents[file][offset : offset + len(data)] = data
 
 
 def in_halves(write: Write) -> list[Write]:
@@ -304,19 +309,16 @@ def in_sectors(write: Write) -> list[Write]:
 
 def all_crash_states(disk: Disk) -> Iterator[Files]:
     """Every subset of what is uncertain, writes in halves: complete."""
-    units = disk.uncertain(in_halves)
-    for happened in itertools.product((False, True), repeat=len(units)):
-        yield disk.found_after([unit for unit, is_there in zip(units, happened, strict=True) if is_there])
+    parts = disk.parts(in_halves)
+    for happened in itertools.product((False, True), repeat=disk.uncertain(in_halves)):
+        yield disk.found(parts, happened)
 
 
 def some_crash_states(disk: Disk, draw: random.Random, count: int) -> Iterator[Files]:
     """Nothing, everything, and random subsets of sectors."""
-    units = disk.uncertain(in_sectors)
-    yield disk.found_after([])
-    yield disk.found_after(units)
-    for _ in range(count):
-        share = draw.random()
-        yield disk.found_after([unit for unit in units if draw.random() < share])
+    parts, uncertain = disk.parts(in_sectors), disk.uncertain(in_sectors)
+    for share in (0.0, 1.0, *(draw.random() for _ in range(count))):
+        yield disk.found(parts, [draw.random() < share for _ in range(uncertain)])
 
 
 def put_back(files: Files, directory: Path) -> None:

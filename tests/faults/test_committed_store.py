@@ -632,10 +632,13 @@ def test_files_that_lead_out_of_the_directory_are_not_touched(tmp_path: Path, io
 def test_a_new_manifest_that_is_a_link_is_not_followed(tmp_path: Path, io: DiskIO) -> None:
     directory = committed(tmp_path / "s", io)
     (tmp_path / "mine").write_text("kept")
-    (directory / "manifest.json.new").symlink_to(tmp_path / "mine")
     with TWO_BLOCKS.open(directory, io) as store:
+        (directory / "manifest.json.new").symlink_to(tmp_path / "mine")
         with pytest.raises(StoreError, match="symbolic link"):
             TWO_BLOCKS.step(store, 4)
         (directory / "manifest.json.new").unlink()
         assert TWO_BLOCKS.seal(store, 4)
+    (directory / "manifest.json.new").symlink_to(tmp_path / "mine")
+    with pytest.raises(StoreError, match="symbolic link"):
+        TWO_BLOCKS.open(directory, io)
     assert (tmp_path / "mine").read_text() == "kept"

@@ -14,7 +14,8 @@ New versions are written into spare slots while the current ones stay. A commit
 
 A crash before (5) leaves the old step; between (5) and (6) either, both whole; after (6) the new one. A killed process
 loses nothing that it has handed to the system, so after a kill the new manifest may be seen that a later power cut would
-still take back: whoever opens a store repeats 3, 4 (the sync of the manifest it read) and 6 before its first write.
+still take back: whoever opens a store repeats 3 to 6 before the first write, with the manifest that was found. It is written
+again, not only synced, because the sync that failed may have been an earlier owner's: see below.
 
 When a call fails, what is true afterwards decides. Before (5) the old step is current and the commit may be repeated,
 unless a sync of data failed: the kernel then forgets what it could not write, and a second sync would succeed and prove
@@ -26,14 +27,13 @@ to be opened again.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from memfit.core.errors import StoreError
 from memfit.runtime.store.explain import explain
 from memfit.runtime.store.files import FileHandle, FileOperations, sync_directory, write_small_file
-from memfit.runtime.store.manifest import MANIFEST_NAME, NEW_MANIFEST_NAME
+from memfit.runtime.store.manifest import MANIFEST_NAME, NEW_MANIFEST_NAME, Manifest, write_manifest
 
 _NOTHING_WAS_DONE = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
@@ -71,7 +71,7 @@ def sync_files(handles: Iterable[FileHandle], *, step: int | None) -> None:
             ) from error
 
 
-def publish(directory: Path, content: bytes, *, step: int, operations: FileOperations, durable: bool) -> None:
+def publish(directory: Path, content: bytes, *, step: int | None, operations: FileOperations, durable: bool) -> None:
     """Puts a manifest in the place of the one before.
 
     Raises:
@@ -99,25 +99,20 @@ def publish(directory: Path, content: bytes, *, step: int, operations: FileOpera
             raise _doubt(error, doing=unsure, path=directory, doubt=doubt) from error
 
 
-def settle(directory: Path, handles: Iterable[FileHandle], *, operations: FileOperations) -> None:
+def settle(directory: Path, handles: Iterable[FileHandle], manifest: Manifest, *, operations: FileOperations) -> None:
     """Makes durable what an opened store was found to hold, before anything of it is overwritten; see [Note: commit].
 
+    Args:
+        directory: of the store.
+        handles: its files, the small state's too.
+        manifest: what was read; it is written again, unchanged.
+        operations: the system calls.
+
     Raises:
-        StoreError: the disk refuses; the store is as it was.
+        StoreError: the disk refuses; what was committed is whole, and opening may be tried again.
     """
-    doing = "make sure that the store's last step is durable"
-    path = directory / MANIFEST_NAME
-    try:
-        for handle in handles:
-            handle.sync_data()
-        descriptor = operations.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            operations.fsync(descriptor)
-        finally:
-            operations.close(descriptor)
-        sync_directory(directory, operations=operations)
-    except OSError as error:
-        raise explain(error, doing=doing, path=path) from error
+    sync_files(handles, step=manifest.step)
+    publish(directory, write_manifest(manifest), step=manifest.step, operations=operations, durable=True)
 
 
 def _doubt(cause: OSError, *, doing: str, path: Path, doubt: str) -> DoubtError:

@@ -209,7 +209,7 @@ class DiskStore:
             handles = open_files(where, manifest, operations=used)
             if durable:
                 try:
-                    settle(where, handles, operations=used)
+                    settle(where, handles, manifest, operations=used)
                 except StoreError:
                     for handle in handles:
                         handle.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,10 +102,13 @@ def check_store(store: DiskStore, *, on_progress: Callable[[int, int], None] | N
     """As `verify`, of a store that is open; what is not committed is not looked at."""
     total_bytes = sum(spec.nbytes for name, spec in store.regions.items() if store.region(name).has_sums)
     done_bytes = 0
+    # The same memory for all regions: fresh pages would cost as much as the reading.
+    piece_bytes = store.piece_bytes or 1
+    buffers = [aligned_memory(max(1, _READ_BYTES // piece_bytes) * piece_bytes) for _ in range(_READS_UNDER_WAY)]
     blocks: list[BlockReport] = []
     for name in store.regions:
         region = store.region(name)
-        blocks.append(check_region(region, store.piece_bytes or 0))
+        blocks.append(_check_region(region, piece_bytes, buffers))
         done_bytes += region.nbytes if region.has_sums else 0
         if on_progress is not None:
             on_progress(done_bytes, total_bytes)
@@ -124,13 +127,13 @@ def _problem_of_state(store: DiskStore) -> str | None:
     return None
 
 
-def check_region(region: Region, piece_bytes: int) -> BlockReport:
+def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -> BlockReport:
     """Reads the committed version of a region and compares it."""
     damaged: list[PieceDamage] = []
     pieces = 0
     if region.has_sums:
         pieces = -(-region.nbytes // piece_bytes)
-        for start, nbytes, ticket in _reads(region, piece_bytes, damaged):
+        for start, nbytes, ticket in _reads(region, damaged, buffers):
             ticket.join()
             if ticket.failure is not None:
                 damaged += _unreadable(region, start, nbytes, piece_bytes)
@@ -144,11 +147,11 @@ def check_region(region: Region, piece_bytes: int) -> BlockReport:
     )
 
 
-def _reads(region: Region, piece_bytes: int, damaged: list[PieceDamage]) -> Iterator[tuple[int, int, Ticket]]:
+def _reads(region: Region, damaged: list[PieceDamage], buffers: Sequence[Memory]) -> Iterator[tuple[int, int, Ticket]]:
     """Reads of whole pieces (start, bytes, ticket), a few under way at once; buffers are used again in turn."""
-    read_bytes = max(1, _READ_BYTES // piece_bytes) * piece_bytes
+    read_bytes = buffers[0].nbytes
     waiting: deque[tuple[int, int, Ticket, Memory]] = deque()
-    free = [aligned_memory(min(read_bytes, region.nbytes)) for _ in range(_READS_UNDER_WAY)]
+    free = list(buffers)
     for start in range(0, region.nbytes, read_bytes):
         if not free:
             oldest = waiting.popleft()
