@@ -30,8 +30,10 @@ _PROBE_SIZE = 768
 _PROBE_LINK_BYTES = 32 * MIB
 # An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
 _PROBE_EMULATED_LINK_BYTES = 4 * MIB
-# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 46 MiB seen.
-_LOAD_SCRATCH_BYTES = 48 * MIB
+# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 62 MiB seen.
+_LOAD_SCRATCH_BYTES = 64 * MIB
+# Where less than that is left, weights are put aside first: more than was seen, since other models are larger.
+_LOAD_ROOM_BYTES = 128 * MIB
 # Putting weights aside stages a piece for each of the disk's workers.
 _ASIDE_SCRATCH_BYTES = 8 * MIB
 
@@ -105,7 +107,7 @@ class Machine:
         return (
             self.counts_process
             and limit is not None
-            and limit <= self.base_bytes() + self.meter.live_bytes() + _LOAD_SCRATCH_BYTES
+            and limit <= self.base_bytes() + self.meter.live_bytes() + _LOAD_ROOM_BYTES
         )
 
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
@@ -158,8 +160,9 @@ class Machine:
     def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
         """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
         limit = self.limits.device_bytes
-        # Where not even what is there fits, planning says what would be needed.
-        if enforces and limit is not None and not self.lacks_room and limit > self.base_bytes():
+        # Where not even what is there fits, and on a device the scratch of planning beside it, planning says what would be needed.
+        there = self.base_bytes() if self.counts_process else self.meter.live_bytes() + _LOAD_SCRATCH_BYTES
+        if enforces and limit is not None and not self.lacks_room and limit > there:
             self.arm()
         try:
             yield
