@@ -229,6 +229,29 @@ def test_the_benchmark_holds_on_its_smallest_case(tmp_path: Path) -> None:
     assert half["holds"], half
 
 
+@pytest.mark.parametrize("fate", [Saved.OFFLOAD, Saved.RECOMPUTE], ids=str)
+def test_the_allocator_sees_all_memory_that_a_step_takes(fate: Saved, allocator: Allocator, tmp_path: Path) -> None:
+    """What the process held at its peak is what was there before and what the allocator gave: nothing goes past it."""
+    rows, width, layers = 2048, 512, 8
+    model = _build(layers, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = [{name: torch.randn(rows, width) for name in ("x", "y")} for _ in range(3)]
+    profile = memfit.profile(model, optimizer, _loss, batches[0])
+    call = CallPlan(saved=fate, saved_home=Tier.DISK, boundary_home=Tier.DISK)
+    plan = Plan(blocks=plans.on_disk(profile), calls=plans.fates(profile, call))
+    with memfit.fit(model, optimizer, _loss, batches[0], plan=plan, directory=tmp_path / "homes") as job:
+        job.step(batches[0])
+        allocator.trim()
+        process = ProcessMeter()
+        before = process.resident_bytes().whole_bytes - allocator.stats().mapped_bytes
+        job.step(batches[1])
+        steady = job.proof().phases[-1]
+        moved = job.bytes_moved[0].get("activation", 0)
+        job.close(restore=False)
+    assert moved > 30 * MIB, "or nothing could have gone past the allocator"
+    assert (steady.process_peak_bytes or 0) - steady.held_peak_bytes - before < 8 * MIB
+
+
 CHILD_WITHOUT_ROOM = """
 import sys
 import torch

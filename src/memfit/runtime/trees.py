@@ -30,9 +30,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
     """A storage of uninitialised bytes, whose pages are not touched.
 
-    Through a tensor: `torch.UntypedStorage(n)` bypasses the allocator that is installed under torch.
+    Through a tensor: `torch.UntypedStorage(n)` bypasses the allocator that is installed under torch. Modes of the user's (that count, log or fake
+    operations) do not see it.
     """
-    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def bytes_view(storage: torch.UntypedStorage, offset_bytes: int, nbytes: int) -> torch.Tensor:

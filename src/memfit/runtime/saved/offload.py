@@ -32,6 +32,7 @@ from memfit.core.units import KIB
 from memfit.runtime.homes.base import Ticket
 from memfit.runtime.saved.handles import refuse_again
 from memfit.runtime.saved.tensors import Geometry, plain_storage, raise_changed, version_of
+from memfit.runtime.trees import new_storage
 
 MINIMUM_BYTES = 64 * KIB
 """Smaller storages stay: a transfer of fewer bytes costs more in latency than the memory is worth."""
@@ -123,7 +124,7 @@ class Parcel:
         with self._lock:
             if not self.is_away:
                 return
-            storage = torch.UntypedStorage(self.nbytes, device=self._device)
+            storage = new_storage(self.nbytes, self._device)
             self._ticket = self._store.get(self._rest, storage)
             self._storage = storage
             self._count("read_bytes")

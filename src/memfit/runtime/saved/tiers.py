@@ -16,7 +16,7 @@ from memfit.core.plan import Tier
 from memfit.runtime.homes.base import Ticket
 from memfit.runtime.homes.memory import MemoryHome
 from memfit.runtime.store import Extent, ScratchFile, memory_of_storage
-from memfit.runtime.trees import bytes_view
+from memfit.runtime.trees import bytes_view, new_storage
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -159,7 +159,7 @@ class _Staging:
         """The buffer, made larger if it must be."""
         if self._storage is None or self._storage.nbytes() < nbytes:
             self.close()
-            self._storage = torch.UntypedStorage(nbytes)
+            self._storage = new_storage(nbytes)
             if self._is_pinned:
                 # Registering our own pages pins exactly nbytes; the caching pinned allocator would round up to a power
                 # of two.
