@@ -15,7 +15,6 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -29,16 +28,15 @@ from memfit.runtime.store.lock import DirectoryLock
 from memfit.runtime.store.manifest import (
     Manifest,
     RegionEntry,
-    StateEntry,
     check_identity,
     check_piece_bytes,
     check_room_for_sums,
     check_step,
     write_manifest,
 )
-from memfit.runtime.store.memory import Memory, aligned_memory
 from memfit.runtime.store.publish import DoubtError, publish, settle, sync_files
-from memfit.runtime.store.region import Region, RegionState, check_complete, note_sums
+from memfit.runtime.store.region import Region, RegionState, check_complete
+from memfit.runtime.store.sealing import check_in_place, complete_sums, next_manifest
 from memfit.runtime.store.state_files import read_state, write_state
 from memfit.runtime.store.tensors import differences, in_words
 
@@ -347,13 +345,14 @@ class DiskStore:
             named = list(flips)
             advanced = [name for name, found in self._states.items() if found.current != found.committed]
             flipped = self._ready([*named, *(name for name in advanced if name not in named)])
-            self._check_in_place()
+            check_in_place(self._states)
             self._directory_lock.check_held()
             try:
                 entry = None
                 if state is not None:
                     entry = write_state(self._state_handles, state, current=self._manifest.state)
-                manifest = self._next_manifest(step, flipped, entry)
+                complete_sums(self._states, flipped, self._handles, self.io)
+                manifest = next_manifest(self._manifest, self._states, step=step, flipped=flipped, state=entry)
                 content = write_manifest(manifest)
                 if self._durable:
                     written = () if entry is None else (self._state_handles[entry.file],)
@@ -443,59 +442,6 @@ class DiskStore:
         for name, state in states.items():
             check_complete(name, state)
         return states
-
-    def _check_in_place(self) -> None:
-        for name, state in self._states.items():
-            failure = state.logs[state.current].failure()
-            if failure is not None:
-                raise store_error(
-                    f"{name!r} cannot be committed: {failure}; write it again first", failure.errno
-                ) from failure
-
-    def _next_manifest(self, step: int, flipped: Mapping[str, RegionState], small_state: StateEntry | None) -> Manifest:
-        entries: dict[str, RegionEntry] = {}
-        for name, state in self._states.items():
-            steps, current = list(state.steps), state.committed
-            if name in flipped:
-                current = state.spare
-                steps[current] = step
-            elif self._is_filled_in_place(state):
-                # From now on this is the committed version.
-                steps[current] = step
-            sums = None
-            if state.sums is not None:
-                self._complete_sums(name, state, current)
-                sums = state.sums[current].values()
-            entries[name] = RegionEntry(
-                spec=state.spec, places=state.places, steps=tuple(steps), current=current, sums=sums
-            )
-        return replace(
-            self._manifest, regions=entries, generation=self._manifest.generation + 1, step=step, state=small_state
-        )
-
-    def _is_filled_in_place(self, state: RegionState) -> bool:
-        if state.sums is not None and state.steps[state.committed] is None:
-            # With checksums a region is whole from its first commit on: what was not written is zero, and known to be.
-            return True
-        written_bytes = state.logs[state.committed].written_bytes
-        return written_bytes == state.spec.nbytes or (state.spec.slots == 1 and written_bytes > 0)
-
-    def _complete_sums(self, name: str, state: RegionState, number: int) -> None:
-        """Reads what has no checksum yet: pieces whose parts were written anew in other cuts, or not all of them."""
-        assert state.sums is not None
-        place = state.places[number]
-        buffer: Memory | None = None
-        for start, end in state.sums[number].unknown():
-            buffer = buffer or aligned_memory(state.sums[number].piece_bytes)
-            self.io.read(
-                self._handles[place.file],
-                place.offset + start,
-                buffer,
-                end - start,
-                tag=state.spec.tag,
-                label=name,
-                watcher=note_sums(state, number, start),
-            ).wait()
 
     def _adopt(self, manifest: Manifest, flipped: Mapping[str, RegionState]) -> None:
         self._manifest = manifest

@@ -1,0 +1,103 @@
+"""What a commit is going to say: the next manifest, from what was written to the regions of a store.
+
+In: the manifest before, the regions' states, which of them flip. Out: the next manifest; nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+
+from memfit.runtime.store.explain import store_error
+from memfit.runtime.store.files import FileHandle
+from memfit.runtime.store.io import DiskIO
+from memfit.runtime.store.manifest import Manifest, RegionEntry, StateEntry
+from memfit.runtime.store.memory import Memory, aligned_memory
+from memfit.runtime.store.region import RegionState, note_sums
+
+
+def check_in_place(states: Mapping[str, RegionState]) -> None:
+    """Refuses a commit while what reads see could not be written.
+
+    Raises:
+        StoreError: a write failed and was not repeated.
+    """
+    for name, state in states.items():
+        failure = state.logs[state.current].failure()
+        if failure is not None:
+            raise store_error(
+                f"{name!r} cannot be committed: {failure}; write it again first", failure.errno
+            ) from failure
+
+
+def complete_sums(
+    states: Mapping[str, RegionState], flipped: Container[str], handles: Sequence[FileHandle], io: DiskIO
+) -> None:
+    """Reads what has no checksum yet: pieces whose parts were written anew in other cuts, or not all of them.
+
+    Memory: one piece.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    buffer: Memory | None = None
+    for name, state in states.items():
+        if state.sums is None:
+            continue
+        number = state.spare if name in flipped else state.committed
+        place = state.places[number]
+        for start, end in state.sums[number].unknown():
+            buffer = buffer or aligned_memory(state.sums[number].piece_bytes)
+            io.read(
+                handles[place.file],
+                place.offset + start,
+                buffer,
+                end - start,
+                tag=state.spec.tag,
+                label=name,
+                watcher=note_sums(state, number, start),
+            ).wait()
+
+
+def next_manifest(
+    manifest: Manifest,
+    states: Mapping[str, RegionState],
+    *,
+    step: int,
+    flipped: Container[str],
+    state: StateEntry | None,
+) -> Manifest:
+    """The manifest of a step.
+
+    Args:
+        manifest: of the commit before.
+        states: of all regions, with all their checksums known.
+        step: its number.
+        flipped: regions whose spare slot becomes current.
+        state: where the small state of the step was written.
+    """
+    entries: dict[str, RegionEntry] = {}
+    for name, found in states.items():
+        steps, current = list(found.steps), found.committed
+        if name in flipped:
+            current = found.spare
+            steps[current] = step
+        elif _is_filled_in_place(found):
+            # From now on this is the committed version.
+            steps[current] = step
+        entries[name] = RegionEntry(
+            spec=found.spec,
+            places=found.places,
+            steps=tuple(steps),
+            current=current,
+            sums=None if found.sums is None else found.sums[current].values(),
+        )
+    return replace(manifest, regions=entries, generation=manifest.generation + 1, step=step, state=state)
+
+
+def _is_filled_in_place(state: RegionState) -> bool:
+    if state.sums is not None and state.steps[state.committed] is None:
+        # With checksums a region is whole from its first commit on: what was not written is zero, and known to be.
+        return True
+    written_bytes = state.logs[state.committed].written_bytes
+    return written_bytes == state.spec.nbytes or (state.spec.slots == 1 and written_bytes > 0)
