@@ -192,7 +192,9 @@ class Job:
                 raise
             self._owed.add(name)
         self._house.first_commit()
-        self._updates = UpdateWorker(driver, self._states, self._house.gradients)
+        # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
+        is_beside = parts.machine.device.type != "cpu" or self._house.uses_disk
+        self._updates = UpdateWorker(driver, self._states, self._house.gradients, is_beside=is_beside)
         self._running.callback(self._updates.close)
         self._frames = CallFrames(parts.plan, self._blocks, self._house.tier_stores(), device=parts.machine.device)
         self._engine = Engine(

@@ -160,6 +160,11 @@ class House:
                 homes[block.index] = self._home(block.nbytes, tier, f"{block.name}/gradient")
         return homes
 
+    @property
+    def uses_disk(self) -> bool:
+        """Weights, gradients or states rest on disk."""
+        return bool(self._disk_homes)
+
     def move_in(self, bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None) -> None:
         """Moves the weights home and makes homes for the states.
 

@@ -7,7 +7,8 @@ updated in pieces small enough for the processor's cache, and the next piece's t
 The worker touches a block's weights, gradients and states only between `submit` and the end of its ticket; the engine frees or
 fetches that block only after waiting for the ticket. Autograd meanwhile works on blocks below. Elementwise updates give the same bits on any number of
 threads, so the worker computes on one and leaves the others to backward; updates that need whole parameters (they contain reductions) run with the
-main thread's count, because the order of a reduction follows it.
+main thread's count, because the order of a reduction follows it. Where nothing is waited for, a worker beside backward only takes one of its cores, and
+the other cores wait for the slower one: then each update runs at once, on all of them.
 """
 
 from __future__ import annotations
