@@ -1,0 +1,112 @@
+"""The smallest limit that a refusal names is one that works, in a fresh process, from the load to the last phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.errors import DoesNotFitError
+
+TOO_SMALL = 2 << 20
+
+CHILD = """
+import json, sys
+import torch
+from torch import nn
+kind, is_emulated, limit, directory = sys.argv[1], sys.argv[2] == "device", int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+if kind == "gpt2":
+    from transformers import GPT2Config, GPT2LMHeadModel
+    config = GPT2Config(vocab_size=500, n_positions=64, n_embd=192, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+    ids = torch.randint(0, 500, (8, 64))
+    loss, batch = lambda model, batch: model(**batch).loss, {"input_ids": ids, "labels": ids.clone()}
+else:
+    stages = [nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in range(6)]
+    model = nn.Sequential(*stages)
+    loss = lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean()
+    batch = {"x": torch.randn(64, 512), "y": torch.randn(64, 512)}
+import memfit
+from memfit.core.errors import DoesNotFitError
+optimizer = torch.optim.AdamW(model.parameters())
+try:
+    job = memfit.fit(model, optimizer, loss, batch, limit=limit, emulate_device=is_emulated, directory=directory)
+except DoesNotFitError as error:
+    print(json.dumps({"smallest": error.smallest_limit_bytes, "message": str(error)}))
+    sys.exit()
+results = [job.step(batch) for _ in range(3)]
+job.evaluate(batch)
+job.save(directory + "-saved")
+proof = job.proof()
+print(json.dumps({
+    "finite": all(r.is_finite for r in results), "holds": proof.holds, "line": proof.line(),
+    "limit": proof.limit_bytes, "measured": proof.measured_peak_bytes, "predicted": proof.predicted_peak_bytes,
+}))
+job.close(restore=False)
+"""
+
+
+def _run(kind: str, where: str, limit: int, directory: Path) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, kind, where, str(limit), str(directory)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-4000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def test_the_smallest_limit_named_for_a_device_works_in_the_same_process(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    def build() -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(3)])
+
+    def fit(limit: int) -> memfit.Job:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return memfit.fit(model, optimizer, loss, batch, limit=limit, emulate_device=True, directory=tmp_path / "homes")
+
+    batch = {name: torch.randn(16, 256) for name in ("x", "y")}
+    with pytest.raises(DoesNotFitError, match="In its way:\npredicted device peak") as caught:
+        fit(TOO_SMALL)
+    smallest = caught.value.smallest_limit_bytes
+    assert smallest is not None
+    assert f"({smallest} bytes)" in str(caught.value)
+    with fit(smallest) as job:
+        assert all(job.step(batch).is_finite for _ in range(3))
+        job.evaluate(batch)
+        assert job.proof().holds, job.proof().line()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["process", "device"])
+@pytest.mark.parametrize("kind", ["sequential", "gpt2"])
+def test_the_smallest_limit_that_is_named_works(kind: str, where: str, tmp_path: Path) -> None:
+    refused = _run(kind, where, TOO_SMALL, tmp_path / "homes")
+    smallest, message = refused["smallest"], refused["message"]
+    assert smallest > TOO_SMALL
+    assert f"({smallest} bytes)" in message
+    # What stands in the way, by name: the tensors at the predicted peak, and the process where it counts.
+    assert "In its way:" in message
+    assert "predicted device peak" in message
+    assert ("interpreter, libraries" in message) == (where == "process")
+    found = _run(kind, where, smallest, tmp_path / "homes")
+    assert found["finite"]
+    assert found["holds"], found["line"]
+    assert max(found["measured"], found["predicted"]) <= found["limit"] == smallest
