@@ -633,7 +633,7 @@ class Job:
         if self._torn is not None:
             raise TornStepError(
                 f"the step is torn: {self._torn}; some blocks hold new weights and some old ones. Go back: load a saved state into the model and "
-                "fit again. A plan with is_atomic=True cannot tear"
+                "fit again. Under a plan with is_atomic=True, what rests on disk cannot tear"
             )
 
     def _check_unchanged(self) -> None:

@@ -153,11 +153,10 @@ class Plan:
             if call.saved is Saved.OFFLOAD and call.saved_home is Tier.DEVICE:
                 raise PlanError(f"calls[{index}] is offloaded to the device; use saved='keep', or host or disk")
         for name, block in self.blocks.items():
-            if block.weight_home is not Tier.DEVICE and block.state_home is Tier.DEVICE:
-                continue  # legal: states stay on the device and the weight comes to them
-            if self.is_atomic and self.update is UpdateTime.IN_BACKWARD and block.weight_home is not Tier.DISK:
+            has_spare_slots = block.weight_home is Tier.DISK and block.state_home is Tier.DISK
+            if self.is_atomic and self.update is UpdateTime.IN_BACKWARD and not has_spare_slots:
                 raise PlanError(
-                    f"block {name!r}: an atomic step that updates in backward needs homes with a spare slot (disk); "
+                    f"block {name!r}: an atomic step that updates in backward needs homes with a spare slot (disk) for weights and states; "
                     "use update='after-backward', or is_atomic=False"
                 )
 

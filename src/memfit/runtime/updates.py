@@ -55,8 +55,12 @@ class UpdateTicket:
         self._done.set()
 
     def wait(self) -> None:
-        """Returns when the block's new weights and states are home."""
-        self._done.wait()
+        """Returns when the block's new weights and states are home; an exception of a signal handler comes through only then."""
+        try:
+            self._done.wait()
+        except BaseException:
+            self._done.wait()
+            raise
         if self._error is not None:
             raise self._error
 

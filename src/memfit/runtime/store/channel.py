@@ -166,7 +166,8 @@ class Channel:
             elif ticket.blockers:
                 return
             (self._urgent if ticket.is_urgent else self._background).append(ticket)
-            self._condition.notify(max(1, min(len(self._threads), -(-ticket.nbytes // self._piece_bytes))))
+            # All: a waiter that an exception of a signal handler took away would swallow the wake-up that was meant for another.
+            self._condition.notify_all()
 
     def _is_over(self, ticket: Ticket) -> bool:
         """With the lock held: nothing is left to do or under way. True once only: who sees it finishes the ticket."""

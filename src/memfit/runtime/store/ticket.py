@@ -107,14 +107,21 @@ class Ticket:
         Raises:
             StoreError: it failed or was cancelled. Every waiter gets an exception of its own.
         """
-        self._event.wait()
+        self.join()
         failure = self.failure
         if failure is not None:
             raise failure
 
     def join(self) -> None:
-        """Waits until the transfer has ended, well or not, and raises nothing; look at `failure` then."""
-        self._event.wait()
+        """Waits until the transfer has ended, well or not, and raises nothing; look at `failure` then.
+
+        An exception of a signal handler comes through only when the transfer has ended: whoever handles it may give up the memory.
+        """
+        try:
+            self._event.wait()
+        except BaseException:
+            self._event.wait()
+            raise
 
     def cancel(self) -> bool:
         """Gives the transfer up. Pieces under way still end, so wait before the memory is used again.
