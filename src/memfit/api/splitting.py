@@ -121,7 +121,9 @@ def compare_split(
         assert factors is not None
         expected = one
         summed = sum(v * f for v, f in zip(found, factors, strict=True))
-    if math.isfinite(expected) and not abs(summed - expected) <= (_ROUNDED_TOLERANCE if is_rounded else _CHECK_TOLERANCE) * max(abs(expected), 1e-12):
+    if math.isfinite(expected) and not abs(summed - expected) <= (
+        _ROUNDED_TOLERANCE if is_rounded else _CHECK_TOLERANCE
+    ) * max(abs(expected), 1e-12):
         raise UnsupportedError(
             f"the loss of three rows is {expected:.6g}, but the weighted sum over two rows and one row is {summed:.6g}: this loss does not add up over "
             "microbatches. If it is a mean over tokens, give fit(weight=...) with each microbatch's number of counted tokens, or return (sum, count). If "

@@ -179,12 +179,18 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
             stack.enter_context(_masks_as_for_real_tensors())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             made = stack.enter_context(
-                stand_ins(setting.model, lambda p: _fake_parameter(p, device, setting.compute), lambda b: _fake_buffer(b, device))
+                stand_ins(
+                    setting.model,
+                    lambda p: _fake_parameter(p, device, setting.compute),
+                    lambda b: _fake_buffer(b, device),
+                )
             )
             batch = map_tensors(setting.batch, lambda t: _fake_input(t, device, rows))
         else:
             _check_present(setting)
-            made = stack.enter_context(stand_ins(setting.model, lambda p: _alias(p, setting.compute), lambda b: b.detach().clone()))
+            made = stack.enter_context(
+                stand_ins(setting.model, lambda p: _alias(p, setting.compute), lambda b: b.detach().clone())
+            )
             batch = map_tensors(slice_batch(setting.batch, 0, rows), lambda t: t.detach().clone())
         _declare(recorder, setting, made, batch)
         _place_hooks(stack, recorder, setting.model, is_whole=is_whole)

@@ -197,7 +197,9 @@ class GradientHomes:
                 home.read(offset, count * size, piece.untyped_storage()).wait()
         if self.scale is None:
             return piece.to(slot.master_dtype)
-        if piece.dtype == slot.master_dtype and (gradient is not None or (home is not None and home.memory is not None)):
+        if piece.dtype == slot.master_dtype and (
+            gradient is not None or (home is not None and home.memory is not None)
+        ):
             self._clipped.add(slot.name)  # in place, where it lies
         return piece.to(slot.master_dtype).mul_(self.scale)
 

@@ -123,9 +123,7 @@ class House:
             if states is not None and states.nbytes and homes.state_home is Tier.DISK:
                 regions[f"{block.name}/state"] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
             if homes.gradient_home is Tier.DISK and states is not None:
-                regions[f"{block.name}/gradient"] = RegionSpec(
-                    nbytes=block.master_nbytes, slots=1, tag="gradient"
-                )
+                regions[f"{block.name}/gradient"] = RegionSpec(nbytes=block.master_nbytes, slots=1, tag="gradient")
         needs_scratch = any(
             (c.saved_home is Tier.DISK and c.saved == "offload") or c.boundary_home is Tier.DISK
             for c in self.plan.calls

@@ -201,10 +201,8 @@ def _write_masters(block: BlockWeights, piece: _Piece, master: torch.Tensor) -> 
     assert masters is not None and home is not None
     leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece.first, master)]
     flat = master.as_strided((piece.count,), (1,))
-    if block.is_here:
-        weight = slot.flat_view(block.storage)[piece.first : piece.first + piece.count].copy_(flat)
-    else:
-        weight = flat.to(slot.dtype)
+    place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
+    weight = flat.to(slot.dtype) if place is None else place.copy_(flat)
     if block.travels:
         leaving.append(_write(home, slot.offset_bytes, piece.first, weight))
     return leaving

@@ -92,7 +92,10 @@ class BlockWeights:
         self.name = name
         self.has_masters = compute_dtype is not ComputeDtype.GIVEN
         dtypes = [_stored_dtypes(p.dtype, compute_dtype) for _, p in parameters]
-        sizes = [(p.numel() * own.itemsize, p.numel() * full.itemsize) for (_, p), (own, full) in zip(parameters, dtypes, strict=True)]
+        sizes = [
+            (p.numel() * own.itemsize, p.numel() * full.itemsize)
+            for (_, p), (own, full) in zip(parameters, dtypes, strict=True)
+        ]
         offsets, self.nbytes = flat_layout([size for size, _ in sizes])
         master_offsets, self.master_nbytes = flat_layout([size for _, size in sizes])
         self.slots = tuple(

@@ -89,9 +89,7 @@ def _weight_source(block: BlockWeights, slot: Slot) -> TensorSource:
         return ResidentSource(
             typed_view(home.memory, slot.master_offset_bytes, slot.master_dtype, slot.shape, slot.stride)
         )
-    return HomeSource(
-        home, slot.master_offset_bytes, dtype=slot.master_dtype, shape=slot.shape, stride=slot.stride
-    )
+    return HomeSource(home, slot.master_offset_bytes, dtype=slot.master_dtype, shape=slot.shape, stride=slot.stride)
 
 
 def optimizer_file(blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]) -> SaveFile:
