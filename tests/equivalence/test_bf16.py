@@ -17,6 +17,7 @@ from equivalence.compare import Differences, number
 from equivalence.fsdp import FsdpTrainer, one_rank
 from equivalence.plain import MakeOptimizer, RandomState, adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
+from memfit.api.saving import load
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
@@ -217,7 +218,7 @@ def test_a_save_holds_the_masters_and_goes_on_with_the_same_bits(tmp_path: Path)
         job.save(tmp_path / "save")
         job.step(rows)
     again, other, _ = _small()
-    memfit.load(tmp_path / "save", again, other)
+    load(tmp_path / "save", again, other)
     with memfit.fit(again, other, _square, rows, plan=plan, allow={"bf16"}) as job:
         job.step(rows)
     for left, right in zip(model.parameters(), again.parameters(), strict=True):
