@@ -19,8 +19,10 @@ from equivalence.plain import MakeOptimizer, RandomState, adamw, clone_all, clon
 from equivalence.with_memfit import profile_by_name
 from memfit.api.saving import load
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.prediction.predict import predict
 
 ARCHITECTURES = ("gpt2", "llama", "mixtral", "t5", "bert")
 BF16 = ComputeDtype.BFLOAT16
@@ -236,12 +238,13 @@ def test_what_is_changed_between_steps_becomes_the_master_and_the_rest_keeps_its
     plan = Plan(blocks={"layers.0": homes, "layers.1": homes}, compute_dtype=BF16)
     job = memfit.fit(model, optimizer, _square, rows, plan=plan, allow={"bf16"}, directory=tmp_path / "homes")
     with job.weights("layers.0"), torch.no_grad():
-        model.layers[0].bias.fill_(1 / 3)
+        model.get_parameter("layers.0.bias").fill_(1 / 3)
     job.close()
+    after = clone_all(model.named_parameters())
     third = torch.tensor(1 / 3).bfloat16().float()
-    assert torch.equal(model.layers[0].bias, third.expand(48))
-    assert torch.equal(model.layers[0].weight, before["layers.0.weight"])
-    assert torch.equal(model.layers[1].bias, before["layers.1.bias"])
+    assert torch.equal(after["layers.0.bias"], third.expand(48))
+    assert torch.equal(after["layers.0.weight"], before["layers.0.weight"])
+    assert torch.equal(after["layers.1.bias"], before["layers.1.bias"])
 
 
 def test_bf16_is_refused_where_it_is_not_allowed_or_cannot_be() -> None:
@@ -260,3 +263,57 @@ def test_bf16_is_refused_where_it_is_not_allowed_or_cannot_be() -> None:
 def test_a_plan_in_bf16_reads_back_from_its_json() -> None:
     plan = Plan(compute_dtype=BF16)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_two_bytes_a_parameter_travel_forward_and_two_backward(tmp_path: Path) -> None:
+    """Measured at the disk: 4 microbatches, layer-major, every block away; the last one stays between forward and backward."""
+    torch.manual_seed(0)
+    model, rows = _Rows(), torch.randn(8, 48)
+    homes = plans.ON_DISK
+    plan = Plan(microbatches=4, blocks={"layers.0": homes, "layers.1": homes}, prefetch=0, compute_dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    allow = {"bf16", "nonadditive-loss"}
+    with memfit.fit(model, optimizer, _square, rows, plan=plan, allow=allow, directory=tmp_path / "homes") as job:
+        job.step(rows)
+        read, written = job.bytes_moved
+        job.step(rows)
+        read_after, written_after = job.bytes_moved
+        predicted = predict(job.schedule, plan, job.profile)
+    # Each parameter begins on a page: 48 * 48 * 2 bytes take two, a bias one.
+    block = 3 * 4096
+    assert predicted.bytes_read["weight"] == 3 * block
+    assert read_after["weight"] - read["weight"] == 3 * block
+    assert set(read_after) >= {"weight", "master", "state"}
+    assert written_after["master"] > written["master"]
+    assert written_after["weight"] > written["weight"]
+
+
+@pytest.mark.parametrize("allow", [frozenset[str](), frozenset({"bf16"})], ids=["exact", "bf16"])
+def test_the_planner_takes_bf16_only_where_it_is_allowed(allow: frozenset[str]) -> None:
+    model, optimizer, rows = _small()
+    machine = Hardware(
+        device="cpu", flops_per_s=1e9, bf16_flops_per_s=1e12, device_bytes=1 << 36, disk_bytes=1 << 36,
+        disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
+    )  # fmt: skip
+    with memfit.fit(
+        model, optimizer, _square, rows, limit="64GiB", enforce=False, hardware=machine, allow=allow
+    ) as job:
+        assert job.plan.compute_dtype is (BF16 if allow else ComputeDtype.GIVEN)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if allow else torch.float32}
+        job.step(rows)
+
+
+def test_a_fit_that_is_refused_gives_a_bf16_model_back_as_it_was() -> None:
+    model, optimizer, rows = _small(torch.bfloat16)
+    before = clone_all(model.named_parameters())
+
+    def depends_on_all_rows(given: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return given(batch).float().sum(0).square().sum()
+
+    with pytest.raises(UnsupportedError, match="does not add up"):
+        memfit.fit(
+            model, optimizer, depends_on_all_rows, rows, plan=Plan(microbatches=2, compute_dtype=BF16), allow={"bf16"}
+        )
+    found = Differences()
+    found.compare_all("weight", clone_all(model.named_parameters()), before)
+    found.check("the model")

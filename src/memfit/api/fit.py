@@ -415,7 +415,7 @@ class _Task:
             try:
                 job.check_split(self.sample)
             except BaseException:
-                job.close()
+                job.undo()
                 raise
         return job
 

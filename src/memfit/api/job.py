@@ -596,6 +596,11 @@ class Job:
         with self._interrupts.held():
             self._end(restore=restore)
 
+    def undo(self) -> None:
+        """As `close`, for a fit that is refused before its first step: weights come back in the dtype in which they came."""
+        self._has_begun = False
+        self.close()
+
     def _end(self, *, restore: bool) -> None:
         if self._has_ended:
             return

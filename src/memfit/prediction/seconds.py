@@ -102,9 +102,10 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
         "weight": (place, flat_weight_bytes(profiled)),
         "gradient": (homes.gradient_home, flat_gradient_bytes(profiled)),
         "state": (homes.state_home, profile.state_bytes.get(profiled.name, 0)),
-        "master": (homes.state_home, flat_master_bytes(profiled)),
     }
-    has_masters = sizes["master"][1] > 0
+    has_masters = flat_master_bytes(profiled) > 0
+    if has_masters:
+        sizes["master"] = (homes.state_home, flat_master_bytes(profiled))
     for category, (home, nbytes) in sizes.items():
         if home is not Tier.DISK and (home is not Tier.HOST or place is not Tier.DEVICE):
             continue
