@@ -18,7 +18,7 @@ from equivalence.fsdp import FsdpTrainer, one_rank
 from equivalence.plain import MakeOptimizer, RandomState, adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
 from memfit.api.saving import load
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
@@ -58,7 +58,7 @@ def _compare(
     *,
     make_optimizer: MakeOptimizer,
     max_grad_norm: float | None = None,
-    steps: int = 3,
+    steps: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Trains side by side. A weight that several calls use may differ where microbatches are interleaved: see `_check_reordered`."""
@@ -111,14 +111,20 @@ def _check_reordered(fsdp: FsdpTrainer, name: str, gradient: Any, expected: dict
     fsdp.adopt_local(name, gradient)
 
 
-_ALL = ("resident", "disk", "disk-recompute-4", "microbatch-major-4")
-_SOME = {"gpt2": ("offload", "select", "pairs", "atomic", "resident-3", "everything"), "llama": ("clipped",)}
+_DEFAULT = ("disk-recompute-4", "microbatch-major-4")
+_SLOW = {"gpt2": ("offload", "select", "pairs", "atomic", "resident-3", "everything"), "llama": ("clipped",)}
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [(name, variant) for name in ARCHITECTURES for variant in (*_ALL, *_SOME.get(name, ()))],
-)
+def _pairs() -> list[Any]:
+    in_default = {("gpt2", "disk"), *((name, variant) for name in ARCHITECTURES for variant in _DEFAULT)}
+    return [
+        pytest.param(name, variant, marks=[] if (name, variant) in in_default else [pytest.mark.slow])
+        for name in ARCHITECTURES
+        for variant in (*_DEFAULT, "disk", "resident", *_SLOW.get(name, ()))
+    ]
+
+
+@pytest.mark.parametrize(("name", "variant"), _pairs())
 def test_bf16_training_equals_fsdp2_mixed_precision_bit_for_bit(name: str, variant: str, tmp_path: Path) -> None:
     known = plans.BY_NAME[variant]
     if name == "gpt2" and known.max_grad_norm is not None:
@@ -133,7 +139,7 @@ def test_a_model_that_comes_in_bf16_starts_its_masters_from_there(tmp_path: Path
 
 
 def test_floating_inputs_are_cast_as_fsdp2_casts_them(tmp_path: Path) -> None:
-    _compare("vit", Plan(), tmp_path, make_optimizer=adamw(), steps=2)
+    _compare("vit", Plan(), tmp_path, make_optimizer=adamw())
 
 
 class _Rows(nn.Module):
@@ -218,6 +224,7 @@ def test_a_save_holds_the_masters_and_goes_on_with_the_same_bits(tmp_path: Path)
     with memfit.fit(model, optimizer, _square, rows, plan=plan, allow={"bf16"}) as job:
         job.step(rows)
         job.save(tmp_path / "save")
+        assert job.evaluate(rows).loss == number(_square(model, rows))
         job.step(rows)
     again, other, _ = _small()
     load(tmp_path / "save", again, other)
@@ -258,6 +265,14 @@ def test_bf16_is_refused_where_it_is_not_allowed_or_cannot_be() -> None:
     _square(model, rows).backward()
     with pytest.raises(UnsupportedError, match="zero_grad"):
         memfit.fit(model, optimizer, _square, rows, plan=Plan(compute_dtype=BF16), allow={"bf16"})
+
+
+def test_an_atomic_step_wants_a_spare_slot_for_masters_too(tmp_path: Path) -> None:
+    model, optimizer, rows = _small()
+    homes = plans.BlockPlan(weight_home=plans.Tier.DISK, state_home=plans.Tier.DEVICE)
+    plan = Plan(blocks={"layers.0": homes}, is_atomic=True, compute_dtype=BF16)
+    with pytest.raises(PlanError, match="spare slot"):
+        memfit.fit(model, optimizer, _square, rows, plan=plan, allow={"bf16"}, directory=tmp_path / "homes")
 
 
 def test_a_plan_in_bf16_reads_back_from_its_json() -> None:

@@ -326,6 +326,7 @@ class Job:
         """The homes still hold the weights and states of before."""
         return all(
             _has_spare_slot(self._blocks[b].home)
+            and _has_spare_slot(self._blocks[b].master_home)
             and (not self._states[b].nbytes or _has_spare_slot(self._states[b].home))
             for b in self._updates.updated_blocks
         )
