@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from memfit.core.plan import CallPlan, Plan, Saved, Tier
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Seed, Update
 from memfit.core.timeline import Timeline
@@ -27,6 +28,7 @@ from memfit.prediction.predict import predict
 from memfit.runtime.allocator import Allocator, install
 
 MIB = 1 << 20
+BF16 = ComputeDtype.BFLOAT16
 # Alignment, 0-d step counts, losses and batch slices: things that a prediction leaves out and that do not grow with a model.
 SMALL_BYTES = MIB // 2
 MOST_ABOVE_PREDICTION = 1.02
@@ -123,7 +125,15 @@ VARIANTS: dict[str, Callable[[Profile], Plan]] = {
         calls=plans.fates(profile, CallPlan(saved=Saved.RECOMPUTE, boundary_home=Tier.DISK)),
         tail=plans.tail(profile),
     ),
+    "bf16-resident": lambda profile: Plan(compute_dtype=BF16),
+    "bf16-disk": lambda profile: Plan(blocks=plans.on_disk(profile), compute_dtype=BF16),
+    "bf16-disk-recompute-4": lambda profile: replace(_known("disk-recompute-4", profile), compute_dtype=BF16),
+    "bf16-microbatch-major-4": lambda profile: replace(_known("microbatch-major-4", profile), compute_dtype=BF16),
 }
+
+
+def _known(name: str, profile: Profile) -> Plan:
+    return plans.BY_NAME[name].plan(profile)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------------------
@@ -207,7 +217,7 @@ def _position(actions: list[Action], action: Action, start: int) -> int | None:
 
 def update_bytes(profile: Profile) -> int:
     """What the updating thread holds for moments: two states of one piece and of the next, and two temporaries of the optimizer."""
-    largest = max(p.nbytes for b in profile.blocks for p in b.parameters)
+    largest = max(p.master_nbytes or p.nbytes for b in profile.blocks for p in b.parameters)
     return 6 * min(2 * MIB, largest)
 
 
@@ -241,7 +251,8 @@ def measure(name: str, variant: str, directory: Path) -> Found:
     before_bytes = allocator.stats().live_bytes
     model, batch = subject.build(), subject.batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    job = memfit.fit(model, optimizer, subject.loss, batch, plan=plan, directory=directory / "homes")
+    allow = {"bf16"} if plan.compute_dtype is BF16 else set[str]()
+    job = memfit.fit(model, optimizer, subject.loss, batch, plan=plan, allow=allow, directory=directory / "homes")
     try:
         timeline = predict(job.schedule, plan, job.profile, staging_bytes=0)
         job.step(batch)
@@ -270,7 +281,19 @@ def deviations(found: Found) -> list[str]:
 
 
 DEFAULT = {
-    "gpt2": ("resident", "recompute", "disk", "disk-recompute-4", "offload", "select", "microbatch-major-4"),
+    "gpt2": (
+        "resident",
+        "recompute",
+        "disk",
+        "disk-recompute-4",
+        "offload",
+        "select",
+        "microbatch-major-4",
+        "bf16-resident",
+        "bf16-disk",
+        "bf16-disk-recompute-4",
+        "bf16-microbatch-major-4",
+    ),
     "vit": ("resident", "disk-recompute-4"),
     "t5": ("recompute", "pairs"),
     "resnet": ("resident", "disk"),

@@ -278,6 +278,43 @@ def test_bytes_moved_a_parameter_are_those_of_the_closed_form() -> None:
     assert other.bytes_read["weight"] == 4 * 2 * weight
 
 
+def _with_masters(profile: Profile) -> Profile:
+    """The same in bf16, with fp32 masters."""
+    blocks = [
+        replace(b, parameters=tuple(replace(p, nbytes=p.nbytes // 2, master_nbytes=p.nbytes) for p in b.parameters))
+        for b in profile.blocks
+    ]
+    return replace(profile, blocks=tuple(blocks))
+
+
+def test_bytes_moved_a_parameter_in_bf16_are_those_of_the_closed_form() -> None:
+    """AdamW from disk: 2 read in forward, 2 in backward, 4 of masters and 8 of states; 2 + 4 + 8 written."""
+    full = gpt_profile(layers=LAYERS)
+    profile = _with_masters(full)
+    plan = Plan(blocks={f"h.{i}": DISK for i in range(LAYERS)}, microbatches=4, tail=LAYERS + 1)
+    master = LAYERS * flat_weight_bytes(full.block("h.0"))
+    weight = LAYERS * flat_weight_bytes(profile.block("h.0"))
+    states = LAYERS * profile.state_bytes["h.0"]
+    timeline = timeline_of(plan, profile)
+    assert timeline.bytes_read == {"weight": 2 * weight, "master": master, "state": states}
+    assert timeline.bytes_written == {"weight": weight, "master": master, "state": states}
+    # Two generations of what is kept; gradients stay on the device.
+    assert timeline.disk_peak_bytes == 2 * (weight + master + states)
+
+
+def test_in_bf16_one_microbatch_holds_narrow_gradients_and_several_hold_fp32_sums() -> None:
+    profile = _with_masters(gpt_profile(layers=LAYERS))
+    after = UpdateTime.AFTER_BACKWARD
+    narrow = sum(flat_weight_bytes(b) for b in profile.blocks)
+    wide = sum(flat_weight_bytes(b) for b in gpt_profile(layers=LAYERS).blocks)
+    one = timeline_of(Plan(update=after), profile)
+    several = timeline_of(Plan(microbatches=4, update=after), profile)
+    assert max(m.by_category["gradient"] for m in one.moments) == narrow
+    assert max(m.by_category["gradient"] for m in several.moments) == wide
+    # Masters rest on the device like the states, of twice their size.
+    assert {m.by_category["state"] for m in one.moments} == {wide + sum(profile.state_bytes.values())}
+
+
 def test_a_frozen_block_has_neither_gradient_nor_update() -> None:
     profile = gpt_profile(layers=1)
     frozen = block("h.0", "layer", 12 * WIDTH * WIDTH, trains=False)

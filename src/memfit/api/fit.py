@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from memfit.core.errors import AwayError, DoesNotFitError, PlanError, Unsupporte
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.units import MIB, format_bytes, round_up
 from memfit.planning.rules import choose_plan
@@ -27,13 +29,14 @@ from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap, find_blocks
 from memfit.profiling.trace import arrange_blocks, profile_step
 from memfit.runtime.aside import WeightsAside
+from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.losses import knows_loss
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.sites import Site
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 
-ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss"})
+ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss", "bf16"})
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -76,7 +79,9 @@ def fit(
             process, interpreter included. None: no limit, everything resident.
         plan: take this plan (object, JSON text or a path to it) instead of choosing one.
         allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits splitting a batch whose loss
-            does not add up over rows (the contract is then plain accumulation).
+            does not add up over rows (the contract is then plain accumulation). "bf16" permits weights that compute in bf16, rounded from fp32
+            masters that the optimizer updates, with gradients that add up in fp32 (bitwise FSDP2's mixed precision on one rank); `job.close()` gives the
+            masters back. While such a job lives, the model's own forward and its layers' get floating arguments cast to bf16.
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
         weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
@@ -125,14 +130,17 @@ def fit(
         )
         if given is not None:
             _check_tiers(given, machine)
-            found = task.problem.profile(sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens)
+            _check_precision(given, model, task.allow)
+            found = task.problem.profile(
+                sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens, compute=given.compute_dtype
+            )
             if given.microbatches > 1:
                 _check_statistics(found)
             return task.checked_job(given, "given by the user", found, budget)
         found = task.problem.profile(sample, _microbatch_counts(sample), chunk_tokens=None)
         if budget.limit_bytes is None:
             return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
-        probed = hardware or machine.probe(directory)
+        probed = hardware or machine.probe(directory, probes_bf16="bf16" in task.allow)
         may_split = not found.reads_batch_statistics
         chosen, reason, traced = _choose(task, found, budget, probed, may_split=may_split)
         try:
@@ -182,7 +190,20 @@ class _Problem:
     block_map: BlockMap
     aside: WeightsAside | None = None
 
-    def profile(self, batch: Any, counts: Sequence[int], *, chunk_tokens: int | None) -> Profile:
+    @property
+    def casts(self) -> list[nn.Module]:
+        """Modules whose floating arguments are cast where weights compute in another dtype: the model and its layers."""
+        layers = [site.module for site in self.block_map.sites if site.is_repeated and site.module is not self.model]
+        return [self.model, *layers]
+
+    def profile(
+        self,
+        batch: Any,
+        counts: Sequence[int],
+        *,
+        chunk_tokens: int | None,
+        compute: ComputeDtype = ComputeDtype.GIVEN,
+    ) -> Profile:
         """The profile of a batch, with a trace for each of the given numbers of microbatches."""
         rows = batch_rows(batch)
         if max(counts) > rows:
@@ -190,19 +211,25 @@ class _Problem:
                 f"the plan cuts a batch into {max(counts)} microbatches, this one has {rows} rows: give a larger batch or a plan with fewer microbatches"
             )
         driver = self.driver
+        is_bf16 = compute is ComputeDtype.BFLOAT16
+        master = torch.float32 if is_bf16 else None
         states = {
-            name: sum(t.nbytes for t in driver.state_layout(name) if t.shape_kind != "scalar") for name in driver.names
+            name: sum(t.nbytes for t in driver.state_layout(name, master) if t.shape_kind != "scalar")
+            for name in driver.names
         }
         arguments = (self.model, _first_of(self.loss), batch, self.block_map)
         sizes = sorted({-(-rows // k) for k in counts})
-        with training_setting(self.model, chunk_tokens):
+        with (
+            training_setting(self.model, chunk_tokens),
+            casting_inputs(self.casts, torch.bfloat16 if is_bf16 else None),
+        ):
             try:
-                return profile_step(*arguments, rows=sizes, state_bytes=states)
+                return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
             except AwayError:
                 if self.aside is None:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
-                return profile_step(*arguments, rows=sizes, state_bytes=states)
+                return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
 
 
 def _first_of(loss: Loss) -> Loss:
@@ -291,6 +318,26 @@ def _check_tiers(plan: Plan, machine: Machine) -> None:
         )
 
 
+def _check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:
+    if plan.compute_dtype is ComputeDtype.GIVEN:
+        return
+    if "bf16" not in allow:
+        raise UsageError('the plan computes in bf16, which changes the arithmetic: fit(..., allow={"bf16"}) permits it')
+    problem = _unfit_for_bf16(model)
+    if problem is not None:
+        raise UnsupportedError(problem)
+
+
+def _unfit_for_bf16(model: nn.Module) -> str | None:
+    """Why the model cannot have bf16 weights with fp32 masters; None if it can."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
+            return f"the parameter {name!r} is {parameter.dtype}: bf16 training takes models in fp32 or bf16, whose masters are fp32"
+        if parameter.grad is not None:
+            return f"the parameter {name!r} has a gradient, whose dtype would not be that of bf16 weights: model.zero_grad() first"
+    return None
+
+
 def _check_statistics(profile: Profile) -> None:
     if profile.reads_batch_statistics:
         raise UnsupportedError(
@@ -325,7 +372,9 @@ class _Task:
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
-            traced = problem.profile(batch, (chosen.microbatches,), chunk_tokens=chosen.loss_chunk_tokens)
+            traced = problem.profile(
+                batch, (chosen.microbatches,), chunk_tokens=chosen.loss_chunk_tokens, compute=chosen.compute_dtype
+            )
             return _prepared(traced, chosen, clips_norm=self.clips_norm)
 
         rows = -(-found.batch_rows // plan.microbatches)
@@ -346,6 +395,7 @@ class _Task:
                 signature=signature_of(self.sample),
                 blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
                 sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
+                casts=problem.casts,
                 predicted_peak_bytes=max(
                     ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes,
                     self.load_bytes,
@@ -365,7 +415,7 @@ class _Task:
             try:
                 job.check_split(self.sample)
             except BaseException:
-                job.close()
+                job.undo()
                 raise
         return job
 
@@ -375,18 +425,22 @@ def _choose(
 ) -> tuple[Plan, str, Profile]:
     """The fastest plan that fits and the profile it rests on, with the loss whole or, where it is a known one, in chunks."""
     problem, sample, machine = task.problem, task.sample, task.machine
-    profiles: list[tuple[int | None, Profile]] = [(None, found)]
-    if knows_loss(problem.model):
-        chunk = _chunk_tokens(problem.model)
-        profiles.append((chunk, problem.profile(sample, _microbatch_counts(sample), chunk_tokens=chunk)))
+    chunks = [None, _chunk_tokens(problem.model)] if knows_loss(problem.model) else [None]
+    dtypes = [ComputeDtype.GIVEN]
+    if "bf16" in task.allow and _unfit_for_bf16(problem.model) is None:
+        dtypes.append(ComputeDtype.BFLOAT16)
     choices: list[tuple[float, Plan, str, Profile]] = []
     refusals: list[DoesNotFitError] = []
-    for chunk, profile in profiles:
+    for compute, chunk in product(dtypes, chunks):
+        is_given = compute is ComputeDtype.GIVEN
+        is_found = is_given and chunk is None
+        counts = _microbatch_counts(sample)
+        profile = found if is_found else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
         try:
             choice = choose_plan(
                 profile,
                 budget,
-                probed,
+                probed if is_given else replace(probed, flops_per_s=probed.bf16_flops_per_s or probed.flops_per_s),
                 allow=task.allow,
                 clips_norm=task.clips_norm,
                 splits_allowed=may_split,
@@ -398,7 +452,9 @@ def _choose(
             refusals.append(error)
             continue
         words = choice.reason if chunk is None else f"{choice.reason} The loss runs in chunks of {chunk} tokens."
-        choices.append((choice.timeline.seconds, replace(choice.plan, loss_chunk_tokens=chunk), words, profile))
+        words = words if is_given else f"{words} Weights compute in bf16, rounded from fp32 masters."
+        plan = replace(choice.plan, loss_chunk_tokens=chunk, compute_dtype=compute)
+        choices.append((choice.timeline.seconds, plan, words, profile))
     if not choices:
         raise _refusal(refusals, budget, task.load_bytes)
     _, plan, reason, profile = min(choices, key=lambda choice: choice[0])

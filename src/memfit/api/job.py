@@ -28,6 +28,7 @@ from memfit.api.splitting import (
 )
 from memfit.core.errors import DoesNotFitError, LimitBreachError, StoreError, TornStepError, UsageError
 from memfit.core.plan import Order, Plan
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
@@ -36,6 +37,7 @@ from memfit.runtime.engine import Engine, Outcome, Work
 from memfit.runtime.frames import CallFrames
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
+from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.sites import Site
 from memfit.runtime.states import BlockStates
@@ -118,6 +120,7 @@ class JobParts:
     signature: Signature
     blocks: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]
     sites: Sequence[Site]
+    casts: Sequence[nn.Module]
     predicted_peak_bytes: int
     max_grad_norm: float | None
     directory: str | Path | None
@@ -144,7 +147,12 @@ class Job:
         self._is_closed = False
         self._in_weights = 0
         driver = parts.driver
-        self._blocks = tuple(BlockWeights(i, name, parameters) for i, (name, parameters) in enumerate(parts.blocks))
+        self._blocks = tuple(
+            BlockWeights(i, name, parameters, parts.plan.compute_dtype)
+            for i, (name, parameters) in enumerate(parts.blocks)
+        )
+        if self._is_bf16:
+            parts.driver.use_masters(torch.float32)
         self._place = {slot.name: (block, slot) for block in self._blocks for slot in block.slots}
         trained = set(driver.names)
         self._states = {
@@ -167,6 +175,7 @@ class Job:
         self._running = ExitStack()
         self._has_ended = False
         self._is_stepping = False
+        self._has_begun = False
         self._interrupts = Interrupts()
         self._owed: set[str] = set()
         try:
@@ -194,6 +203,7 @@ class Job:
         self._house.first_commit()
         # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
         is_beside = parts.machine.device.type != "cpu" or self._house.uses_disk
+        self._running.enter_context(casting_inputs(parts.casts, torch.bfloat16 if self._is_bf16 else None))
         self._updates = UpdateWorker(driver, self._states, self._house.gradients, is_beside=is_beside)
         self._running.callback(self._updates.close)
         self._frames = CallFrames(parts.plan, self._blocks, self._house.tier_stores(), device=parts.machine.device)
@@ -206,6 +216,7 @@ class Job:
             updates=self._updates,
             parameter_order=[name for name, _ in parts.model.named_parameters()],
             device_types=("cpu", "cuda") if parts.machine.device.type == "cuda" else ("cpu",),
+            loose=[i for i, block in enumerate(parts.prepared.profile.blocks) if block.is_spanning],
             observe=self._interrupts.check,
         )
         self._running.callback(self._engine.close)
@@ -213,6 +224,11 @@ class Job:
         self._machine.forget_peak()  # while the model was whole
         if parts.enforces:
             self._machine.arm()
+        self._has_begun = True
+
+    @property
+    def _is_bf16(self) -> bool:
+        return self.plan.compute_dtype is ComputeDtype.BFLOAT16
 
     # --- training ---------------------------------------------------------------------------------------------------------------
 
@@ -310,6 +326,7 @@ class Job:
         """The homes still hold the weights and states of before."""
         return all(
             _has_spare_slot(self._blocks[b].home)
+            and _has_spare_slot(self._blocks[b].master_home)
             and (not self._states[b].nbytes or _has_spare_slot(self._states[b].home))
             for b in self._updates.updated_blocks
         )
@@ -333,8 +350,9 @@ class Job:
             if block.is_here:
                 yield f"weights of {block.name!r}", block.nbytes
             for slot in block.slots:
-                if slot.parameter.grad is not None:
-                    yield f"gradient of {slot.name!r}", slot.nbytes
+                nbytes = self._house.gradients.held_bytes(slot)
+                if nbytes:
+                    yield f"gradient of {slot.name!r}", nbytes
         for index, states in self._states.items():
             if states.home is not None and states.home.memory is not None:
                 yield f"optimizer states of {self._blocks[index].name!r}", states.nbytes
@@ -427,11 +445,13 @@ class Job:
                 schedule = build_forward(self.plan, profile, len(batches))
                 work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
                 results.append(self._engine.evaluate(schedule, work))
-        compare_split(results[0][0], results[1], parts, self._parts.weight)
+        compare_split(results[0][0], results[1], parts, self._parts.weight, is_rounded=self._is_bf16)
 
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:
         """Brings blocks (all without arguments) to the device for as long as the context lasts; what is changed inside is kept.
+
+        Under a plan that computes in bf16 these are the bf16 weights; the masters of those that are changed become what they were changed to.
 
         Args:
             blocks: names of blocks (`job.block_names`) or of parameters.
@@ -451,15 +471,15 @@ class Job:
             before = {block.index: block.versions() for block in chosen}
             yield
             with self._interrupts.held():
-                self._write_home([block for block in chosen if block.versions() != before[block.index]])
+                self._write_home([block for block in chosen if block.versions() != before[block.index]], before)
         finally:
             for block in fetched:
                 block.release()
 
-    def _write_home(self, changed: Sequence[BlockWeights]) -> None:
+    def _write_home(self, changed: Sequence[BlockWeights], before: Mapping[int, Sequence[int]]) -> None:
         try:
             for block in changed:
-                ticket = block.write_home()
+                ticket = block.write_home(before[block.index])
                 if ticket is not None:
                     ticket.wait()
             self._keep_changes()
@@ -562,6 +582,8 @@ class Job:
     def close(self, *, restore: bool = True) -> None:
         """Gives the user an ordinary, complete model and optimizer back, where they fit; temporary files are deleted.
 
+        Weights that computed in bf16 come back as their fp32 masters, whatever the dtype in which the model came.
+
         Memory: all weights and optimizer states at once, on the model's device.
 
         Args:
@@ -574,6 +596,11 @@ class Job:
         self._is_closed = True
         with self._interrupts.held():
             self._end(restore=restore)
+
+    def undo(self) -> None:
+        """As `close`, for a fit that is refused before its first step: weights come back in the dtype in which they came."""
+        self._has_begun = False
+        self.close()
 
     def _end(self, *, restore: bool) -> None:
         if self._has_ended:
@@ -596,7 +623,7 @@ class Job:
             for name in sorted(self._owed):
                 self._parts.driver.restore(name, self._gather_state(name))
                 self._owed.discard(name)
-            self._house.give_back()
+            self._house.give_back(as_given=not self._has_begun)
         except StoreError as error:
             failure = StoreError(
                 f"not everything could be given back: {error}. Repeat job.close() when the disk can be read again; job.close(restore=False) gives up "

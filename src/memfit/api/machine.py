@@ -199,11 +199,12 @@ class Machine:
         """There is host memory beside the device."""
         return self.device.type == "cuda" or self.is_emulated
 
-    def probe(self, directory: str | Path | None) -> Hardware:
+    def probe(self, directory: str | Path | None, *, probes_bf16: bool = False) -> Hardware:
         """Measures what plans are priced with: matrix products, the disk, the update. About a second; rough on a busy machine.
 
         Args:
             directory: on the disk that homes would use; the temporary directory's if None.
+            probes_bf16: matrix products in bf16 too.
         """
         where = self.disk_directory(directory)
         speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
@@ -212,7 +213,8 @@ class Machine:
         link = self._probe_host_link() if self.has_host else None
         return Hardware(
             device=torch.cuda.get_device_name(self.device) if is_cuda else "cpu",
-            flops_per_s=_probe_flops(self.device),
+            flops_per_s=_probe_flops(self.device, torch.float32),
+            bf16_flops_per_s=_probe_flops(self.device, torch.bfloat16) if probes_bf16 else None,
             device_bytes=torch.cuda.mem_get_info(self.device)[1] if is_cuda else _memory_bytes(),
             disk=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
             disk_bytes=free if self.limits.disk_bytes is None else min(free, self.limits.disk_bytes),
@@ -274,10 +276,10 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _probe_flops(device: torch.device) -> float:
-    """Rate of square fp32 matrix products: best of several, since other work can only slow one down."""
+def _probe_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of square matrix products: best of several, since other work can only slow one down."""
     size = _PROBE_SIZE if device.type == "cpu" else 8 * _PROBE_SIZE
-    a = torch.ones(size, size, device=device)
+    a = torch.ones(size, size, device=device, dtype=dtype)
     out = torch.empty_like(a)
     best = float("inf")
     for _ in range(5):

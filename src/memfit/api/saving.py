@@ -113,7 +113,7 @@ def save_job(
     trainer = write_text(_trainer_state(optimizer, blocks, states, steps, extra or {}))
     check_target(target, needed_bytes=sum(f.header.file_bytes for f in files) + len(trainer), operations=used)
     with replacing(target, stale=STALE, operations=used) as new:
-        _write_configs(model, new)
+        _write_configs(model, new, blocks)
         _write_text(new / FILE_NAME, trainer, used)
         if index is not None:
             _write_text(new / INDEX_NAME, index, used)
@@ -170,7 +170,7 @@ def _write_text(path: Path, text: str, operations: FileOperations) -> None:
         raise explain(error, doing="write the file", path=path) from error
 
 
-def _write_configs(model: Any, directory: Path) -> None:
+def _write_configs(model: Any, directory: Path, blocks: Sequence[BlockWeights]) -> None:
     """`config.json` and `generation_config.json` as `from_pretrained` wants them. The model's own config is not changed."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
@@ -179,7 +179,9 @@ def _write_configs(model: Any, directory: Path) -> None:
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        config.dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+        saved = {id(slot.parameter): slot.master_dtype for block in blocks for slot in block.slots}
+        first = next(p for p in model.parameters() if p.is_floating_point())
+        config.dtype = str(saved.get(id(first), first.dtype)).removeprefix("torch.")
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
     config.save_pretrained(directory)

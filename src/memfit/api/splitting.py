@@ -20,6 +20,7 @@ from memfit.runtime.trees import tensors_in
 # Rows of the check and the sizes of its unequal parts: enough that a mean of means differs from the mean.
 _CHECK_PARTS = (2, 1)
 _CHECK_TOLERANCE = 1e-5
+_ROUNDED_TOLERANCE = 1 / 64
 
 Weigh = Callable[[Any], float]
 
@@ -96,7 +97,9 @@ def parts_to_check(sample: Any) -> tuple[Any, list[Any]] | None:
     ]
 
 
-def compare_split(one: Any, found: Sequence[Any], parts: Sequence[Any], weight: Weigh | None) -> None:
+def compare_split(
+    one: Any, found: Sequence[Any], parts: Sequence[Any], weight: Weigh | None, *, is_rounded: bool = False
+) -> None:
     """Refuses a loss that does not add up over rows.
 
     Args:
@@ -104,9 +107,10 @@ def compare_split(one: Any, found: Sequence[Any], parts: Sequence[Any], weight: 
         found: losses of the parts.
         parts: the parts.
         weight: as in `shares`.
+        is_rounded: computed in bf16: losses themselves may be rounded to 8 bits.
 
     Raises:
-        UnsupportedError: the whole and the sum of the parts differ by more than 1e-5 of the whole.
+        UnsupportedError: the whole and the sum of the parts differ by more than 1e-5 of the whole (1/64 where `is_rounded`).
     """
     one, found = _value(one), [_value(f) for f in found]
     if isinstance(one, tuple):
@@ -117,7 +121,9 @@ def compare_split(one: Any, found: Sequence[Any], parts: Sequence[Any], weight: 
         assert factors is not None
         expected = one
         summed = sum(v * f for v, f in zip(found, factors, strict=True))
-    if math.isfinite(expected) and not abs(summed - expected) <= _CHECK_TOLERANCE * max(abs(expected), 1e-12):
+    if math.isfinite(expected) and not abs(summed - expected) <= (
+        _ROUNDED_TOLERANCE if is_rounded else _CHECK_TOLERANCE
+    ) * max(abs(expected), 1e-12):
         raise UnsupportedError(
             f"the loss of three rows is {expected:.6g}, but the weighted sum over two rows and one row is {summed:.6g}: this loss does not add up over "
             "microbatches. If it is a mean over tokens, give fit(weight=...) with each microbatch's number of counted tokens, or return (sum, count). If "

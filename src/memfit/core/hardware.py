@@ -25,6 +25,7 @@ class Hardware:
         flops_per_s: of matrix products in the compute dtype, as measured or stated.
         device_bytes, host_bytes, disk_bytes: capacities; host_bytes is None where the device is the host.
         host, disk: links; host is None where the device is the host.
+        bf16_flops_per_s: the same in bf16; None: as flops_per_s.
         update_elements_per_s: parameters an AdamW update passes in a second.
     """
 
@@ -36,3 +37,4 @@ class Hardware:
     host: Link | None = None
     host_bytes: int | None = None
     update_elements_per_s: float = 3e8
+    bf16_flops_per_s: float | None = None

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from memfit.core.errors import PlanError
+from memfit.core.precision import ComputeDtype
 
 PLAN_FORMAT = 1
 
@@ -94,6 +95,7 @@ class Plan:
         is_atomic: an interrupted step leaves the state of before; otherwise it is fused in place and an interruption tears it.
         prefetch: how many visits beyond the running one may be on the device (1: two buffers).
         loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
+        compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
     """
 
     microbatches: int = 1
@@ -105,6 +107,7 @@ class Plan:
     is_atomic: bool = False
     prefetch: int = 1
     loss_chunk_tokens: int | None = None
+    compute_dtype: ComputeDtype = ComputeDtype.GIVEN
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -198,6 +201,7 @@ class Plan:
 _ENUMS: dict[str, type[StrEnum]] = {
     "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
+    "compute_dtype": ComputeDtype,
 }  # fmt: skip
 _BOOLEANS = {"joins_previous", "is_atomic"}
 _OPTIONAL = {"tail", "loss_chunk_tokens"}

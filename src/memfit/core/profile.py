@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class TensorProfile:
-    """A parameter: its name (dotted, first name if tied), shape, dtype as torch prints it without the prefix, bytes."""
+    """A parameter: its name (dotted, first name if tied), shape, dtype as torch prints it without the prefix, bytes.
+
+    `master_nbytes`: of the master that is kept beside it; 0 where the weight is its own master.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     requires_grad: bool
+    master_nbytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

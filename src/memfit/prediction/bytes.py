@@ -4,7 +4,7 @@ In: `Schedule`, `Plan`, `Profile`. Out: `ActionBytes` an action, host and disk p
 
 What is counted, by category: *weight*, flat buffers (`core.layout`) of blocks on the device, the model's buffers and
 the batch; *gradient*, of parameters, from the first backward that adds to them to the clear or, for an accumulate, to
-the end of the compute action after it; *state*, of the optimizer where its home is the device; *activation* and
+the end of the compute action after it; *state*, of the optimizer, and masters, where their home is the device; *activation* and
 *transient*, see `lifetimes`, a transient also holds the gradient that is about to be added to another; *staging*,
 pieces of what is updated away from its home. Not modelled: scratch that no trace sees (the reserve of a limit), loss
 chunking (the trace must have been taken with it).
@@ -80,9 +80,20 @@ def flat_weight_bytes(block: BlockProfile) -> int:
     return flat_layout([p.nbytes for p in block.parameters])[1]
 
 
-def flat_gradient_bytes(block: BlockProfile) -> int:
-    """Bytes of a block's gradients, laid out as its weights are."""
-    return flat_layout([p.nbytes for p in block.parameters if p.requires_grad])[1]
+def flat_master_bytes(block: BlockProfile) -> int:
+    """Bytes of a block's masters; 0 where its weights are their own."""
+    return flat_layout([p.master_nbytes for p in block.parameters])[1]
+
+
+def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
+    """Bytes of a block's gradients.
+
+    Args:
+        block: with or without masters.
+        is_summed: as they add up and rest at home, in the masters' dtype; else as backward makes them, in that of the weights.
+    """
+    sizes = [(is_summed and p.master_nbytes) or p.nbytes for p in block.parameters if p.requires_grad]
+    return flat_layout(sizes)[1]
 
 
 class DeviceBytes:
@@ -110,10 +121,15 @@ class DeviceBytes:
         self.staging_bytes = staging_bytes
         self.weights = {i: flat_weight_bytes(b) for i, b in enumerate(profile.blocks) if i not in self.shape.visiting}
         self.states = {
-            i: profile.state_bytes.get(b.name, 0)
+            i: profile.state_bytes.get(b.name, 0) + flat_master_bytes(b)
             for i, b in enumerate(profile.blocks)
             if plan.block(b.name).state_home is Tier.DEVICE
         }
+        # Where there are masters and something to add (or a norm to take), gradients stay on the device as sums in the masters' dtype.
+        has_masters = any(p.master_nbytes for b in profile.blocks for p in b.parameters)
+        has_norm = any(isinstance(a, Norm) for a in schedule)
+        self._adds_apart = has_masters and (plan.microbatches > 1 or has_norm)
+        self._is_summed = self._adds_apart or not has_masters
         self.gradients: dict[int, int] = {}
         self.leaving: dict[int, int] = {}
         self.live = [0] * schedule.microbatches
@@ -209,12 +225,14 @@ class DeviceBytes:
         """
         added = 0
         is_tail = segment is not None and segment >= self.shape.tail_segment
+        if self._adds_apart:
+            return self._contribute_apart(blocks, is_tail=is_tail)
         for b in blocks:
             if is_tail:
                 self._from_tail.add(b)
             elif b in self._from_tail:
                 self._from_tail.discard(b)
-                beside = flat_gradient_bytes(self.profile.blocks[b]) if b in self.gradients else 0
+                beside = self._held_bytes(b) if b in self.gradients else 0
                 if beside:
                     self.gradients[b] += beside
                     self._totals["gradient"] += beside
@@ -224,9 +242,24 @@ class DeviceBytes:
                     continue
                 added = max(added, self.profile.blocks[b].largest_gradient_bytes)
             else:
-                self.gradients[b] = flat_gradient_bytes(self.profile.blocks[b])
+                self.gradients[b] = self._held_bytes(b)
                 self._totals["gradient"] += self.gradients[b]
         return added
+
+    def _held_bytes(self, block: int) -> int:
+        return flat_gradient_bytes(self.profile.blocks[block], is_summed=self._is_summed)
+
+    def _contribute_apart(self, blocks: frozenset[int] | set[int], *, is_tail: bool) -> int:
+        """Each arrival, of the weights' dtype, lives beside the sum until it is added; those of a tail come all at once, at its end."""
+        profiled = self.profile.blocks
+        for b in blocks:
+            if b not in self.gradients:
+                self.gradients[b] = self._held_bytes(b)
+                self._totals["gradient"] += self.gradients[b]
+        if is_tail:
+            tail = {b for gets in self.shape.contributes[self.shape.tail_segment :] for b in gets}
+            return sum(flat_gradient_bytes(profiled[b], is_summed=False) for b in tail)
+        return max((profiled[b].largest_gradient_bytes for b in blocks), default=0)
 
     def _flush(self) -> None:
         self._totals["gradient"] -= sum(self.leaving.values())
@@ -269,7 +302,7 @@ def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
         if homes.weight_home is tier:
             kept += flat_weight_bytes(block)
         if homes.state_home is tier:
-            kept += profile.state_bytes.get(block.name, 0)
+            kept += profile.state_bytes.get(block.name, 0) + flat_master_bytes(block)
         if homes.gradient_home is tier and trains:
             working += flat_gradient_bytes(block)
     return kept * (DISK_GENERATIONS if tier is Tier.DISK else 1) + working

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, TraceProfile
 from memfit.profiling.blocks import Block, BlockMap, refine_blocks
 
@@ -35,6 +37,7 @@ def assemble_profile(
     state_bytes: Mapping[str, int],
     source: str,
     source_reason: str,
+    compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
 ) -> Profile:
     """The profile of a model from its traces.
 
@@ -46,6 +49,7 @@ def assemble_profile(
         state_bytes: bytes of optimizer state by parameter name.
         source: see `Profile`.
         source_reason: see `Profile`.
+        compute_dtype: in which the step was traced.
 
     Raises:
         UsageError: `state_bytes` names an unknown parameter.
@@ -56,7 +60,7 @@ def assemble_profile(
     calls = next(iter(traces.values())).calls
     called = dict.fromkeys(name for call in calls for name in call.blocks)
     position = {name: index for index, name in enumerate(called)}
-    blocks = [_block_profile(block, spanning) for block in block_map.blocks]
+    blocks = [_block_profile(block, spanning, compute_dtype) for block in block_map.blocks]
     states = {block.name: sum(state_bytes.get(parameter.name, 0) for parameter in block.parameters) for block in blocks}
     unknown = set(state_bytes) - {parameter.name for block in blocks for parameter in block.parameters}
     if unknown:
@@ -80,22 +84,27 @@ def _has_batch_norm(model: nn.Module) -> bool:
     )
 
 
-def _block_profile(block: Block, spanning: frozenset[str]) -> BlockProfile:
-    parameters = tuple(
-        TensorProfile(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            nbytes=parameter.numel() * parameter.element_size(),
-            requires_grad=parameter.requires_grad,
-        )
-        for name, parameter in block.parameters
-    )
+def _block_profile(block: Block, spanning: frozenset[str], compute: ComputeDtype) -> BlockProfile:
+    parameters = tuple(_tensor_profile(name, parameter, compute) for name, parameter in block.parameters)
     return BlockProfile(
         name=block.name,
         kind=block.kind,
         parameters=parameters,
         is_spanning=block.is_spanning or block.name in spanning,
+    )
+
+
+def _tensor_profile(name: str, parameter: nn.Parameter, compute: ComputeDtype) -> TensorProfile:
+    given = str(parameter.dtype).removeprefix("torch.")
+    weight, master = stored_dtypes(given, compute)
+    has_master = compute is not ComputeDtype.GIVEN
+    return TensorProfile(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=weight,
+        nbytes=parameter.numel() * getattr(torch, weight).itemsize,
+        requires_grad=parameter.requires_grad,
+        master_nbytes=parameter.numel() * getattr(torch, master).itemsize if has_master else 0,
     )
 
 

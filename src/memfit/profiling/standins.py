@@ -87,17 +87,20 @@ def untouched_generators() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def fake_like(tensor: torch.Tensor, device: torch.device, rows: int | None = None) -> torch.Tensor:
+def fake_like(
+    tensor: torch.Tensor, device: torch.device, rows: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A tensor of the same shape, strides, dtype and `requires_grad`, made from metadata alone; call it in a fake mode.
 
     Args:
         tensor: its data is never read: its storage may be empty.
         device: stands in for `meta`; other devices are kept.
         rows: another size of dimension 0.
+        dtype: another one.
     """
     size = tuple(tensor.shape) if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
     target = device if tensor.device.type == "meta" else tensor.device
-    made = torch.empty_strided(size, tensor.stride(), dtype=tensor.dtype, device=target)
+    made = torch.empty_strided(size, tensor.stride(), dtype=dtype or tensor.dtype, device=target)
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
 
 

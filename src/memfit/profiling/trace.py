@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.batch import batch_rows, map_tensors, slice_batch
@@ -55,6 +56,7 @@ def profile_step(
     rows: Sequence[int] | None = None,
     state_bytes: Mapping[str, int] | None = None,
     trace: Source = "auto",
+    compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
 ) -> Profile:
     """Traces forward and backward of a microbatch of each of several sizes.
 
@@ -68,6 +70,8 @@ def profile_step(
         trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the memory and the
             weights for it; "auto" is "fake", and where that fails "real" on the smallest size alone. `Profile.source`
             tells which it was.
+        compute_dtype: in which the step is to run, whatever the model's weights are now. A real trace then holds weights of that dtype
+            beside the model's own.
 
     Returns:
         Blocks in the order of their first call; blocks whose weights are read outside of every call are spanning.
@@ -81,7 +85,7 @@ def profile_step(
     sizes = sorted(set(rows)) if rows is not None else [whole]
     if not sizes or sizes[0] < 1 or sizes[-1] > whole:
         raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
-    setting = _Setting(model=model, loss=loss, batch=batch, block_map=block_map)
+    setting = _Setting(model=model, loss=loss, batch=batch, block_map=block_map, compute=compute_dtype)
     _check_known_parameters(setting)
     traced, source, reason = _trace_sizes(setting, sizes, trace)
     return assemble_profile(
@@ -92,6 +96,7 @@ def profile_step(
         state_bytes=state_bytes or {},
         source=source,
         source_reason=reason,
+        compute_dtype=compute_dtype,
     )
 
 
@@ -114,6 +119,7 @@ class _Setting:
     loss: Loss
     batch: Any
     block_map: BlockMap
+    compute: ComputeDtype
 
 
 def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tuple[list[Traced], str, str]:
@@ -173,12 +179,18 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
             stack.enter_context(_masks_as_for_real_tensors())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             made = stack.enter_context(
-                stand_ins(setting.model, lambda p: _fake_parameter(p, device), lambda b: _fake_buffer(b, device))
+                stand_ins(
+                    setting.model,
+                    lambda p: _fake_parameter(p, device, setting.compute),
+                    lambda b: _fake_buffer(b, device),
+                )
             )
             batch = map_tensors(setting.batch, lambda t: _fake_input(t, device, rows))
         else:
             _check_present(setting)
-            made = stack.enter_context(stand_ins(setting.model, _alias, lambda b: b.detach().clone()))
+            made = stack.enter_context(
+                stand_ins(setting.model, lambda p: _alias(p, setting.compute), lambda b: b.detach().clone())
+            )
             batch = map_tensors(slice_batch(setting.batch, 0, rows), lambda t: t.detach().clone())
         _declare(recorder, setting, made, batch)
         _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
@@ -254,8 +266,8 @@ def _check_known_parameters(setting: _Setting) -> None:
 # -- stand-ins -------------------------------------------------------------------------------------------------
 
 
-def _fake_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    fake = fake_like(parameter, device).detach()
+def _fake_parameter(parameter: nn.Parameter, device: torch.device, compute: ComputeDtype) -> nn.Parameter:
+    fake = fake_like(parameter, device, dtype=_weight_dtype(parameter, compute)).detach()
     return nn.Parameter(fake, requires_grad=parameter.requires_grad)
 
 
@@ -282,9 +294,14 @@ def _has_data(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size() or tensor.numel() == 0
 
 
-def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """The same memory as another leaf, so that gradients and hooks of the real parameter stay out of the trace."""
-    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+def _alias(parameter: nn.Parameter, compute: ComputeDtype) -> nn.Parameter:
+    """The same memory (in another dtype: a copy) as another leaf, so that gradients and hooks of the real parameter stay out of the trace."""
+    weight = parameter.detach().to(_weight_dtype(parameter, compute))
+    return nn.Parameter(weight, requires_grad=parameter.requires_grad)
+
+
+def _weight_dtype(parameter: nn.Parameter, compute: ComputeDtype) -> torch.dtype:
+    return getattr(torch, stored_dtypes(str(parameter.dtype).removeprefix("torch."), compute)[0])
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from memfit.core.schedule import (
 from memfit.runtime.coroutines import Coroutine, can_pause
 from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.homes.base import Ticket, Tickets
+from memfit.runtime.leaves import MicrobatchLeaves, Replaced, watch_arrivals
 from memfit.runtime.modules import ModuleNotes
 from memfit.runtime.saved import Frame
 from memfit.runtime.sites import Site, SiteHooks
@@ -115,6 +116,7 @@ class _Open:
     site: int
     call: int | None
     frame: Frame | None
+    replaced: Replaced = field(default_factory=list)
 
 
 class Engine:
@@ -131,6 +133,7 @@ class Engine:
         updates: the worker.
         parameter_order: names in the model's order (norms are summed in it).
         device_types: whose autocast state belongs to a coroutine.
+        loose: indices of the blocks that code outside of all calls reads.
         observe: is told of each action when it is done (a backward: when it begins).
 
     Attributes:
@@ -148,6 +151,7 @@ class Engine:
         updates: UpdateWorker | None,
         parameter_order: Sequence[str],
         device_types: tuple[str, ...] = ("cpu",),
+        loose: Sequence[int] = (),
         observe: Callable[[Action], None] | None = None,
     ) -> None:
         self.sites = tuple(sites)
@@ -158,7 +162,13 @@ class Engine:
         self._parameter_order = tuple(parameter_order)
         self._device_types = device_types
         self._observe = observe
+        self._loose = tuple(loose)
         self._notes = ModuleNotes(model)
+        self._arrivals: list[Any] = []
+        self._own_leaves: MicrobatchLeaves | None = None
+        if gradients is not None and gradients.adds_apart:
+            self._arrivals = watch_arrivals(self.blocks, gradients)
+            self._own_leaves = MicrobatchLeaves(model, self.blocks)
         self._learned: set[int] = set()
         self._hooks = SiteHooks(self.sites, self)
         self._serial = 0
@@ -188,7 +198,11 @@ class Engine:
         self._interleaves = len(starts) > 1 and starts[1] == starts[0] + 1
         self._notes.begin_run(learns=id(schedule) not in self._learned)
         self._aliases = self._make_aliases()
+        trains = any(isinstance(a, Seed) for a in schedule.actions)
+        self._leaves = self._own_leaves if self._interleaves and trains else None
         self._phase = Phase.FORWARD
+        if self.gradients is not None:
+            self.gradients.is_receiving = trains
         try:
             while self._next < len(schedule.actions):
                 self._next += 1
@@ -203,6 +217,8 @@ class Engine:
             raise
         finally:
             self._phase = Phase.IDLE
+            if self.gradients is not None:
+                self.gradients.is_receiving = False
             self._end_visits_on_demand()
             outcome = self.outcome
             self._reset()
@@ -222,6 +238,8 @@ class Engine:
     def close(self) -> None:
         """Takes the hooks off."""
         self._hooks.remove()
+        while self._arrivals:
+            self._arrivals.pop().remove()
 
     def _reset(self) -> None:
         self.outcome = Outcome()
@@ -243,6 +261,7 @@ class Engine:
         self._aliases = TailAliases((), set())
         self._joint_done = False
         self._interleaves = False
+        self._leaves: MicrobatchLeaves | None = None
         self._phase = Phase.IDLE
 
     def _recover(self) -> None:
@@ -255,13 +274,15 @@ class Engine:
         for frame in self._open_frames.values():
             frame.finish()
         self._aliases.restore_all()
+        if self._leaves is not None:
+            self._leaves.restore_all()
         try:
             Tickets(list(self._updating.values())).wait()
         except Exception as error:  # noqa: BLE001, reported beside the first error
             self.outcome.departures.append(f"an update failed as well: {error!r}")
+        if self.gradients is not None:
+            self.gradients.drop()
         for block in self.blocks:
-            for slot in block.slots:
-                slot.parameter.grad = None
             block.release()
 
     # --- actions ----------------------------------------------------------------------------------------------------------------
@@ -319,7 +340,7 @@ class Engine:
         """Gradients that arrived where the schedule had passed their block's update: a step that left the traced order."""
         assert self.gradients is not None and self._updates is not None
         for block in self.blocks:
-            if all(slot.parameter.grad is None for slot in block.slots):
+            if not self.gradients.has_on_device(block):
                 continue
             if block.index in self._updates.updated_blocks:
                 raise UnsupportedError(
@@ -367,10 +388,13 @@ class Engine:
 
     def _resume(self, coroutine: Coroutine) -> None:
         self._running = coroutine
+        replaced = self._leaves.enter(self._loose) if self._leaves is not None else []
         try:
             coroutine.resume()
         finally:
             self._running = None
+            if self._leaves is not None:
+                self._leaves.leave(replaced)
 
     def _seed(self, first: int, last: int) -> None:
         microbatches = range(first, last + 1)
@@ -513,7 +537,7 @@ class Engine:
         if call is None:
             self._depart(f"microbatch {coroutine.microbatch} calls {self.sites[site].name!r} where the trace did not")
             self._serve(site, None)
-            self._opened.append(_Open(site, -1, None))
+            self._opened.append(_Open(site, -1, None, self._put_leaves(site)))
             return
         if call in self._firsts and can_pause():
             coroutine.pause(call)
@@ -523,9 +547,14 @@ class Engine:
         if frame is not None:
             self._open_frames[call, coroutine.microbatch] = frame
             frame.enter()
+        replaced = self._put_leaves(site)
         if self._tail is not None and call >= self._tail:
             self._aliases.enter(self.sites[site].module)
-        self._opened.append(_Open(site, call, frame))
+        self._opened.append(_Open(site, call, frame, replaced))
+
+    def _put_leaves(self, site: int) -> Replaced:
+        """See [Note: leaves of a microbatch]."""
+        return self._leaves.enter(self.sites[site].blocks) if self._leaves is not None else []
 
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
@@ -536,6 +565,8 @@ class Engine:
             return
         if opened.call is not None and self._tail is not None and opened.call >= self._tail:
             self._aliases.leave(self.sites[site].module)
+        if self._leaves is not None:
+            self._leaves.leave(opened.replaced)
         if opened.frame is not None:
             opened.frame.leave(output)
         m = self._running.microbatch if self._running is not None else -1

@@ -5,6 +5,12 @@ for clipping.
 
 Sums are in the order of plain accumulation: each arrival is added to what the home holds (a sum of two floats does not depend on
 which is added to which).
+
+[Note: gradients of low-precision weights]
+Autograd makes a gradient in the dtype of the weight it meets, and would add microbatches in that dtype. So where there are masters and several
+microbatches (or a norm is asked for), each microbatch's gradient is taken off its leaf as soon as it is whole (`receive`) and added to a *sum* in the master's
+dtype, piece by piece: no widened copy of a whole gradient is made. Homes hold sums. With one microbatch there is nothing to add: the gradient stays on
+`.grad` in the weight's dtype, and is widened in pieces by the update or on its way home.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import torch
 
 from memfit.runtime.homes.base import ByteHome, Ticket, Tickets
 from memfit.runtime.trees import typed_view
-from memfit.runtime.weights import BlockWeights, Slot
+from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
 
 
 class GradientHomes:
@@ -29,6 +35,11 @@ class GradientHomes:
         homes: by block index; blocks without an entry keep gradients in `.grad`.
         keeps_norms: norms of single gradients are taken on the way (for clipping).
         keeps_gradients: device gradients outlive `clear` until the next step, for `read`.
+        adds_apart: gradients come by `receive`; see [Note: gradients of low-precision weights].
+
+    Attributes:
+        adds_apart: as given.
+        is_receiving: a step is under way: what arrives on a leaf is a gradient of the step.
     """
 
     def __init__(
@@ -38,7 +49,11 @@ class GradientHomes:
         *,
         keeps_norms: bool,
         keeps_gradients: bool = False,
+        adds_apart: bool = False,
     ) -> None:
+        self.adds_apart = adds_apart
+        self.is_receiving = False
+        self._sums: dict[str, torch.Tensor] = {}
         self._blocks = tuple(blocks)
         self._kept: dict[str, torch.Tensor] | None = {} if keeps_gradients else None
         self._homes = dict(homes)
@@ -52,6 +67,7 @@ class GradientHomes:
     def begin_step(self) -> None:
         """Forgets the last step's gradients."""
         self.wait()
+        self._sums.clear()
         self._held.clear()
         self._norms.clear()
         self._clipped.clear()
@@ -59,28 +75,71 @@ class GradientHomes:
             self._kept.clear()
         self.scale = None
 
+    def receive(self, slot: Slot, leaf: torch.Tensor) -> None:
+        """Takes a leaf's gradient off it and adds it to the parameter's sum.
+
+        Memory: the sum, in the master's dtype, from the first arrival of a step on; a piece of 2 MiB while it adds.
+
+        Args:
+            slot: of the parameter.
+            leaf: it, or another leaf over its storage; its `.grad` is None afterwards.
+        """
+        gradient = leaf.grad
+        if gradient is None:
+            return
+        leaf.grad = None
+        gradient = _dense(gradient.detach(), slot)
+        total = self._sums.get(slot.name)
+        if total is None:
+            self._sums[slot.name] = gradient.to(slot.master_dtype, copy=True)
+        else:
+            _add_in_pieces(total, gradient)
+
+    def has_on_device(self, block: BlockWeights) -> bool:
+        """A parameter of the block has a gradient that is not at its home."""
+        return any(self._on_device(slot) is not None for slot in block.slots)
+
+    def held_bytes(self, slot: Slot) -> int:
+        """Bytes of the parameter's gradient on the device; 0 if there is none."""
+        gradient = self._on_device(slot)
+        return 0 if gradient is None else gradient.nbytes
+
+    def _on_device(self, slot: Slot) -> torch.Tensor | None:
+        """What has arrived and not gone home. A parameter that was read past its leaf has its gradient on `.grad` even where sums are made."""
+        if self.adds_apart and slot.parameter.grad is not None:
+            self.receive(slot, slot.parameter)
+        total = self._sums.get(slot.name)
+        return slot.parameter.grad if total is None else total
+
+    def _give_up(self, slot: Slot) -> None:
+        slot.parameter.grad = None
+        self._sums.pop(slot.name, None)
+
+    def drop(self) -> None:
+        """After an error: gives up every gradient on the device."""
+        for block in self._blocks:
+            for slot in block.slots:
+                self._give_up(slot)
+
     def accumulate(self, block: BlockWeights) -> None:
-        """Adds the block's `.grad` into its home and takes it off the device."""
+        """Adds the block's gradient into its home and takes it off the device."""
         home = self._homes.get(block.index)
         if home is None:
             return
         self.wait()
         tickets: list[Ticket] = []
         for slot in block.slots:
-            gradient = slot.parameter.grad
+            gradient = self._on_device(slot)
             if gradient is None:
                 continue
-            slot.parameter.grad = None
+            self._give_up(slot)
             gradient = _dense(gradient, slot)
             if slot.name in self._held:
-                staged = torch.empty(slot.numel, dtype=gradient.dtype, device=gradient.device)
-                home.read(slot.offset_bytes, slot.nbytes, staged.untyped_storage()).wait()
-                _flat(gradient).add_(staged)
-                del staged
+                gradient = gradient.to(slot.master_dtype)
+                _add_home(gradient, home, slot)
             if self._keeps_norms:
                 self._norms[slot.name] = torch.linalg.vector_norm(gradient)
-            first = int(gradient.storage_offset()) * gradient.element_size()
-            tickets.append(home.write(slot.offset_bytes, slot.nbytes, gradient.untyped_storage(), first))
+            tickets += _write(gradient, home, slot)
             self._held.add(slot.name)
         self._leaving = Tickets(tickets)
 
@@ -104,8 +163,9 @@ class GradientHomes:
         for block in self._blocks:
             if block.index not in self._homes:
                 for slot in block.slots:
-                    if slot.parameter.grad is not None:
-                        norms[slot.name] = torch.linalg.vector_norm(slot.parameter.grad)
+                    gradient = self._on_device(slot)
+                    if gradient is not None:
+                        norms[slot.name] = torch.linalg.vector_norm(gradient)
         found = [norms[name] for name in order if name in norms]
         return torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
 
@@ -115,51 +175,95 @@ class GradientHomes:
 
     def has(self, slot: Slot) -> bool:
         """The parameter received a gradient in this step."""
-        return slot.name in self._held or slot.parameter.grad is not None
+        return slot.name in self._held or self._on_device(slot) is not None
 
     def piece(self, block: BlockWeights, slot: Slot, first: int, count: int) -> torch.Tensor:
-        """Elements [first, first + count) of a parameter's gradient, in the parameter's memory order, clipped.
+        """Elements [first, first + count) of a parameter's gradient, in the parameter's memory order and the master's dtype, clipped.
 
-        Device gradients are scaled in place: each piece must be asked for once.
+        Gradients in memory are scaled in place: each piece must be asked for once.
         """
-        gradient = slot.parameter.grad
+        gradient = self._on_device(slot)
         home = self._homes.get(block.index)
-        if self.scale is not None and (gradient is not None or (home is not None and home.memory is not None)):
-            self._clipped.add(slot.name)  # in place, where it lies
         if gradient is not None:
-            piece = _flat(_dense_in_place(slot, gradient))[first : first + count]
+            piece = _flat(self._dense_in_place(slot, gradient))[first : first + count]
         else:
             assert home is not None
-            size = slot.dtype.itemsize
+            size = slot.master_dtype.itemsize
+            offset = slot.master_offset_bytes + first * size
             if home.memory is not None:
-                piece = typed_view(home.memory, slot.offset_bytes + first * size, slot.dtype, (count,))
+                piece = typed_view(home.memory, offset, slot.master_dtype, (count,))
             else:
-                piece = torch.empty(count, dtype=slot.dtype, device=slot.parameter.device)
-                home.read(slot.offset_bytes + first * size, count * size, piece.untyped_storage()).wait()
-        return piece if self.scale is None else piece.mul_(self.scale)
+                piece = torch.empty(count, dtype=slot.master_dtype, device=slot.parameter.device)
+                home.read(offset, count * size, piece.untyped_storage()).wait()
+        if self.scale is None:
+            return piece.to(slot.master_dtype)
+        if piece.dtype == slot.master_dtype and (
+            gradient is not None or (home is not None and home.memory is not None)
+        ):
+            self._clipped.add(slot.name)  # in place, where it lies
+        return piece.to(slot.master_dtype).mul_(self.scale)
+
+    def _dense_in_place(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        dense = _dense(gradient, slot)
+        if dense is not gradient:  # sums are dense from the first arrival on
+            slot.parameter.grad = dense
+        return dense
 
     def read(self, block: BlockWeights, slot: Slot) -> torch.Tensor | None:
-        """A copy of a parameter's gradient of the last step, clipped if the step clipped; None if it received none. Costs its bytes."""
-        gradient = slot.parameter.grad
+        """A copy of a parameter's gradient of the last step, in the master's dtype, clipped if the step clipped; None if it received none. Costs its bytes."""
+        gradient = self._on_device(slot)
         if gradient is None and self._kept is not None:
             gradient = self._kept.get(slot.name)
         if gradient is None and slot.name not in self._held:
             return None
         if gradient is not None:
-            whole = gradient.clone()
+            whole = gradient.to(slot.master_dtype, copy=True)
             return whole if self.scale is None or slot.name in self._clipped else whole.mul_(self.scale)
         self.wait()
         home = self._homes[block.index]
-        whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=slot.parameter.device)
-        home.read(slot.offset_bytes, slot.nbytes, whole.untyped_storage()).wait()
+        whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
+        home.read(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
         return whole if self.scale is None or slot.name in self._clipped else whole.mul_(self.scale)
 
     def clear(self, block: BlockWeights) -> None:
         """Gives up the block's gradients on the device."""
         for slot in block.slots:
-            if self._kept is not None and slot.parameter.grad is not None:
-                self._kept[slot.name] = slot.parameter.grad
-            slot.parameter.grad = None
+            gradient = self._on_device(slot)
+            if self._kept is not None and gradient is not None:
+                self._kept[slot.name] = gradient
+            self._give_up(slot)
+
+
+def _add_in_pieces(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """`total += gradient`, both dense in the same order, without a widened copy of the whole gradient."""
+    to, new = _flat(total), _flat(gradient)
+    for start in range(0, to.numel(), PIECE_ELEMENTS):
+        to[start : start + PIECE_ELEMENTS].add_(new[start : start + PIECE_ELEMENTS])
+
+
+def _add_home(gradient: torch.Tensor, home: ByteHome, slot: Slot) -> None:
+    """Adds what the home holds to a dense gradient of the master's dtype. Costs a piece of 2 MiB."""
+    flat, size = _flat(gradient), slot.master_dtype.itemsize
+    for start in range(0, slot.numel, PIECE_ELEMENTS):
+        piece = flat[start : start + PIECE_ELEMENTS]
+        staged = torch.empty_like(piece)
+        offset = slot.master_offset_bytes + start * size
+        home.read(offset, piece.numel() * size, staged.untyped_storage()).wait()
+        piece.add_(staged)
+
+
+def _write(gradient: torch.Tensor, home: ByteHome, slot: Slot) -> list[Ticket]:
+    """Begins to take a dense gradient home; of a narrower one all but the last piece of 2 MiB are home on return."""
+    if gradient.dtype == slot.master_dtype:
+        first = int(gradient.storage_offset()) * gradient.element_size()
+        return [home.write(slot.master_offset_bytes, slot.master_nbytes, gradient.untyped_storage(), first)]
+    tickets: list[Ticket] = []
+    flat, size = _flat(gradient), slot.master_dtype.itemsize
+    for start in range(0, slot.numel, PIECE_ELEMENTS):
+        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
+        Tickets(tickets).wait()
+        tickets = [home.write(slot.master_offset_bytes + start * size, piece.numel() * size, piece.untyped_storage())]
+    return tickets
 
 
 def _dense(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -169,13 +273,6 @@ def _dense(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
     if tuple(gradient.stride()) == slot.stride or gradient.numel() < 2:
         return gradient
     return torch.empty_strided(slot.shape, slot.stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-
-def _dense_in_place(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-    dense = _dense(gradient, slot)
-    if dense is not gradient:
-        slot.parameter.grad = dense
-    return dense
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

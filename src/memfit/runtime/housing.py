@@ -80,6 +80,7 @@ class House:
         host_ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.plan = plan
+        has_masters = any(block.has_masters for block in blocks)
         self.blocks = tuple(blocks)
         self.states = dict(states)
         self.step = 0
@@ -98,7 +99,12 @@ class House:
             self._open_disk(directory)
             gradient_homes = self._gradient_homes()
             self.gradients = GradientHomes(
-                blocks, gradient_homes, keeps_norms=keeps_norms, keeps_gradients=keeps_gradients
+                blocks,
+                gradient_homes,
+                keeps_norms=keeps_norms,
+                keeps_gradients=keeps_gradients,
+                # A norm is taken of what the update gets: of gradients in the masters' dtype.
+                adds_apart=has_masters and (plan.microbatches > 1 or keeps_norms),
             )
         except BaseException:
             self.close()
@@ -112,10 +118,12 @@ class House:
             states = self.states.get(block.index)
             if homes.weight_home is Tier.DISK:
                 regions[f"{block.name}/weight"] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
+            if block.has_masters and homes.state_home is Tier.DISK:
+                regions[f"{block.name}/master"] = RegionSpec(nbytes=block.master_nbytes, slots=slots, tag="master")
             if states is not None and states.nbytes and homes.state_home is Tier.DISK:
                 regions[f"{block.name}/state"] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
             if homes.gradient_home is Tier.DISK and states is not None:
-                regions[f"{block.name}/gradient"] = RegionSpec(nbytes=block.nbytes, slots=1, tag="gradient")
+                regions[f"{block.name}/gradient"] = RegionSpec(nbytes=block.master_nbytes, slots=1, tag="gradient")
         needs_scratch = any(
             (c.saved_home is Tier.DISK and c.saved == "offload") or c.boundary_home is Tier.DISK
             for c in self.plan.calls
@@ -157,7 +165,7 @@ class House:
         for block in self.blocks:
             tier = self.plan.block(block.name).gradient_home
             if block.index in self.states and tier is not Tier.DEVICE:
-                homes[block.index] = self._home(block.nbytes, tier, f"{block.name}/gradient")
+                homes[block.index] = self._home(block.master_nbytes, tier, f"{block.name}/gradient")
         return homes
 
     @property
@@ -176,13 +184,17 @@ class House:
         """
         # What leaves the device goes first: it makes room for what stays.
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
-            home = self._home(block.nbytes, self.plan.block(block.name).weight_home, f"{block.name}/weight")
+            homes = self.plan.block(block.name)
+            home = self._home(block.nbytes, homes.weight_home, f"{block.name}/weight")
+            masters = None
+            if block.has_masters:
+                masters = self._home(block.master_nbytes, homes.state_home, f"{block.name}/master")
             try:
                 if bring is not None:
                     bring(slot.parameter for slot in block.slots)
-                block.move_in(home)
+                block.move_in(home, masters)
             except BaseException:
-                _undo_move(block, home)
+                _undo_move(block, masters or home)
                 raise
         for index, states in self.states.items():
             block = self.blocks[index]
@@ -190,10 +202,13 @@ class House:
             if states.nbytes:
                 states.home = self._home(states.nbytes, tier, f"{block.name}/state")
 
-    def give_back(self) -> None:
+    def give_back(self, *, as_given: bool = False) -> None:
         """Every parameter owns ordinary memory again. May be repeated where a read failed.
 
         Memory: all weights on the device.
+
+        Args:
+            as_given: in the dtype in which it came; else masters stay what they are.
 
         Raises:
             StoreError: weights could not be read; the others are back.
@@ -203,7 +218,7 @@ class House:
             if block.home is None:
                 continue
             try:
-                block.move_out()
+                block.move_out(as_given=as_given)
             except StoreError as error:
                 first = first or error
         if first is not None:
@@ -307,6 +322,6 @@ def _undo_move(block: BlockWeights, home: ByteHome) -> None:
         parameter = slot.parameter
         if parameter.numel() == slot.numel:
             continue
-        own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=parameter.device)
-        home.read(slot.offset_bytes, slot.nbytes, own.untyped_storage()).wait()
-        parameter.data = own
+        own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=parameter.device)
+        home.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
+        parameter.data = own.to(slot.given_dtype)

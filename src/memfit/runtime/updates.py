@@ -1,7 +1,8 @@
 """Updates where the state lives, beside the backward of the blocks below.
 
 In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker thread takes blocks in order; each parameter is
-updated in pieces small enough for the processor's cache, and the next piece's transfers run while one is computed.
+updated in pieces small enough for the processor's cache, and the next piece's transfers run while one is computed. What is updated is the master
+(`runtime.weights`, [Note: masters]).
 
 [Note: threads of an update]
 The worker touches a block's weights, gradients and states only between `submit` and the end of its ticket; the engine frees or
@@ -23,14 +24,11 @@ from typing import Any
 import torch
 
 from memfit.runtime.gradients import GradientHomes
-from memfit.runtime.homes.base import Ticket, Tickets
+from memfit.runtime.homes.base import ByteHome, Ticket, Tickets
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.states import BlockStates, StatePiece
 from memfit.runtime.trees import typed_view
-from memfit.runtime.weights import BlockWeights, Slot
-
-# 2 MiB of fp32: fits a core's cache with its gradient and moments, and is a whole number of pages.
-PIECE_ELEMENTS = 1 << 19
+from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
 
 
 @dataclass(frozen=True)
@@ -150,15 +148,16 @@ class UpdateWorker:
     def _begin(self, block: BlockWeights, piece: _Piece) -> tuple[torch.Tensor, Ticket, StatePiece]:
         slot = piece.slot
         state = self._states[block.index].begin_read(slot, piece.first, piece.count)
-        if block.is_here:
+        if block.is_here and not block.has_masters:
             weight = slot.flat_view(block.storage)[piece.first : piece.first + piece.count]
             return weight, Tickets(()), state
-        assert block.home is not None
-        offset = slot.offset_bytes + piece.first * slot.dtype.itemsize
-        if block.home.memory is not None:
-            return typed_view(block.home.memory, offset, slot.dtype, (piece.count,)), Tickets(()), state
-        weight = torch.empty(piece.count, dtype=slot.dtype, device=slot.parameter.device)
-        return weight, block.home.read(offset, piece.count * slot.dtype.itemsize, weight.untyped_storage()), state
+        home = block.master_home
+        assert home is not None
+        offset = slot.master_offset_bytes + piece.first * slot.master_dtype.itemsize
+        if home.memory is not None:
+            return typed_view(home.memory, offset, slot.master_dtype, (piece.count,)), Tickets(()), state
+        weight = torch.empty(piece.count, dtype=slot.master_dtype, device=slot.parameter.device)
+        return weight, home.read(offset, piece.count * slot.master_dtype.itemsize, weight.untyped_storage()), state
 
     def _apply(
         self, block: BlockWeights, piece: _Piece, weight: torch.Tensor, ready: Ticket, state: StatePiece
@@ -183,14 +182,36 @@ class UpdateWorker:
         leaving = states.write(slot, piece.first, piece.count, new)
         if piece.is_last:
             states.keep_numbers(slot, new)
-        if block.travels:
-            assert block.home is not None
-            offset = slot.offset_bytes + piece.first * slot.dtype.itemsize
-            if block.home.memory is None or block.is_here:
-                start = int(weight.storage_offset()) * weight.element_size()
-                nbytes = piece.count * slot.dtype.itemsize
-                leaving.append(block.home.write(offset, nbytes, weight.untyped_storage(), start))
+        leaving += _write_masters(block, piece, weight) if block.has_masters else _write_weight(block, piece, weight)
         return leaving
+
+
+def _write_weight(block: BlockWeights, piece: _Piece, weight: torch.Tensor) -> list[Ticket]:
+    """Takes a new piece of a weight home, unless it was changed where it rests."""
+    home, slot = block.home, piece.slot
+    assert home is not None
+    if not block.travels or (home.memory is not None and not block.is_here):
+        return []
+    return [_write(home, slot.offset_bytes, piece.first, weight)]
+
+
+def _write_masters(block: BlockWeights, piece: _Piece, master: torch.Tensor) -> list[Ticket]:
+    """Takes a new piece of a master home, and the weight rounded from it to wherever weights are."""
+    masters, home, slot = block.master_home, block.home, piece.slot
+    assert masters is not None and home is not None
+    leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece.first, master)]
+    flat = master.as_strided((piece.count,), (1,))
+    place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
+    weight = flat.to(slot.dtype) if place is None else place.copy_(flat)
+    if block.travels:
+        leaving.append(_write(home, slot.offset_bytes, piece.first, weight))
+    return leaving
+
+
+def _write(home: ByteHome, offset_bytes: int, first: int, dense: torch.Tensor) -> Ticket:
+    size = dense.element_size()
+    start = int(dense.storage_offset()) * size
+    return home.write(offset_bytes + first * size, dense.numel() * size, dense.untyped_storage(), start)
 
 
 def _is_like(states: BlockStates, slot: Slot, key: str) -> bool:

@@ -7,6 +7,11 @@ A block's parameters are views of one storage. A visit gives that storage its by
 takes the bytes away (`resize_(0)`). The storage *object* stays, so whatever autograd saved (the weight, its transpose, any view) finds the
 bytes again at the next visit: saved references cost nothing and nothing is saved twice. `resize_` and a transfer into the storage do
 not touch version counters, so autograd's in-place check keeps working on what the user does.
+
+[Note: masters]
+With a compute dtype, a floating parameter is kept twice: its *master* in fp32, laid out like the weights in a home of its own, and the weight in the
+compute dtype, rounded from it, which is all that visits. Updates change the master and write the rounded weight beside it. Where there is no compute
+dtype the weight is its own master, and every master_* figure of a slot equals that of the weight. Gradients add up in the master's dtype and layout.
 """
 
 from __future__ import annotations
@@ -19,14 +24,21 @@ import torch
 from memfit.core.errors import UnsupportedError
 from memfit.core.layout import flat_layout
 from memfit.core.plan import Tier
+from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.runtime.guard import mark_away, mark_present
 from memfit.runtime.homes.base import ByteHome, Ticket
 from memfit.runtime.trees import new_storage, typed_view
 
+# 2 MiB of fp32: fits a core's cache with its gradient and moments, and is a whole number of pages.
+PIECE_ELEMENTS = 1 << 19
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one parameter lies in its block's flat buffer, and its dense layout there."""
+    """Where one parameter lies in its block's flat buffer, and its dense layout there.
+
+    `master_*`: the same of its master, in the layout of masters and gradients. `given_dtype`: the parameter's, when it came. See [Note: masters].
+    """
 
     name: str
     parameter: torch.nn.Parameter
@@ -37,6 +49,10 @@ class Slot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    given_dtype: torch.dtype
+    master_dtype: torch.dtype
+    master_offset_bytes: int
+    master_nbytes: int
 
     def view(self, storage: torch.UntypedStorage, base_bytes: int = 0) -> torch.Tensor:
         """The parameter's place in a storage laid out as the block's flat buffer."""
@@ -53,28 +69,57 @@ class BlockWeights:
     Life: made over ordinary parameters (nothing moves) -> `move_in(home)` (bytes go to the flat layout in the home) -> any number of
     fetch / wait / release -> `move_out` (the parameters own ordinary memory again).
 
+    With a compute dtype the block has a second home, `master_home`; see [Note: masters]. The Parameters are of the compute dtype from `move_in` to
+    `move_out`, which gives the masters back.
+
     Memory: the flat buffer (`nbytes`) while it visits or lives on the device; nothing while away.
+
+    Args:
+        index: of the block.
+        name: of the block.
+        parameters: by name, dense.
+        compute_dtype: of what visits.
     """
 
-    def __init__(self, index: int, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
+    ) -> None:
         self.index = index
         self.name = name
-        offsets, self.nbytes = flat_layout([p.nbytes for _, p in parameters])
+        self.has_masters = compute_dtype is not ComputeDtype.GIVEN
+        dtypes = [_stored_dtypes(p.dtype, compute_dtype) for _, p in parameters]
+        sizes = [
+            (p.numel() * own.itemsize, p.numel() * full.itemsize)
+            for (_, p), (own, full) in zip(parameters, dtypes, strict=True)
+        ]
+        offsets, self.nbytes = flat_layout([size for size, _ in sizes])
+        master_offsets, self.master_nbytes = flat_layout([size for _, size in sizes])
         self.slots = tuple(
             Slot(
                 name=n,
                 parameter=p,
                 offset_bytes=offset,
-                nbytes=p.nbytes,
+                nbytes=nbytes,
                 numel=p.numel(),
                 requires_grad=p.requires_grad,
-                dtype=p.dtype,
+                dtype=dtype,
                 shape=tuple(p.shape),
                 stride=_dense_stride(n, p),
+                given_dtype=p.dtype,
+                master_dtype=master_dtype,
+                master_offset_bytes=master_offset,
+                master_nbytes=master_nbytes,
             )
-            for (n, p), offset in zip(parameters, offsets, strict=True)
+            for (n, p), offset, master_offset, (nbytes, master_nbytes), (dtype, master_dtype) in zip(
+                parameters, offsets, master_offsets, sizes, dtypes, strict=True
+            )
         )
         self.home: ByteHome | None = None
+        self._masters: ByteHome | None = None
         self._storage: torch.UntypedStorage | None = None
         self._is_here = True
         self._arriving: Ticket | None = None
@@ -95,46 +140,68 @@ class BlockWeights:
         """The home is not the device."""
         return self.home is not None and self.home.tier is not Tier.DEVICE
 
-    def move_in(self, home: ByteHome) -> None:
+    @property
+    def master_home(self) -> ByteHome | None:
+        """Where updates find and leave the masters; the weights' own home where there is no compute dtype."""
+        return self._masters if self.has_masters else self.home
+
+    def move_in(self, home: ByteHome, masters: ByteHome | None = None) -> None:
         """Moves the parameters' bytes into the home and makes the parameters views of the flat buffer.
 
         Memory: for a home that is away, the peak does not grow: each parameter is freed once written. A device home is the flat buffer
-        itself and costs one block more for a moment.
+        itself and costs one block more for a moment. With masters, one parameter in the compute dtype and two pieces of 2 MiB more.
+
+        Args:
+            home: of `nbytes`.
+            masters: of `master_nbytes`, where there is a compute dtype.
         """
+        assert (masters is not None) == self.has_masters
         resting = home.memory if home.tier is Tier.DEVICE else None
         assert resting is not None or home.tier is not Tier.DEVICE
         device = self.slots[0].parameter.device
         for slot in self.slots:
             p = slot.parameter
             with torch.no_grad():
+                if masters is not None:
+                    write_masters(masters, slot, p.data)
                 if resting is not None:
                     slot.view(resting).copy_(p.data)
                 else:
-                    dense = p.data if tuple(p.stride()) == slot.stride else _dense_copy(p.data, slot.stride)
+                    is_ready = tuple(p.stride()) == slot.stride and p.dtype == slot.dtype
+                    dense = p.data if is_ready else _dense_copy(p.data, slot.stride, slot.dtype)
                     first = int(dense.storage_offset()) * dense.element_size()
                     home.write(slot.offset_bytes, slot.nbytes, dense.untyped_storage(), first).wait()
                     del dense
-                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+                p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
         # `set_` wants the storage at full size; its pages are not touched before they are given back.
         storage = resting if resting is not None else new_storage(self.nbytes, device)
         for slot in self.slots:
             slot.parameter.data = slot.view(storage)
-        self._storage, self.home = storage, home
+        self._storage, self.home, self._masters = storage, home, masters
         if resting is None:
             self._leave()
 
-    def move_out(self) -> None:
-        """Gives every parameter ordinary memory of its own again; the block no longer travels.
+    def move_out(self, *, as_given: bool = False) -> None:
+        """Gives every parameter ordinary memory of its own again, its master where it has one; the block no longer travels.
 
-        Memory: the block's bytes, for good; one parameter more for a moment.
+        Memory: the block's bytes (of its masters), for good; one parameter more for a moment.
+
+        Args:
+            as_given: in the dtype that the parameter had at first, if that was not the master's.
         """
         self.fetch()
         self.wait()
         for slot in self.slots:
-            own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=slot.parameter.device)
-            slot.parameter.data = own.copy_(slot.view(self.storage))
+            own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
+            if self._masters is None:
+                own.copy_(slot.view(self.storage))
+            else:
+                self._masters.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
+            if slot.dtype != own.dtype:
+                slot.parameter.grad = None  # it is of the compute dtype, as the values no longer are
+            slot.parameter.data = own.to(slot.given_dtype) if as_given else own
         self.storage.resize_(0)
-        self._storage, self.home = None, None
+        self._storage, self.home, self._masters = None, None, None
 
     def fetch(self) -> None:
         """Begins a visit; does nothing if the block is here or coming."""
@@ -170,8 +237,16 @@ class BlockWeights:
             return
         self._leave()
 
-    def write_home(self) -> Ticket | None:
-        """Begins to write the visiting bytes home, after they were changed on the device."""
+    def write_home(self, before: Sequence[int]) -> Ticket | None:
+        """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.
+
+        Args:
+            before: `versions()` of when nothing was changed yet.
+        """
+        if self._masters is not None:
+            for slot, old, new in zip(self.slots, before, self.versions(), strict=True):
+                if new != old:
+                    write_masters(self._masters, slot, slot.parameter.data)
         if not self.travels:
             return None
         assert self.home is not None
@@ -188,6 +263,26 @@ class BlockWeights:
             mark_away(slot.parameter, slot.name, self.name)
 
 
+def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dtype, torch.dtype]:
+    """See `core.precision.stored_dtypes`."""
+    weight, master = stored_dtypes(str(dtype).removeprefix("torch."), compute)
+    return getattr(torch, weight), getattr(torch, master)
+
+
+def write_masters(home: ByteHome, slot: Slot, values: torch.Tensor) -> None:
+    """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB where dtype or memory order differ."""
+    if values.dtype == slot.master_dtype and tuple(values.stride()) == slot.stride:
+        first = int(values.storage_offset()) * values.element_size()
+        home.write(slot.master_offset_bytes, slot.master_nbytes, values.untyped_storage(), first).wait()
+        return
+    dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
+    flat = dense.as_strided((slot.numel,), (1,))
+    size = slot.master_dtype.itemsize
+    for start in range(0, slot.numel, PIECE_ELEMENTS):
+        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype, copy=True)
+        home.write(slot.master_offset_bytes + start * size, piece.numel() * size, piece.untyped_storage()).wait()
+
+
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """The parameter's own stride where it is dense (channels-last stays channels-last), else the contiguous one."""
     if parameter.layout is not torch.strided:
@@ -199,6 +294,6 @@ def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(torch.empty_like(meta).stride())
 
 
-def _dense_copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+def _dense_copy(tensor: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    copy = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
     return copy.copy_(tensor)

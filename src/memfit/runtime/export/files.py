@@ -80,10 +80,16 @@ def weight_files(
 
 
 def _weight_source(block: BlockWeights, slot: Slot) -> TensorSource:
-    if block.is_here:
+    """Where the weight is, or its master where it has one."""
+    home = block.master_home
+    if block.is_here and not block.has_masters:
         return ResidentSource(slot.parameter)
-    assert block.home is not None
-    return HomeSource(block.home, slot.offset_bytes, dtype=slot.dtype, shape=slot.shape, stride=slot.stride)
+    assert home is not None
+    if home.memory is not None:
+        return ResidentSource(
+            typed_view(home.memory, slot.master_offset_bytes, slot.master_dtype, slot.shape, slot.stride)
+        )
+    return HomeSource(home, slot.master_offset_bytes, dtype=slot.master_dtype, shape=slot.shape, stride=slot.stride)
 
 
 def optimizer_file(blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]) -> SaveFile:

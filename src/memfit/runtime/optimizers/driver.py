@@ -59,6 +59,7 @@ class OptimizerDriver:
         known = {i: known_verdict(type(optimizer), group) for i, group in enumerate(optimizer.param_groups)}
         decided = {i: verdict for i, verdict in known.items() if verdict is not None}
         self._verdicts: dict[int, Verdict] = decided or detect(optimizer, list(self._entries.values()))
+        self._master_dtype: torch.dtype | None = None
         self._layouts: dict[tuple[str, torch.dtype], tuple[StateTensor, ...]] = {}
         self._adopted_shapes: dict[str, State] = {}
         self._structure = structure.group_structure(optimizer)
@@ -73,6 +74,13 @@ class OptimizerDriver:
         """The parameters that the optimizer updates, in the order of its groups."""
         return tuple(self._entries)
 
+    def use_masters(self, dtype: torch.dtype) -> None:
+        """From now on, what is not said of another dtype is about masters of this one: verdicts, layouts, states that are loaded or restored.
+
+        Before `adopt`; until `release`.
+        """
+        self._master_dtype = dtype
+
     def verdict(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Verdict:
         """How far the update of this parameter may be cut, and why.
 
@@ -83,7 +91,7 @@ class OptimizerDriver:
         """
         entry = self._entry(name)
         chosen = device or entry.parameter.device
-        return narrowed(self._verdicts[entry.group], dtype or entry.parameter.dtype, chosen.type)
+        return narrowed(self._verdicts[entry.group], dtype or self._dtype_of(entry), chosen.type)
 
     def state_layout(self, name: str, dtype: torch.dtype | None = None) -> tuple[StateTensor, ...]:
         """The states that this parameter has after its first steps, without allocating anything of its size.
@@ -96,7 +104,7 @@ class OptimizerDriver:
             UnsupportedError: the states cannot be foretold, or are not tensors and numbers.
         """
         entry = self._entry(name)
-        chosen = dtype or entry.parameter.dtype
+        chosen = dtype or self._dtype_of(entry)
         key = (entry.name, chosen)
         if key not in self._layouts:
             if self._interception is None:
@@ -270,7 +278,9 @@ class OptimizerDriver:
             # Layouts asked for later need to know which states there were, not their bytes.
             shapes = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in live.items()}
             self._adopted_shapes[name] = shapes
-        interception = Interception(self._optimizer, self._entries, callbacks, self._check_loaded)
+        interception = Interception(
+            self._optimizer, self._entries, callbacks, self._check_loaded, master_dtype=self._master_dtype
+        )
         interception.install()
         self._interception = interception
         kept = interception.kept_state
@@ -298,8 +308,13 @@ class OptimizerDriver:
         if self._interception is not None:
             self._interception.remove()
             self._interception = None
+            self._master_dtype = None
             self._layouts.clear()
             self._adopted_shapes.clear()
+
+    def _dtype_of(self, entry: Entry) -> torch.dtype:
+        """Of what is updated: only floating parameters are."""
+        return self._master_dtype or entry.parameter.dtype
 
     def _entry(self, name: str) -> Entry:
         entry = self._entries.get(self._alias.get(name, name))

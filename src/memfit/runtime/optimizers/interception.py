@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -118,6 +119,8 @@ class Interception:
         entries: Mapping[str, Entry],
         callbacks: OwnerCallbacks,
         check_loaded: Callable[[Mapping[Any, State]], None],
+        *,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         """Prepare; changes nothing yet.
 
@@ -126,7 +129,9 @@ class Interception:
             entries: its parameters by name.
             callbacks: the owner of the states.
             check_loaded: raises `UsageError` for loaded groups and states that do not fit the homes.
+            master_dtype: of what is updated, where it is not the parameters' own: states are loaded in it.
         """
+        self._master_dtype = master_dtype
         self._check_loaded = check_loaded
         self._optimizer = optimizer
         self._entries = entries
@@ -195,7 +200,8 @@ class Interception:
         groups_before = optimizer.param_groups
         optimizer.state = defaultdict(dict)
         try:
-            type(optimizer).load_state_dict(optimizer, state_dict)
+            with self._masters_in_place():
+                type(optimizer).load_state_dict(optimizer, state_dict)
             loaded = optimizer.state
             try:
                 self._check_loaded(loaded)
@@ -208,6 +214,29 @@ class Interception:
                 self.kept_state[key] = value
         finally:
             self._hide_state()
+
+    @contextmanager
+    def _masters_in_place(self) -> Iterator[None]:
+        """Loading casts states to the dtype of the parameters in the groups: for the time, empty ones of the masters' dtype stand there."""
+        if self._master_dtype is None:
+            yield
+            return
+        optimizer, dtype = self._optimizer, self._master_dtype
+        real = [list(group["params"]) for group in optimizer.param_groups]
+        own: dict[Any, Any] = {torch.empty(0, dtype=dtype, device=p.device): p for params in real for p in params}
+        placed = iter(own)
+        for group in optimizer.param_groups:
+            group["params"] = [next(placed) for _ in group["params"]]
+        groups = optimizer.param_groups
+        try:
+            yield
+        finally:
+            for found in {id(groups): groups, id(optimizer.param_groups): optimizer.param_groups}.values():
+                for group, params in zip(found, real, strict=True):
+                    group["params"] = params
+            state: defaultdict[Any, State] = defaultdict(dict)
+            state.update({own.get(key, key): value for key, value in optimizer.state.items()})
+            optimizer.state = state
 
     def _add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         given = param_group.get("params", ()) if isinstance(param_group, dict) else ()

@@ -1,0 +1,27 @@
+"""In which dtype weights compute, and in which they are kept.
+
+In: a parameter's dtype and the plan's decision, as torch prints them without the prefix. Out: the dtypes of the weight and of its master.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+_MASTERED = ("float32", "bfloat16")
+
+
+class ComputeDtype(StrEnum):
+    """GIVEN: weights compute in the dtype in which the model came, and are updated in it.
+
+    BFLOAT16: weights that are fp32 or bf16 compute in bf16; their fp32 masters, and the optimizer's moments in fp32, rest at home.
+    """
+
+    GIVEN = "given"
+    BFLOAT16 = "bfloat16"
+
+
+def stored_dtypes(dtype: str, compute: ComputeDtype) -> tuple[str, str]:
+    """Dtypes of a parameter's weight and of its master; equal where the weight is its own master (fp64 and integers always are)."""
+    if compute is ComputeDtype.GIVEN or dtype not in _MASTERED:
+        return dtype, dtype
+    return str(compute), "float32"
