@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.api import Job, StepResult, fit, profile
+    from memfit.api import Job, StepResult, empty, fit, profile
     from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
     from memfit.core.plan import Plan
     from memfit.runtime.streams import microbatch_streams
@@ -23,6 +23,7 @@ _ORIGINS = {
     "MemfitError": "memfit.core.errors",
     "Plan": "memfit.core.plan",
     "StepResult": "memfit.api",
+    "empty": "memfit.api",
     "fit": "memfit.api",
     "microbatch_streams": "memfit.runtime.streams",
     "profile": "memfit.api",
@@ -36,6 +37,7 @@ __all__ = [
     "MemfitError",
     "Plan",
     "StepResult",
+    "empty",
     "fit",
     "microbatch_streams",
     "profile",

@@ -1,10 +1,11 @@
 """The one place where the parts are wired together.
 
 In: the user's model, optimizer, loss and one sample batch. Out: a `Job` that trains them inside a limit (`fit`), or what memory they would
-take (`profile`).
+take (`profile`); models built without the bytes of their weights (`empty`).
 """
 
+from memfit.api.birth import empty
 from memfit.api.fit import fit, profile
 from memfit.api.job import EvaluateResult, Job, StepResult
 
-__all__ = ["EvaluateResult", "Job", "StepResult", "fit", "profile"]
+__all__ = ["EvaluateResult", "Job", "StepResult", "empty", "fit", "profile"]

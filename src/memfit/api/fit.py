@@ -15,6 +15,7 @@ from torch import nn
 from memfit.api.job import Job, JobParts, Prepared
 from memfit.api.machine import Machine
 from memfit.api.setting import training_setting
+from memfit.api.sources import Bring, bring_from, open_sources
 from memfit.api.splitting import Weigh, signature_of
 from memfit.core.errors import AwayError, DoesNotFitError, PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
@@ -29,6 +30,7 @@ from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap, find_blocks
 from memfit.profiling.trace import arrange_blocks, profile_step
 from memfit.runtime.aside import WeightsAside
+from memfit.runtime.guard import is_away
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.losses import knows_loss
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
@@ -52,6 +54,7 @@ def fit(
     sample: Any,
     *,
     limit: int | str | None = None,
+    weights: str | Path | None = None,
     plan: Plan | str | Path | None = None,
     allow: Collection[str] = frozenset(),
     max_grad_norm: float | None = None,
@@ -71,12 +74,14 @@ def fit(
     touching one raises `AwayError`; `job.weights(...)` brings them, `job.close()` gives everything back.
 
     Args:
-        model: any module, on one device, in any mode.
+        model: any module, on one device, in any mode; or one that `memfit.empty` built, whose weights get their values here, one at a time.
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
         loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is meant.
         sample: a batch as `step` will get them; only its shapes matter. A tree of tensors whose dimension 0 counts rows.
         limit: bytes of the device that must never be passed, as an integer or text such as "8GiB". Without a GPU it is the memory of the whole
             process, interpreter included. None: no limit, everything resident.
+        weights: a directory of safetensors files, as `save_pretrained` or `Job.save` writes it: every weight and saved buffer of the model is read
+            from there, on its way home. None: the model's own values.
         plan: take this plan (object, JSON text or a path to it) instead of choosing one.
         allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits splitting a batch whose loss
             does not add up over rows (the contract is then plain accumulation). "bf16" permits weights that compute in bf16, rounded from fp32
@@ -108,15 +113,19 @@ def fit(
         driver = _driver(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else _read_plan(plan)
-        budget = machine.budget(sum(p.nbytes for p in model.parameters()))
+        sources = open_sources(model, weights, stack)
+        here = [p for p in model.parameters() if not is_away(p)]
+        budget = machine.budget(sum(p.nbytes for p in here))
         lacks_room = machine.lacks_room
         load_bytes = machine.load_bytes(model, leaves=lacks_room)
         aside: WeightsAside | None = None
         if lacks_room:
-            aside = stack.enter_context(WeightsAside(model.parameters(), Machine.disk_directory(directory)))
+            aside = stack.enter_context(WeightsAside(here, Machine.disk_directory(directory)))
             machine.forget_peak()
+            sources.insert(0, aside)  # what was put aside comes back before files overwrite it
         task = _Task(
             problem=_Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside),
+            bring=bring_from(sources),
             sample=sample,
             load_bytes=load_bytes,
             machine=machine,
@@ -351,6 +360,7 @@ class _Task:
     """What `fit` was asked, until a plan makes a job of it."""
 
     problem: _Problem
+    bring: Bring | None
     sample: Any
     load_bytes: int
     machine: Machine
@@ -404,7 +414,7 @@ class _Task:
                 directory=self.directory,
                 keeps_gradients=self.keeps_gradients,
                 enforces=self.enforces,
-                bring=None if problem.aside is None else problem.aside.bring,
+                bring=self.bring,
             )
         )
 

@@ -21,6 +21,7 @@ from memfit.core.hardware import Hardware, Link
 from memfit.core.limits import RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, Limits
 from memfit.core.units import MIB, format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame_malloc
+from memfit.runtime.guard import is_away
 from memfit.runtime.store import probe_disk
 from memfit.verification.meters import CpuMeter, CudaMeter, DeviceMeter, Phases, ProcessMeter
 
@@ -114,12 +115,13 @@ class Machine:
         """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds.
 
         Args:
-            model: still whole.
+            model: still whole, or built empty: then its weights come one at a time.
             leaves: its weights are put aside before there is scratch (see `runtime.aside`).
         """
         if not self.counts_process:
             return self.meter.live_bytes()
-        weights = sum(p.nbytes for p in model.parameters())
+        weights = sum(p.nbytes for p in model.parameters() if not is_away(p))
+        weights += max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         foreign = max(0, weights - self.meter.live_bytes())
         scratch = _ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES
         return max(0, self.base_bytes() - foreign) + weights + scratch

@@ -14,7 +14,6 @@ In: a job's parts. Out: a directory that transformers' `from_pretrained` and pla
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,10 @@ from torch import nn
 
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
+from memfit.runtime.birth import find_origins
 from memfit.runtime.export.files import INDEX_NAME, OPTIMIZER_NAME, optimizer_file, settle, trained_slots, weight_files
 from memfit.runtime.export.format import TensorEntry
+from memfit.runtime.export.index import weight_file_names
 from memfit.runtime.export.names import STALE, keep_names
 from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.export.replace import check_target, replacing
@@ -45,7 +46,6 @@ from memfit.runtime.store.files import write_small_file
 from memfit.runtime.weights import BlockWeights
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-_INDEX_LIMIT_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def load(
         raise StoreError(f"there is no directory {source}; name one that job.save wrote")
     _refuse_live(model, optimizer)
     with ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(source / name)) for name in _weight_file_names(source)]
+        files = [stack.enter_context(TensorFile(source / name)) for name in weight_file_names(source, STALE)]
         weights = _match_weights(files, model, source)
         trainer = read_text(source / FILE_NAME)
         if optimizer is None:
@@ -235,6 +235,10 @@ def load(
 
 
 def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if find_origins(model):
+        raise UsageError(
+            "the model was built by memfit.empty, so its weights have no memory yet: give the directory to memfit.fit(weights=...) instead"
+        )
     is_live = optimizer is not None and isinstance(optimizer.state, AwayStates)
     if is_live or any(hasattr(type(p), "_memfit_present_class") for p in model.parameters()):
         raise UsageError("the model is under a running job: load before memfit.fit, or after job.close()")
@@ -243,28 +247,6 @@ def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
             raise UsageError(
                 f"{name!r} has no memory (meta device): give it some first, with model.to_empty(device=...)"
             )
-
-
-def _weight_file_names(source: Path) -> list[str]:
-    index = source / INDEX_NAME
-    if not index.exists():
-        return ["model.safetensors"]
-    try:
-        if index.stat().st_size > _INDEX_LIMIT_BYTES:
-            raise StoreError(f"{index} is too large to be an index of weights; take another save")  # noqa: TRY301
-        document = json.loads(index.read_text(encoding="utf-8"))
-        names = sorted(set(document["weight_map"].values()))
-    except StoreError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(
-            f"{index} is no index of weights ({type(error).__name__}: {error}); take another save"
-        ) from error
-    for name in names:
-        # A name with directories in it would read files from elsewhere.
-        if not isinstance(name, str) or Path(name).name != name or not STALE.fullmatch(name):
-            raise StoreError(f"{index} names the file {str(name)[:80]!r}, which is none of a save; take another save")
-    return names
 
 
 def _match_weights(

@@ -33,11 +33,21 @@ _classes: dict[type, type] = {}
 
 def mark_away(parameter: torch.nn.Parameter, name: str, block: str) -> None:
     """From now on every operation on the parameter's values raises `AwayError`."""
-    kind = type(parameter)
-    if hasattr(kind, "_memfit_present_class"):
+    if is_away(parameter):
         return
+    kind = type(parameter)
     setattr(parameter, _NAMES, (name, block))
     parameter.__class__ = _away_class(kind)
+
+
+def mark_unborn(parameter: torch.nn.Parameter, name: str) -> None:
+    """The same for a parameter that has no values yet."""
+    mark_away(parameter, name, "")
+
+
+def is_away(parameter: torch.nn.Parameter) -> bool:
+    """The parameter's bytes are not here."""
+    return hasattr(type(parameter), "_memfit_present_class")
 
 
 def mark_present(parameter: torch.nn.Parameter) -> None:
@@ -64,6 +74,11 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     weight, block = _find_away([*args, *(kwargs or {}).values()])
+    if not block:
+        raise AwayError(
+            f"'{name}' needs the values of the weight {weight!r}, which has none yet: its model was built by memfit.empty, and memfit.fit gives each weight "
+            "its values when its block moves home. To change them before, do it in the function that builds the model"
+        )
     raise AwayError(
         f"'{name}' needs the values of the weight {weight!r}, which are away: block {block!r} rests in its home between its uses. "
         f"To reach it: with job.weights({block!r}): ...   (job.weights() brings all; job.close() ends the visits for good)"

@@ -177,7 +177,7 @@ class House:
         """Moves the weights home and makes homes for the states.
 
         Args:
-            bring: has the bytes of parameters that were put aside back.
+            bring: gives a parameter that has no bytes here (put aside, or never made) its values; called for one at a time.
 
         Raises:
             StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes the model whole again.
@@ -190,9 +190,7 @@ class House:
             if block.has_masters:
                 masters = self._home(block.master_nbytes, homes.state_home, f"{block.name}/master")
             try:
-                if bring is not None:
-                    bring(slot.parameter for slot in block.slots)
-                block.move_in(home, masters)
+                block.move_in(home, masters, bring)
             except BaseException:
                 _undo_move(block, masters or home)
                 raise

@@ -16,7 +16,7 @@ dtype the weight is its own master, and every master_* figure of a slot equals t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,15 +145,21 @@ class BlockWeights:
         """Where updates find and leave the masters; the weights' own home where there is no compute dtype."""
         return self._masters if self.has_masters else self.home
 
-    def move_in(self, home: ByteHome, masters: ByteHome | None = None) -> None:
+    def move_in(
+        self,
+        home: ByteHome,
+        masters: ByteHome | None = None,
+        bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
+    ) -> None:
         """Moves the parameters' bytes into the home and makes the parameters views of the flat buffer.
 
         Memory: for a home that is away, the peak does not grow: each parameter is freed once written. A device home is the flat buffer
-        itself and costs one block more for a moment. With masters, one parameter in the compute dtype and two pieces of 2 MiB more.
+        itself and costs one block more for a moment. Where parameters are brought, one of them more. With masters, one parameter in the compute dtype and two pieces of 2 MiB more.
 
         Args:
             home: of `nbytes`.
             masters: of `master_nbytes`, where there is a compute dtype.
+            bring: gives a parameter that has no bytes here its values; it is called for one at a time.
         """
         assert (masters is not None) == self.has_masters
         resting = home.memory if home.tier is Tier.DEVICE else None
@@ -161,6 +167,8 @@ class BlockWeights:
         device = self.slots[0].parameter.device
         for slot in self.slots:
             p = slot.parameter
+            if bring is not None:
+                bring([p])
             with torch.no_grad():
                 if masters is not None:
                     write_masters(masters, slot, p.data)

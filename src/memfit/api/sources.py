@@ -1,0 +1,62 @@
+"""Where the values of weights come from when their blocks move home.
+
+In: a model, perhaps a directory of files, perhaps weights that were put aside. Out: one function that brings parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from memfit.runtime.birth import WeightFiles, find_origins
+
+Bring = Callable[[Iterable[nn.Parameter]], None]
+
+
+class Source(Protocol):
+    """Gives parameters that have no bytes here their values."""
+
+    def bring(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These, as far as they are its own; the others stay as they are."""
+        ...
+
+
+def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack) -> list[Source]:
+    """The files, if a directory is given, or else the model's own initialisation where it was built empty.
+
+    Args:
+        model: its parameters may be without bytes.
+        weights: see `memfit.fit`.
+        stack: closes the files.
+
+    Raises:
+        StoreError, UsageError: see `WeightFiles`.
+    """
+    origins = find_origins(model)
+    if weights is None:
+        return list(origins)
+    files = stack.enter_context(WeightFiles(weights, model, origins))
+    if files.unused:
+        names = ", ".join(files.unused[:5]) + (", ..." if len(files.unused) > 5 else "")
+        warnings.warn(
+            f"{len(files.unused)} tensors of the weight files have no place in the model: {names}",
+            UserWarning,
+            stacklevel=3,
+        )
+    return [files]
+
+
+def bring_from(sources: Sequence[Source]) -> Bring | None:
+    """Asks all sources, in order; None where there is none."""
+
+    def bring(parameters: Iterable[nn.Parameter]) -> None:
+        wanted = list(parameters)
+        for source in sources:
+            source.bring(wanted)
+
+    return bring if sources else None

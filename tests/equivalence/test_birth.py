@@ -1,0 +1,281 @@
+"""Models that are built without their weights' bytes: the same bits as plain building and plain loading, and they train as those do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from equivalence import plans, zoo
+from equivalence.compare import assert_equal_training, same_bits
+from equivalence.plain import adamw
+from equivalence.with_memfit import fit_case, fit_variant
+from memfit.core.errors import AwayError, StoreError, UsageError
+from memfit.runtime.birth import build_empty, find_origins
+from memfit.runtime.guard import is_away
+
+
+def born(build: Callable[[], nn.Module], *, draws: bool = True) -> nn.Module:
+    """Built empty, down to the smallest parameter."""
+    return build_empty(build, draws=draws, least_bytes=1)
+
+
+def bring_all(model: nn.Module) -> None:
+    for origin in find_origins(model):
+        origin.bring(model.parameters())
+
+
+def assert_same_model(ours: nn.Module, plain: nn.Module) -> None:
+    for mine, theirs in (
+        (dict(ours.named_parameters()), dict(plain.named_parameters())),
+        (dict(ours.named_buffers()), dict(plain.named_buffers())),
+        (ours.state_dict(), plain.state_dict()),
+    ):
+        assert list(mine) == list(theirs)
+        for name, tensor in mine.items():
+            other = theirs[name]
+            assert same_bits(tensor.detach(), other.detach()), name
+            assert (tensor.stride(), tensor.requires_grad) == (other.stride(), other.requires_grad), name
+
+
+def slow_unless(names: tuple[str, ...]) -> list[object]:
+    return [pytest.param(name, marks=[] if name in names else [pytest.mark.slow]) for name in zoo.ZOO]
+
+
+@pytest.mark.parametrize("name", slow_unless(zoo.CORE))
+def test_a_model_built_empty_gets_the_bits_and_leaves_the_generator_of_plain_building(name: str) -> None:
+    plain = zoo.ZOO[name]().model
+    after = torch.get_rng_state()
+    ours = born(lambda: zoo.ZOO[name]().model)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(is_away(p) for p in ours.parameters())
+    bring_all(ours)
+    assert find_origins(ours) == []
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_same_model(ours, plain)
+
+
+class Odd(nn.Module):
+    """What initialisations do beyond filling: decompositions, copies, parts, layouts, values asked for, generators of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orthogonal = nn.Linear(20, 30)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.trunc_normal_(self.orthogonal.bias)
+        self.scaled = nn.Parameter(torch.randn(20, 30) * 0.02)
+        self.partly = nn.Parameter(torch.zeros(40, 10))
+        self.partly.data[3] = 2.0
+        self.embedding = nn.Embedding(50, 20, padding_idx=2)
+        self.recurrent = nn.LSTM(20, 20, 2)
+        self.copied = nn.Parameter(self.scaled.detach().clone() * 3)
+        self.shared = nn.Parameter(self.scaled.data)
+        nn.init.sparse_(self.scaled.data, 0.3)
+        self.seen = self.orthogonal.weight.data
+        self.channels_last = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(20, 20))
+        self.lower = nn.Linear(20, 20).to(torch.bfloat16)
+        self.norm = float(self.lower.weight.detach().float().norm())
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 100)]
+        self.mask = torch.ones(40, 40).tril()
+        self.register_buffer("summed", torch.randn(40, 40).cumsum(0), persistent=False)
+        own = torch.Generator().manual_seed(3)
+        self.own = nn.Parameter(torch.randn(30, 30, generator=own))
+        nn.init.normal_(self.own[:10].detach(), generator=own)
+
+
+def odd() -> Odd:
+    torch.manual_seed(3)
+    return Odd()
+
+
+def test_initialisations_of_every_kind_are_played_again_exactly() -> None:
+    plain = odd()
+    after = torch.get_rng_state()
+    ours = born(odd)
+    assert isinstance(ours, Odd)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert (ours.norm, ours.rates) == (plain.norm, plain.rates)
+    assert torch.equal(ours.mask, plain.mask)
+    # Somebody else holds this weight's memory, so it has its bytes from the beginning, and shares them.
+    assert ours.seen.data_ptr() == ours.orthogonal.weight.data_ptr()
+    one = ours.recurrent.weight_hh_l1
+    for origin in find_origins(ours):
+        origin.bring([one])
+    assert not is_away(one)
+    assert is_away(ours.recurrent.weight_hh_l0)
+    bring_all(ours)
+    assert_same_model(ours, plain)
+    assert ours.shared.data_ptr() == ours.scaled.data_ptr()
+
+
+def test_weights_are_the_same_objects_before_and_after_and_reading_them_too_early_is_an_error() -> None:
+    model = memfit.empty(lambda: nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 4)))
+    large, small = model[0].weight, model[1].weight
+    assert is_away(large)
+    assert not is_away(small)  # below 64 KiB
+    with pytest.raises(AwayError, match=r"'0\.weight', which has none yet: its model was built by memfit\.empty"):
+        large.sum()
+    bring_all(model)
+    assert model[0].weight is large
+    assert isinstance(large.sum().item(), float)
+
+
+def test_without_draws_nothing_is_drawn_and_values_must_come_from_files() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = memfit.empty(lambda: nn.Linear(200, 200, bias=False), initialises=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(UsageError, match=r"initialises=False.*weights=directory"):
+        bring_all(model)
+
+
+def test_what_is_not_a_module_is_refused() -> None:
+    with pytest.raises(UsageError, match="must return a torch.nn.Module, not int"):
+        memfit.empty(lambda: 3)  # type: ignore[type-var,return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("gpt2", "disk"),
+        pytest.param("gpt2", "resident", marks=pytest.mark.slow),
+        pytest.param("mixtral", "disk", marks=pytest.mark.slow),
+        pytest.param("t5", "disk", marks=pytest.mark.slow),
+        pytest.param("lora", "disk", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_built_empty_trains_as_a_plain_one_bit_for_bit(name: str, plan: str, tmp_path: Path) -> None:
+    cases: list[zoo.Case] = []
+
+    def build() -> zoo.Case:
+        case = zoo.ZOO[name]()
+        if not cases:
+            case = replace(case, model=born(lambda: zoo.ZOO[name]().model))
+        cases.append(case)
+        return case
+
+    variant = plans.BY_NAME[plan]
+    assert_equal_training(
+        build,
+        adamw(),
+        fit_variant(name, variant, tmp_path, keep_gradients=True),
+        microbatches=variant.microbatches,
+        max_grad_norm=variant.max_grad_norm,
+        may_reorder=variant.reorders,
+    )
+
+
+LOADED = ("gpt2", "llama", "bert", "t5", "albert")
+
+
+def fit_from(model: nn.Module, case: zoo.Case, weights: Path) -> Any:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    return memfit.fit(model, optimizer, case.loss, case.batch(0), weights=weights)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_model_loaded_in_pieces_equals_from_pretrained_bit_for_bit(name: str, tmp_path: Path) -> None:
+    case = zoo.ZOO[name]()
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.add_(torch.randn(p.shape))
+    case.model.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    plain = type(case.model).from_pretrained(tmp_path).train()  # type: ignore[attr-defined]
+    model = born(lambda: zoo.ZOO[name]().model, draws=False)
+    with fit_from(model, case, tmp_path):
+        pass
+    assert_same_model(model, plain)
+    tied = [
+        [n for n, p in m.named_parameters(remove_duplicate=False) if n not in dict(m.named_parameters())]
+        for m in (model, plain)
+    ]
+    assert tied[0] == tied[1]
+
+
+def test_the_base_models_prefix_is_added_or_left_out_as_from_pretrained_does(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel, GPT2Model
+
+    case = zoo.gpt2()
+    config = case.model.config
+    case.model.transformer.save_pretrained(tmp_path / "base")  # type: ignore[union-attr,operator]
+    case.model.save_pretrained(tmp_path / "head")  # type: ignore[operator]
+    with_head = born(lambda: GPT2LMHeadModel(config), draws=False)  # type: ignore[arg-type]
+    with fit_from(with_head, case, tmp_path / "base"):
+        pass
+    assert_same_model(with_head, GPT2LMHeadModel.from_pretrained(tmp_path / "base"))
+    base = born(lambda: GPT2Model(config), draws=False)  # type: ignore[arg-type]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["input_ids"]).last_hidden_state.square().mean()
+
+    with fit_from(base, replace(case, loss=loss), tmp_path / "head"):
+        pass
+    assert_same_model(base, GPT2Model.from_pretrained(tmp_path / "head"))
+
+
+def test_saved_buffers_are_loaded_and_other_floats_convert(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    case = zoo.ZOO["batch-norm"]()
+    state = {name: torch.randn(t.shape).to(t.dtype) for name, t in case.model.state_dict().items()}
+    half = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in state.items()}
+    safetensors.torch.save_file(half | {"spare": torch.zeros(2)}, tmp_path / "model.safetensors")
+    model = born(lambda: zoo.ZOO["batch-norm"]().model, draws=False)
+    with pytest.warns(UserWarning, match="1 tensors of the weight files have no place in the model: spare"):
+        job = fit_from(model, case, tmp_path)
+    job.close()
+    for name, tensor in model.state_dict().items():
+        assert same_bits(tensor, half[name].to(tensor.dtype)), name
+
+
+def test_an_ordinary_model_is_overwritten_from_files(tmp_path: Path) -> None:
+    case, other = zoo.llama(), zoo.llama()
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.mul_(2)
+    case.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with fit_from(other.model, other, tmp_path):
+        pass
+    assert_same_model(other.model, case.model)
+
+
+def test_files_that_do_not_fit_the_model_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    case = zoo.ZOO["sequential"]()
+    model = born(lambda: zoo.ZOO["sequential"]().model, draws=False)
+    state = dict(case.model.state_dict())
+    name = next(iter(state))
+    with pytest.raises(StoreError, match="is not a directory"):
+        fit_from(model, case, tmp_path / "absent")
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({n: t for n, t in state.items() if n != name}, file)
+    with pytest.raises(UsageError, match=f"has no '{name}'"):
+        fit_from(model, case, tmp_path)
+    safetensors.torch.save_file(state | {name: torch.zeros(3)}, file)
+    with pytest.raises(UsageError, match=f"'{name}' has shape .* it has \\[3\\]"):
+        fit_from(model, case, tmp_path)
+    assert all(is_away(p) for p in model.parameters())
+
+
+def test_a_saved_job_goes_into_a_model_built_empty_through_fit_and_not_through_load(tmp_path: Path) -> None:
+    from memfit.api.saving import load
+
+    case = zoo.ZOO["mixtral"]()  # transformers would save its experts one by one; memfit saves them as they are
+    with fit_case(case) as job:
+        job.step(case.batch(0))
+        job.save(tmp_path / "saved")
+    model = born(lambda: zoo.ZOO["mixtral"]().model)
+    with pytest.raises(UsageError, match=r"built by memfit\.empty.*memfit\.fit\(weights="):
+        load(tmp_path / "saved", model)
+    with fit_from(model, case, tmp_path / "saved"):
+        pass
+    assert_same_model(model, case.model)
