@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.api import Job, StepResult, empty, fit, profile
+    from memfit.api import Inference, Job, StepResult, empty, fit, infer, profile
     from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
     from memfit.core.plan import Plan
     from memfit.runtime.streams import microbatch_streams
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _ORIGINS = {
     "AwayError": "memfit.core.errors",
     "DoesNotFitError": "memfit.core.errors",
+    "Inference": "memfit.api",
     "Job": "memfit.api",
     "LimitBreachError": "memfit.core.errors",
     "MemfitError": "memfit.core.errors",
@@ -25,6 +26,7 @@ _ORIGINS = {
     "StepResult": "memfit.api",
     "empty": "memfit.api",
     "fit": "memfit.api",
+    "infer": "memfit.api",
     "microbatch_streams": "memfit.runtime.streams",
     "profile": "memfit.api",
 }
@@ -32,6 +34,7 @@ _ORIGINS = {
 __all__ = [
     "AwayError",
     "DoesNotFitError",
+    "Inference",
     "Job",
     "LimitBreachError",
     "MemfitError",
@@ -39,6 +42,7 @@ __all__ = [
     "StepResult",
     "empty",
     "fit",
+    "infer",
     "microbatch_streams",
     "profile",
 ]

@@ -1,11 +1,13 @@
 """The one place where the parts are wired together.
 
 In: the user's model, optimizer, loss and one sample batch. Out: a `Job` that trains them inside a limit (`fit`), or what memory they would
-take (`profile`); models built without the bytes of their weights (`empty`).
+take (`profile`); models built without the bytes of their weights (`empty`);
+forward passes with weights that stream (`infer`).
 """
 
 from memfit.api.birth import empty
 from memfit.api.fit import fit, profile
+from memfit.api.inference import Inference, infer
 from memfit.api.job import EvaluateResult, Job, StepResult
 
-__all__ = ["EvaluateResult", "Job", "StepResult", "empty", "fit", "profile"]
+__all__ = ["EvaluateResult", "Inference", "Job", "StepResult", "empty", "fit", "infer", "profile"]

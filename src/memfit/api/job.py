@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from memfit.api.inference import stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
@@ -418,6 +419,29 @@ class Job:
         mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
         return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
 
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Lets the model's own `forward` and `generate` be called: no gradients, evaluation mode, weights streamed.
+
+        Two blocks at a time are here, beside those that live on the device.
+
+            with job.inference():
+                tokens = model.generate(prompt, max_new_tokens=50)
+
+        Activations and the cache of keys and values are the program's own; the limit holds. What is changed in weights inside is lost.
+
+        Raises:
+            LimitBreachError: the limit; the job goes on. UsageError: the job is closed. TornStepError: the weights are no step's.
+        """
+        self._check_usable()
+        self._keep_changes()
+        self._is_stepping = True
+        try:
+            with stream(self._parts.model, self._parts.sites, self._blocks, self._machine, self._interrupts):
+                yield
+        finally:
+            self._is_stepping = False
+
     def check_split(self, sample: Any) -> None:
         """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
 
@@ -655,7 +679,7 @@ class Job:
         self._check_open()
         if self._is_stepping:
             raise UsageError(
-                "the job is in the middle of a step: its loss, and hooks on its model, cannot step, evaluate or save it"
+                "the job is in the middle of a step, or of job.inference(): what runs inside cannot step, evaluate or save it"
             )
         if self._torn is not None:
             raise TornStepError(

@@ -154,7 +154,8 @@ class BlockWeights:
         """Moves the parameters' bytes into the home and makes the parameters views of the flat buffer.
 
         Memory: for a home that is away, the peak does not grow: each parameter is freed once written. A device home is the flat buffer
-        itself and costs one block more for a moment. Where parameters are brought, one of them more. With masters, one parameter in the compute dtype and two pieces of 2 MiB more.
+        itself and costs one block more for a moment. Where parameters are brought, one of them more. With masters, one parameter in the compute
+        dtype and two pieces of 2 MiB more.
 
         Args:
             home: of `nbytes`.

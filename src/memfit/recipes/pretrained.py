@@ -1,0 +1,58 @@
+"""A model of transformers from the directory that `save_pretrained` wrote, without its weights.
+
+In: a directory. Out: a function that builds the model as its configuration says. Nothing is downloaded and no code of the directory runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.core.errors import UsageError
+
+
+def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
+    """Builds the class that `config.json` names under `architectures`, in the dtype it names, in evaluation mode, with `generation_config.json`.
+
+    Raises:
+        UsageError: no configuration there, or not of a model that transformers knows.
+    """
+    import transformers
+
+    source = Path(directory)
+    file = source / "config.json"
+    try:
+        named = json.loads(file.read_text(encoding="utf-8"))["architectures"][0]
+        kind = getattr(transformers, str(named))
+        config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
+        generation = None
+        if (source / "generation_config.json").exists():
+            generation = transformers.GenerationConfig.from_pretrained(str(source), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UsageError(
+            f"{source} holds no model that transformers knows: {file.name} must be there and name a class under 'architectures' "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+    def build() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(_dtype_of(config))
+        try:
+            model = kind(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        if generation is not None:
+            model.generation_config = generation
+        return model
+
+    return build
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()

@@ -1,0 +1,104 @@
+"""Inference over depth 4 and depth 64 has the same peak: two buffers of weights, and one activation in, one out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.errors import LimitBreachError, TierUnavailableError
+from memfit.core.units import KIB
+from memfit.runtime.allocator import Allocator, install
+
+WIDTH, ROWS = 192, 64
+LAYER_BYTES = 4 * WIDTH * WIDTH
+ACTIVATION_BYTES = 4 * ROWS * WIDTH
+
+
+@pytest.fixture
+def allocator() -> Iterator[Allocator]:
+    gc.collect()
+    try:
+        found = install()
+    except TierUnavailableError as error:
+        pytest.skip(f"exact peaks need memfit's allocator: {error}")
+    found.trim()
+    yield found
+    found.set_limit(None)
+
+
+def build(depth: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(depth)))
+
+
+def peak_of_passes(depth: int, allocator: Allocator) -> int:
+    """Bytes of tensors above what was there before, over three passes through a model of that depth."""
+    model = memfit.empty(lambda: build(depth))
+    x = torch.ones(ROWS, WIDTH)
+    with memfit.infer(model, blocks=[str(i) for i in range(depth)]) as session:
+        before = allocator.stats().live_bytes
+        allocator.reset_peak()
+        for _ in range(3):
+            session.model(x)
+        return allocator.stats().peak_bytes - before
+
+
+def test_the_peak_of_inference_is_the_same_at_depth_4_and_64(allocator: Allocator) -> None:
+    peaks = {depth: peak_of_passes(depth, allocator) for depth in (4, 64)}
+    assert peaks[4] == peaks[64]
+    # The two buffers hold the layer that runs and the one that arrives; its input, its product and what Tanh makes of it live at once.
+    arithmetic = 2 * LAYER_BYTES + 3 * ACTIVATION_BYTES
+    assert 2 * LAYER_BYTES < peaks[64] <= arithmetic + 64 * KIB
+
+
+def test_activations_beyond_the_limit_are_a_breach_and_the_model_comes_back(allocator: Allocator) -> None:
+    model = build(3)
+    before = [p.detach().clone() for p in model.parameters()]
+    kept: list[Tensor] = []
+    limit = 16 * (1 << 30)
+
+    def hoard() -> None:
+        with memfit.infer(model, limit=limit, blocks=["0", "1", "2"]) as session:
+            allocator.set_limit(allocator.stats().mapped_bytes + 4 * LAYER_BYTES + 20 * ACTIVATION_BYTES)
+            kept.extend(session.model(torch.ones(ROWS, WIDTH)) for _ in range(10_000))
+
+    with pytest.raises(LimitBreachError, match=r"was hit at module '[012]'.*Weights take two blocks at most") as caught:
+        hoard()
+    assert caught.value.phase == "inference"
+    kept.clear()
+    for p, values in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.detach(), values)
+
+
+def test_evaluation_of_a_job_streams_in_the_same_memory_at_any_depth(allocator: Allocator) -> None:
+    from memfit.core.plan import BlockPlan, Plan, Tier
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    peaks: dict[int, int] = {}
+    for depth in (4, 64):
+        torch.manual_seed(0)
+        model = memfit.empty(lambda depth=depth: build(depth))
+        homes = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
+        names = [str(i) for i in range(depth)]
+        job = memfit.fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loss,
+            torch.ones(ROWS, WIDTH),
+            plan=Plan(blocks=dict.fromkeys(names, homes)),
+            blocks=names,
+        )
+        batch = torch.ones(ROWS, WIDTH)
+        job.evaluate(batch)
+        before = allocator.stats().live_bytes
+        allocator.reset_peak()
+        job.evaluate(batch)
+        peaks[depth] = allocator.stats().peak_bytes - before
+        job.close(restore=False)
+    assert abs(peaks[4] - peaks[64]) <= 4 * KIB, peaks
