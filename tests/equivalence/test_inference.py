@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from equivalence import zoo
+from equivalence import plans, zoo
 from equivalence.compare import same_bits
 from equivalence.test_birth import born
+from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import AwayError, DoesNotFitError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.precision import ComputeDtype
 from memfit.runtime.guard import is_away
 
 GENERATING = ("gpt2", "llama", "mixtral", "t5")
@@ -130,3 +132,23 @@ def test_limits_and_directories_that_cannot_be_are_refused(tmp_path: Path) -> No
     assert not any(is_away(p) for p in model.parameters())
     with pytest.raises(UsageError, match="holds no model that transformers knows"), memfit.infer(tmp_path):
         pass
+
+
+def test_a_model_built_empty_trains_and_generates_in_bf16_as_one_built_plainly() -> None:
+    results = []
+    plan = Plan(blocks=plans.on_disk(profile_by_name("gpt2")), compute_dtype=ComputeDtype.BFLOAT16)
+    for is_empty in (False, True):
+        case = zoo.gpt2()
+        model = born(lambda: zoo.gpt2().model) if is_empty else case.model
+        optimizer = torch.optim.AdamW(model.parameters())
+        job = memfit.fit(model, optimizer, case.loss, case.batch(0), plan=plan, allow={"bf16"})
+        torch.manual_seed(1)
+        loss = job.step(case.batch(0)).loss
+        with job.inference():
+            said = generate(model, samples=True)
+        job.close()
+        results.append((loss, said, [p.detach() for p in model.parameters()]))
+    (plain_loss, plain_said, plain), (loss, said, ours) = results
+    assert loss == plain_loss
+    assert same_bits(said, plain_said)
+    assert all(same_bits(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
