@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ def origin_of(model: nn.Module) -> Origin:
 
 def test_only_what_a_weights_values_depend_on_is_played_again() -> None:
     def build() -> nn.Module:
-        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])  # kaiming and uniform draws, all overwritten
+        model: Any = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])  # kaiming and uniform draws, all overwritten
         nn.init.normal_(model[0].weight)
         model[0].weight.data[0] = 1.0
         nn.init.zeros_(model[1].weight)
         return model
 
-    model = build_empty(build, draws=True, least_bytes=1)
+    model: Any = build_empty(build, draws=True, least_bytes=1)
     with Names() as names:
         origin_of(model).bring([model[0].weight])
     filled = [name for name in names.seen if name in ("normal_", "uniform_", "zero_", "fill_", "copy_")]
@@ -51,14 +52,14 @@ def test_only_what_a_weights_values_depend_on_is_played_again() -> None:
 
 def test_a_value_that_is_computed_from_a_weight_is_that_of_its_moment() -> None:
     def build() -> nn.Module:
-        model = nn.Module()
+        model: Any = nn.Module()
         model.first = nn.Parameter(torch.full((8, 8), 2.0))
         model.copied = nn.Parameter(model.first.detach() * 3)
         with torch.no_grad():
             model.first.add_(1)
         return model
 
-    model = build_empty(build, draws=True, least_bytes=1)
+    model: Any = build_empty(build, draws=True, least_bytes=1)
     for name, value in (("copied", 6.0), ("first", 3.0)):
         parameter = getattr(model, name)
         origin_of(model).bring([parameter])
@@ -74,7 +75,7 @@ def test_arguments_that_are_ordinary_tensors_are_noted_with_the_values_they_had(
         scale.mul_(5)  # later: no part of the weight
         return model
 
-    model = build_empty(build, draws=True, least_bytes=1024)
+    model: Any = build_empty(build, draws=True, least_bytes=1024)
     origin_of(model).bring([model.weight])
     assert torch.equal(model.weight.detach(), torch.ones(64, 64))
 
@@ -83,14 +84,14 @@ def test_the_default_dtype_of_the_building_holds_when_it_is_played_again() -> No
     def build() -> nn.Module:
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = nn.Module()
+            model: Any = nn.Module()
             model.weight = nn.Parameter(torch.ones(16, 16) / 3)
             return model
         finally:
             torch.set_default_dtype(torch.float32)
 
-    plain = build()
-    model = build_empty(build, draws=True, least_bytes=1)
+    plain: Any = build()
+    model: Any = build_empty(build, draws=True, least_bytes=1)
     origin_of(model).bring([model.weight])
     assert model.weight.dtype == torch.bfloat16
     assert torch.equal(model.weight.detach(), plain.weight.detach())
@@ -101,7 +102,7 @@ def test_an_operation_that_changes_a_weight_and_an_ordinary_tensor_at_once_is_re
         Recorder(draws=True, least_bytes=1024),
         pytest.raises(UnsupportedError, match="with and without bytes at once"),
     ):
-        torch._foreach_add_([torch.zeros(32, 32), torch.zeros(3)], 1.0)
+        torch._foreach_add_([torch.zeros(32, 32), torch.zeros(3)], 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_what_a_weight_says_to_an_ordinary_tensor_is_computed_there_and_then() -> None:
@@ -136,6 +137,6 @@ def test_a_buffer_and_a_tensor_that_code_keeps_have_their_values_at_once() -> No
         kept.append(torch.arange(300.0))
         return model
 
-    model = build_empty(build, draws=True, least_bytes=1)
+    model: Any = build_empty(build, draws=True, least_bytes=1)
     assert torch.equal(model.mask, torch.ones(16, 16).tril())
     assert torch.equal(kept[0], torch.arange(300.0))
