@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.api import Inference, Job, StepResult, empty, fit, infer, profile
+    from memfit.api import Job, StepResult, empty, fit, infer, profile
     from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
     from memfit.core.plan import Plan
     from memfit.runtime.streams import microbatch_streams
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _ORIGINS = {
     "AwayError": "memfit.core.errors",
     "DoesNotFitError": "memfit.core.errors",
-    "Inference": "memfit.api",
     "Job": "memfit.api",
     "LimitBreachError": "memfit.core.errors",
     "MemfitError": "memfit.core.errors",
@@ -34,7 +33,6 @@ _ORIGINS = {
 __all__ = [
     "AwayError",
     "DoesNotFitError",
-    "Inference",
     "Job",
     "LimitBreachError",
     "MemfitError",
