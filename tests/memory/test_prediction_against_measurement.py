@@ -216,9 +216,13 @@ def _position(actions: list[Action], action: Action, start: int) -> int | None:
 
 
 def update_bytes(profile: Profile) -> int:
-    """What the updating thread holds for moments: two states of one piece and of the next, and two temporaries of the optimizer."""
-    largest = max(p.master_nbytes or p.nbytes for b in profile.blocks for p in b.parameters)
-    return 6 * min(2 * MIB, largest)
+    """What the updating thread holds for moments: two states of one piece and of the next, and two temporaries of the optimizer.
+
+    With masters, also those of both pieces, the widened gradient and the rounded weight.
+    """
+    parameters = [p for b in profile.blocks for p in b.parameters]
+    pieces = 10 if any(p.master_nbytes for p in parameters) else 6
+    return pieces * min(2 * MIB, max(p.master_nbytes or p.nbytes for p in parameters))
 
 
 @cache
