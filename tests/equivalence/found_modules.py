@@ -5,7 +5,7 @@ In: nothing. Out: `FOUND`, by what is special about each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from equivalence.random_modules import BlockSpec, CallSpec, Glue, Kind, ModelSpec, Side
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
@@ -58,6 +58,21 @@ FOUND = {
         spec=ModelSpec(blocks=(_SIDE_DOOR_ONLY,), calls=_ONE_CALL),
         plan=Plan(blocks=_AWAY, microbatches=4, order=Order.MICROBATCH_MAJOR),
     ),
+    # The same in the second call of a recomputed segment: the first call runs again before its own block was fetched.
+    **{
+        f"side door of a segment's last call, weight of its first away, prefetch {prefetch}": Found(
+            spec=ModelSpec(
+                blocks=(_PLAIN, _SIDE_DOOR_ONLY, _PLAIN),
+                calls=(CallSpec(block=0, source=0, glue=Glue.READ_WEIGHT, reads=2), CallSpec(block=1, source=1)),
+            ),
+            plan=Plan(
+                blocks=_AWAY,
+                calls=(CallPlan(), _RECOMPUTE, replace(_RECOMPUTE, joins_previous=True), CallPlan()),
+                prefetch=prefetch,
+            ),
+        )
+        for prefetch in (0, 1)
+    },
     # A step that does not make the call with which the tail begins.
     "first call of the tail left out": Found(spec=_LEFT_OUT, plan=Plan(tail=1)),
     "first call of the tail left out, gradients cut off": Found(spec=_LEFT_OUT_DETACHED, plan=Plan(tail=1)),

@@ -703,8 +703,13 @@ class Engine:
         self._served.clear()
 
     @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A call runs again inside backward: its sites are passed through, nothing pauses."""
+    def recomputing(self, blocks: Sequence[int] = ()) -> Iterator[None]:
+        """A call runs again inside backward: its sites are passed through, nothing pauses.
+
+        Args:
+            blocks: whose weights it reads. They are away still where a gradient came by a side door of a later call of the segment, before any output's.
+        """
+        self._ensure(blocks)
         self._recomputing += 1
         try:
             yield

@@ -109,7 +109,7 @@ class CallFrames:
             self._sites[key] = CallSite(
                 name=site.name,
                 module=site.module,
-                call=_RunAgain(site.module, self._engine),
+                call=_RunAgain(site, self._engine),
                 device=self._device,
                 stays=_Stays(weakref.ref(self)),
                 rng=rng,
@@ -125,14 +125,15 @@ class CallFrames:
 class _RunAgain:
     """Runs a module with the engine's hooks passing through. Holds the engine weakly: frames live in autograd's graph."""
 
-    def __init__(self, module: torch.nn.Module, engine: weakref.ref[Engine]) -> None:
-        self._module = module
+    def __init__(self, site: Site, engine: weakref.ref[Engine]) -> None:
+        self._module = site.module
+        self._blocks = site.blocks
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
         assert engine is not None, "a call is recomputed after its engine has gone"
-        with engine.recomputing():
+        with engine.recomputing(self._blocks):
             # Not `module(...)`: a subclass's `__call__` (transformers' layers checkpoint themselves there) is outside of the hooks.
             return torch.nn.Module.__call__(self._module, *args, **kwargs)
 
