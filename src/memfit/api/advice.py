@@ -17,14 +17,13 @@ from memfit.api.fit import (
     Loss,
     _check_arguments,
     _chunk_tokens,
-    _device_of,
     _driver,
     _microbatch_counts,
     _Problem,
     _read_plan,
     _refusal,
 )
-from memfit.api.machine import Machine
+from memfit.api.machine import Machine, device_of
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
@@ -105,7 +104,7 @@ def advise(
         DoesNotFitError: no plan fits the limit. Others as in `fit`.
     """
     _check_arguments(model, loss, allow, max_grad_norm)
-    machine = Machine(_device_of(model), Limits.read(limit), is_emulated=False)
+    machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
     problem = _Problem(model=model, loss=loss, driver=_driver(optimizer, model), block_map=find_blocks(model, None))
     is_hollow = any(p.numel() and not p.untyped_storage().nbytes() for p in model.parameters())
     weight_bytes = sum(p.nbytes for p in model.parameters())

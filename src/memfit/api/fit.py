@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memfit.api.job import Job, JobParts, Prepared
-from memfit.api.machine import Machine
+from memfit.api.machine import Machine, device_of
 from memfit.api.setting import training_setting
 from memfit.api.sources import Bring, bring_from, open_sources
 from memfit.api.splitting import Weigh, signature_of
@@ -108,7 +108,7 @@ def fit(
     """
     _check_arguments(model, loss, allow, max_grad_norm)
     limits = Limits.read(limit, host_limit, disk_limit)
-    machine = Machine(_device_of(model), limits, is_emulated=emulate_device)
+    machine = Machine(device_of(model), limits, is_emulated=emulate_device)
     with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as stack:
         driver = _driver(optimizer, model)
         block_map = find_blocks(model, blocks)
@@ -116,7 +116,7 @@ def fit(
         sources = open_sources(model, weights, stack)
         here = [p for p in model.parameters() if not is_away(p)]
         budget = machine.budget(sum(p.nbytes for p in here))
-        lacks_room = machine.lacks_room
+        lacks_room = machine.counts_process and machine.lacks_room
         load_bytes = machine.load_bytes(model, leaves=lacks_room)
         aside: WeightsAside | None = None
         if lacks_room:
@@ -263,15 +263,6 @@ def _check_arguments(model: Any, loss: Any, allow: Collection[str], max_grad_nor
         raise UsageError(f"allow={unknown[0]!r} is not something that can be allowed; known are {sorted(ALLOWANCES)}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError(f"max_grad_norm must be above 0, not {max_grad_norm}")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1:
-        raise UsageError(
-            f"the model must lie on one device, not on {sorted(map(str, devices)) or 'none (it has no parameters)'}: move it with model.to(...)"
-        )
-    return devices.pop()
 
 
 def _driver(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDriver:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from memfit.api.interrupts import Interrupts
-from memfit.api.machine import Machine
+from memfit.api.machine import Machine, device_of
 from memfit.api.sources import bring_from, open_sources
 from memfit.api.splitting import evaluating
-from memfit.core.errors import DoesNotFitError, LimitBreachError, UsageError
+from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.limits import Limits
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.units import format_bytes
@@ -97,7 +97,7 @@ def infer(
     if not isinstance(model, nn.Module):
         weights = model if weights is None else weights
         model = build_empty(pretrained_builder(model), draws=False)
-    machine = Machine(_device_of(model), Limits.read(limit, None, None), is_emulated=False)
+    machine = Machine(device_of(model), Limits.read(limit, None, None), is_emulated=False)
     block_map = find_blocks(model, blocks)
     parts = [BlockWeights(i, block.name, block.parameters) for i, block in enumerate(block_map.blocks)]
     weight_bytes = _most_weights(block_map, parts)
@@ -156,13 +156,6 @@ def stream(
                 where=weights.at,
                 torn=False,
             ) from error
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1:
-        raise UsageError(f"the model must lie on one device, not on {sorted(map(str, devices)) or 'none'}")
-    return devices.pop()
 
 
 def _most_weights(block_map: BlockMap, parts: Sequence[BlockWeights]) -> int:

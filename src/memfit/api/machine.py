@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError
+from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.limits import RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, Limits
 from memfit.core.units import MIB, format_bytes
@@ -103,13 +103,10 @@ class Machine:
 
     @property
     def lacks_room(self) -> bool:
-        """What is there leaves no room below the process's limit for the scratch of planning."""
+        """What is there leaves no room below the limit for the scratch of planning."""
         limit = self.limits.device_bytes
-        return (
-            self.counts_process
-            and limit is not None
-            and limit <= self.base_bytes() + self.meter.live_bytes() + _LOAD_ROOM_BYTES
-        )
+        room = _LOAD_ROOM_BYTES if self.counts_process else _LOAD_SCRATCH_BYTES
+        return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + room
 
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
         """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds.
@@ -162,9 +159,8 @@ class Machine:
     def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
         """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
         limit = self.limits.device_bytes
-        # Where not even what is there fits, and on a device the scratch of planning beside it, planning says what would be needed.
-        there = self.base_bytes() if self.counts_process else self.meter.live_bytes() + _LOAD_SCRATCH_BYTES
-        if enforces and limit is not None and not self.lacks_room and limit > there:
+        # Where planning has no room, it says what would be needed.
+        if enforces and limit is not None and not self.lacks_room:
             self.arm()
         try:
             yield
@@ -266,6 +262,20 @@ class Machine:
 
     def _mapped_bytes(self) -> int:
         return self.allocator.stats().mapped_bytes if self.allocator is not None else 0
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The one device of all parameters.
+
+    Raises:
+        UsageError: there are several, or no parameters.
+    """
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        raise UsageError(
+            f"the model must lie on one device, not on {sorted(map(str, devices)) or 'none (it has no parameters)'}: move it with model.to(...)"
+        )
+    return devices.pop()
 
 
 def _lift_limit(meter: DeviceMeter, allocator: Allocator | FallbackAllocator | None, limit_bytes: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,25 +30,6 @@ from memfit.runtime.temporary import TemporaryDirectory
 from memfit.runtime.weights import BlockWeights
 
 _BLANK_BYTES = 4 * MIB
-
-
-class _CountedHostStore(HostStore):
-    """Host memory for activations, allocated under the ledger that counts host memory apart on an emulated device."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        stream: torch.cuda.Stream | None,
-        ledger: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(device, stream=stream)
-        self._ledger = ledger
-
-    def put(self, storage: torch.UntypedStorage) -> Any:
-        """See `TierStore`."""
-        with self._ledger():
-            return super().put(storage)
 
 
 class House:
@@ -88,7 +68,7 @@ class House:
         self._device = device
         self._host_ledger = host_ledger
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host_store = _CountedHostStore(device, stream=self._stream, ledger=host_ledger)
+        self._host_store = HostStore(device, stream=self._stream, ledger=host_ledger)
         self._memory_homes: list[MemoryHome] = []
         self._disk_homes: list[DiskHome] = []
         self._temporary: TemporaryDirectory | None = None

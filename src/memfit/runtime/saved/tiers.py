@@ -6,7 +6,9 @@ In: storages of a device. Out: `TierStore`s for the offloader.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +36,24 @@ class HostStore:
     Args:
         device: whose storages come.
         stream: copy stream for a CUDA device; copies to and from the host are in order on it.
+        ledger: a context in which buffers are allocated (counts them apart on an emulated device).
 
     Attributes:
         live_bytes, peak_bytes: held by parcels now, and at most so far.
         reserved_bytes: in buffers, spare ones included; never more than `peak_bytes`.
     """
 
-    def __init__(self, device: torch.device, *, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         assert (stream is not None) == (device.type == "cuda")
         self._device = device
         self._stream = stream
+        self._ledger = ledger
         self._spare: dict[int, list[MemoryHome]] = {}
         self._lock = threading.RLock()
         self.live_bytes = 0
@@ -60,7 +70,8 @@ class HostStore:
             if home is None:
                 while self._spare and self.reserved_bytes + nbytes > self.peak_bytes:
                     self._close_one()
-                home = MemoryHome(nbytes, tier=Tier.HOST, device=self._device, stream=self._stream)
+                with self._ledger():
+                    home = MemoryHome(nbytes, tier=Tier.HOST, device=self._device, stream=self._stream)
                 self.reserved_bytes += nbytes
         return _HostRest(home, home.write(0, nbytes, storage))
 

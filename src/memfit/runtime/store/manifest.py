@@ -19,13 +19,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.units import MIB
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.layout import LARGEST_BYTES, RegionSpec, SlotPlace, check_places, check_spec
 from memfit.runtime.store.memory import ALIGNMENT_BYTES
+from memfit.runtime.store.strict_json import read_strict_json
 from memfit.runtime.store.tensors import TensorPlace
 
 FORMAT = "memfit-store"
@@ -193,7 +194,7 @@ def read_manifest(content: bytes, *, path: Path) -> Manifest:
         StoreError: torn, changed, of another version, or not a manifest.
     """
     try:
-        whole = json.loads(content, object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
+        whole = read_strict_json(content)
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"it is not JSON ({type(error).__name__})") from error
     fields = _fields(whole, path, "it", {"format": str, "version": int, "checksum": str, "body": dict}, is_open=True)
@@ -356,17 +357,6 @@ def _number(found: int | None, path: Path, what: str, *, none_allowed: bool = Fa
     if (found is None and none_allowed) or (found is not None and 0 <= found <= _LARGEST_STEP):
         return found
     raise _broken(path, f"{what} is {found!r:.40}")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is repeated")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of the format")
 
 
 def _canonical(body: Any) -> bytes:

@@ -18,7 +18,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import safetensors.torch
@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.runtime.store.explain import store_error
+from memfit.runtime.store.strict_json import read_strict_json
 
 _TEXT_NAME = "state.json"
 _TAG = "$"
@@ -66,7 +67,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
     try:
         tensors = safetensors.torch.load(content)
         text = tensors.pop(_TEXT_NAME).numpy().tobytes()
-        found = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
+        found = read_strict_json(text)
         state = _decode(found, tensors, 0)
     except StoreError:
         raise
@@ -223,17 +224,6 @@ _READERS: dict[str, _Reader] = {
     "dtype": _read_dtype,
     "device": _read_device,
 }
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is repeated")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of the format")
 
 
 def _damaged(problem: str) -> StoreError:
