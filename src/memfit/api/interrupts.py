@@ -31,9 +31,11 @@ class Interrupts:
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
             return
-        self._is_holding, self._came = True, False
-        signal.signal(signal.SIGINT, self._note)
+        self._came = False
         try:
+            # Inside of the `try`: putting the handler in raises what came just before.
+            self._is_holding = True
+            signal.signal(signal.SIGINT, self._note)
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)

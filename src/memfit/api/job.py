@@ -247,6 +247,10 @@ class Job:
             DoesNotFitError: a batch of another shape does not fit. UsageError: the batch, the loss, or the job is closed.
             TornStepError: an earlier step was interrupted while it updated in place. KeyboardInterrupt: at the next action; a second Ctrl-C at once.
         """
+        with self._interrupts.held():
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> StepResult:
         self._check_usable()
         self._check_unchanged()
         self._keep_changes()
@@ -259,7 +263,7 @@ class Job:
             self._machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
         self._is_stepping = True
         try:
-            with self._interrupts.held(), self._machine.phases(phase):
+            with self._machine.phases(phase):
                 outcome = self._run_step(prepared, parts, factors)
                 self._steps += 1
         finally:
