@@ -67,7 +67,7 @@ def test_generation_with_streamed_weights_equals_transformers_token_for_token(na
         assert same_bits(mine.detach(), theirs.detach()), parameter_name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
 def test_a_directory_is_generated_from_without_ever_loading_the_model(name: str, tmp_path: Path) -> None:
     plain = spread(zoo.ZOO[name]().model).eval()
     plain.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]

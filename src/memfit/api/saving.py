@@ -31,7 +31,8 @@ from memfit.runtime.birth import find_origins
 from memfit.runtime.export.files import INDEX_NAME, OPTIMIZER_NAME, optimizer_file, settle, trained_slots, weight_files
 from memfit.runtime.export.format import TensorEntry
 from memfit.runtime.export.index import weight_file_names
-from memfit.runtime.export.names import STALE, keep_names
+from memfit.runtime.export.matching import Matched, match
+from memfit.runtime.export.names import STALE
 from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.export.replace import check_target, replacing
 from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, class_name, read_text, write_text
@@ -249,29 +250,18 @@ def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
             )
 
 
-def _match_weights(
-    files: Sequence[TensorFile], model: nn.Module, source: Path
-) -> list[tuple[TensorFile, TensorEntry, torch.Tensor]]:
-    kept = keep_names(model)
-    matched: list[tuple[TensorFile, TensorEntry, torch.Tensor]] = []
-    waiting = dict(kept.tensors)
-    for file in files:
-        for entry in file.header.entries:
-            # Which of two tied names was kept may differ between versions of a library.
-            name = entry.name if entry.name in waiting else kept.tied.get(entry.name, entry.name)
-            name = name if name in waiting else next((n for n, k in kept.tied.items() if k == entry.name), name)
-            if name not in waiting:
-                raise UsageError(
-                    f"{file.path} holds {entry.name!r}, which the model does not have (or comes twice); build the model as it was when it was saved"
-                )
-            tensor = waiting.pop(name)
-            _compare(f"the weight {name!r}", entry, tensor.dtype, tuple(tensor.shape))
-            matched.append((file, entry, tensor))
-    if waiting:
+def _match_weights(files: Sequence[TensorFile], model: nn.Module, source: Path) -> list[Matched]:
+    matched, unused = match(files, model, source)
+    if unused:
         raise UsageError(
-            f"{source} has no {next(iter(waiting))!r} ({len(waiting)} of {len(kept.tensors)} tensors are missing); build the model as it was when it was saved"
+            f"{source} holds {unused[0]!r}, which the model does not have; build the model as it was when it was saved"
         )
-    return matched
+    for found in matched.values():
+        for dtype in found.dtypes - {found.tensor.dtype}:
+            raise UsageError(
+                f"the weight {found.name!r} was saved as {dtype}; here it is {found.tensor.dtype}: build the model as it was"
+            )
+    return list(matched.values())
 
 
 def _compare(what: str, entry: TensorEntry, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -281,9 +271,9 @@ def _compare(what: str, entry: TensorEntry, dtype: torch.dtype, shape: tuple[int
         )
 
 
-def _copy(weights: Sequence[tuple[TensorFile, TensorEntry, torch.Tensor]]) -> None:
-    for file, entry, tensor in weights:
-        file.read_into(entry, tensor.detach())
+def _copy(weights: Sequence[Matched]) -> None:
+    for found in weights:
+        found.read(found.tensor.detach())
 
 
 def _match_optimizer(

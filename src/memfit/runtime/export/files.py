@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from memfit.core.errors import UnsupportedError
+from memfit.runtime.export.conversions import file_tensors
 from memfit.runtime.export.format import Header, TensorSpec, lay_out
 from memfit.runtime.export.names import keep_names, shard
-from memfit.runtime.export.sources import HomeSource, ResidentSource, TensorSource
+from memfit.runtime.export.sources import HomeSource, JoinedSource, ResidentSource, TensorSource
 from memfit.runtime.states import BlockStates
 from memfit.runtime.trees import typed_view
 from memfit.runtime.weights import BlockWeights, Slot
@@ -53,11 +55,23 @@ def weight_files(
     """
     kept = keep_names(model)
     placed = {id(slot.parameter): (block, slot) for block in blocks for slot in block.slots}
+
+    def source_of(name: str) -> TensorSource:
+        tensor = kept.tensors[name]
+        place = placed.get(id(tensor))
+        return ResidentSource(tensor) if place is None else _weight_source(*place)
+
     sources: dict[str, TensorSource] = {}
     specs: dict[str, TensorSpec] = {}
-    for name, tensor in kept.tensors.items():
-        place = placed.get(id(tensor))
-        sources[name] = ResidentSource(tensor) if place is None else _weight_source(*place)
+    shapes = {name: tuple(tensor.shape) for name, tensor in kept.tensors.items()}
+    for name, wanted in file_tensors(model, shapes).items():
+        parts = [(source_of(part.name), part.first, part.count) for part in wanted.parts]
+        dtypes = {str(source.dtype) for source, _, _ in parts}
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                f"{name!r} of the files is {wanted.parts[0].name!r} and {len(parts) - 1} more, which have {sorted(dtypes)}: give them one dtype"
+            )
+        sources[name] = JoinedSource(parts, wanted.shape)
         specs[name] = TensorSpec(name=name, dtype=sources[name].dtype, shape=sources[name].shape)
     shards = shard({name: spec.nbytes for name, spec in specs.items()}, max_shard_bytes)
     files: list[SaveFile] = []

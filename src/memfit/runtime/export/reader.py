@@ -72,24 +72,43 @@ class TensorFile:
             raise damaged(self.path, "its header ends early")
         return read_header(raw, path=self.path, file_bytes=file_bytes)
 
-    def read_into(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Copies an entry into a tensor of its shape and dtype, of any strides, on any device.
+    def read_into(self, entry: TensorEntry, tensor: torch.Tensor, begin: int = 0) -> None:
+        """Copies elements of an entry, row-major from element `begin` on, into a tensor of any strides, on any device; floats convert to its dtype.
 
         Raises:
             StoreError: the disk, or the file became shorter.
         """
-        assert tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
         size = entry.dtype.itemsize
-        total = (entry.end - entry.begin) // size
+        total = tensor.numel()
+        assert begin >= 0 and begin + total <= (entry.end - entry.begin) // size
         staged = new_storage(min(PIECE_BYTES, total * size))
         per_piece = PIECE_BYTES // size
         with torch.no_grad():
             for first in range(0, total, per_piece):
                 count = min(per_piece, total - first)
-                self._fill(staged, entry.begin + first * size, count * size)
+                self._fill(staged, entry.begin + (begin + first) * size, count * size)
                 flat = typed_view(staged, 0, entry.dtype, (count,))
                 for part, start in row_major_parts(tensor, first, count):
                     part.copy_(flat[start : start + part.numel()].view(part.shape))
+
+    def holds_same(self, entry: TensorEntry, other: TensorFile, other_entry: TensorEntry) -> bool:
+        """Two entries have the same dtype, shape and bytes. Memory: two pieces.
+
+        Raises:
+            StoreError: the disk, or a file became shorter.
+        """
+        if (entry.dtype, entry.shape) != (other_entry.dtype, other_entry.shape):
+            return False
+        total = entry.end - entry.begin
+        mine, theirs = (new_storage(min(PIECE_BYTES, total)) for _ in range(2))
+        for first in range(0, total, PIECE_BYTES):
+            count = min(PIECE_BYTES, total - first)
+            self._fill(mine, entry.begin + first, count)
+            other._fill(theirs, other_entry.begin + first, count)
+            views = [typed_view(storage, 0, torch.uint8, (count,)) for storage in (mine, theirs)]
+            if not torch.equal(*views):
+                return False
+        return True
 
     def _fill(self, storage: torch.UntypedStorage, offset: int, nbytes: int) -> None:
         done = 0

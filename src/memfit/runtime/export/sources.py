@@ -6,12 +6,12 @@ In: a tensor in memory, or its place in a home. Out: any range of its row-major 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from memfit.runtime.homes.base import DONE, ByteHome, Ticket
+from memfit.runtime.homes.base import DONE, ByteHome, Ticket, Tickets
 from memfit.runtime.trees import new_storage, typed_view
 
 # What is read at once of a tensor whose memory order is not row-major, where its slices are smaller.
@@ -116,6 +116,38 @@ class HomeSource:
         )
         self._group = (begin, end, tensor)
         return self._group
+
+
+class JoinedSource:
+    """Ranges of elements of other tensors, one after the other, as one tensor.
+
+    Memory: none but theirs.
+
+    Args:
+        parts: (tensor, first element, count), in order; all of one dtype.
+        shape: of the tensor that they are together.
+    """
+
+    def __init__(self, parts: Sequence[tuple[TensorSource, int, int]], shape: tuple[int, ...]) -> None:
+        self._parts = tuple(parts)
+        self.dtype = parts[0][0].dtype
+        self.shape = shape
+
+    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> Ticket:
+        """See `TensorSource`."""
+        tickets: list[Ticket] = []
+        begin = 0
+        try:
+            for source, start, length in self._parts:
+                low, high = max(first, begin), min(first + count, begin + length)
+                if low < high:
+                    offset = into_offset + (low - first) * self.dtype.itemsize
+                    tickets.append(source.read(start + low - begin, high - low, into, offset))
+                begin += length
+        except BaseException:
+            Tickets(tickets).wait()  # nothing may be on its way into memory that the caller gives up
+            raise
+        return tickets[0] if len(tickets) == 1 else Tickets(tickets)
 
 
 def row_major_parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[tuple[torch.Tensor, int]]:
