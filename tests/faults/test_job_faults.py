@@ -478,9 +478,7 @@ def test_ctrl_c_comes_through_at_the_next_action_and_a_second_one_at_once(tmp_pa
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
-def test_ctrl_c_at_any_moment_leaves_a_whole_step(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_at_any_moment_leaves_a_whole_step(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random moments: the weights are those of before, or those of the step that had been committed; and nothing hangs."""
     draw = random.Random(seed)
     model, optimizer, job = start(atomic_after_backward(profile()), tmp_path)
