@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 PARTS = ("resident", "recompute", "disk")
 MICROBATCHES = (4, 16)
+BUFFERS = 4  # for visits: what `fit` takes where it fits and helps
 SMALL = common.Shape(layers=4, vocabulary=8192, rows=16, tokens=64)
 Run = dict[str, list[common.Step]]
 
@@ -273,15 +274,15 @@ def _plan(name: str, profile: Profile, microbatches: int) -> Plan:
     plain_order = Plan(microbatches=microbatches, order=Order.MICROBATCH_MAJOR)
     layers = Plan(microbatches=microbatches, tail=common.tail_of(profile))
     fates = tuple(CallPlan(saved=Saved.RECOMPUTE) if call.is_repeated else CallPlan() for call in calls)
-    away = common.on_disk(profile)
+    away = {"blocks": common.on_disk(profile), "prefetch": BUFFERS - 1}
     return {
         "memfit resident, update after": replace(plain_order, update=UpdateTime.AFTER_BACKWARD),
         "memfit resident, update in backward": plain_order,
         "memfit recompute": replace(plain_order, calls=fates, update=UpdateTime.AFTER_BACKWARD),
         "memfit resident, layer-major": layers,
-        "memfit disk, layer-major": replace(layers, blocks=away),
+        "memfit disk, layer-major": replace(layers, **away),
         "memfit resident, microbatch-major": plain_order,
-        "memfit disk, microbatch-major": replace(plain_order, blocks=away),
+        "memfit disk, microbatch-major": replace(plain_order, **away),
     }[name]
 
 

@@ -359,7 +359,7 @@ def random_plans(draw: st.DrawFn, profile: Profile) -> Plan:
         "calls": draw(_call_plans(number, tail)),
         "tail": tail,
         "update": draw(st.sampled_from(UpdateTime)),
-        "prefetch": draw(st.integers(0, 2)),
+        "prefetch": draw(st.integers(0, 4)),
     }
     plan = Plan(**settings, is_atomic=draw(st.booleans()))
     names = [block.name for block in profile.blocks]

@@ -163,6 +163,29 @@ def test_no_candidate_that_fits_is_faster_than_the_chosen_one() -> None:
     assert error.value.smallest_limit_bytes == peaks[0]
 
 
+def test_blocks_of_unequal_size_get_more_buffers_where_there_is_room_for_them() -> None:
+    """The vocabulary's visit takes longer than a layer computes: two buffers cannot hide it, four do better, where they fit."""
+    profile = gpt_profile(layers=6, width=256, vocabulary=32_768, tokens=64, batch_rows=4, rows=(4, 2, 1), factor=16)
+    slow = replace(machine(), flops_per_s=2e11)
+    plans = {
+        c.plan.prefetch: c.plan
+        for c in list_candidates(profile, microbatches=4, tiers=(Tier.DISK,), clips_norm=False)
+        if c.plan.order is Order.MICROBATCH_MAJOR
+        and any(b.weight_home is Tier.DISK for b in c.plan.blocks.values())
+        and c.plan.call(1).saved is Saved.KEEP
+    }
+    found = {
+        prefetch: predict(build_step(plan, profile, clips_norm=False), plan, profile, slow, staging_bytes=0)
+        for prefetch, plan in plans.items()
+    }
+    assert sorted(found) == [0, 1, 3]
+    assert found[3].seconds < found[1].seconds < found[0].seconds
+    assert found[3].peak_bytes >= found[1].peak_bytes > found[0].peak_bytes
+    for prefetch in (3, 1, 0):
+        choice = choose_plan(profile, limit(found[prefetch].peak_bytes), slow, staging_bytes=0)
+        assert choice.timeline.seconds <= found[prefetch].seconds
+
+
 def test_the_same_question_gets_the_same_plan() -> None:
     profile = wide_profile()
     first, second = (choose_plan(profile, limit(60 * MIB), machine(), staging_bytes=MIB) for _ in range(2))

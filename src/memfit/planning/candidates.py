@@ -8,7 +8,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 | order        | layer-major; with several microbatches also microbatch-major (plain accumulation)                      |
 | saved        | keep; select; recompute; recompute with arguments away; offload: the same for all repeated calls       |
 | homes        | all on the device; states away; states and gradients away (where gradients wait); everything away      |
-| prefetch     | 1; with everything away also 0                                                                         |
+| prefetch     | 1; with everything away also 0 and 3                                                                   |
 | tail         | with several microbatches, layer-major: the calls after the last repeated one                          |
 | update       | in backward, unless the norm of all gradients must be known first                                      |
 """
@@ -16,7 +16,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.profile import Profile, TraceProfile
@@ -123,14 +123,7 @@ def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool) -> list[_Homes]:
         if gradients_wait:
             homes.append(_Homes(name=f"states and gradients on {tier}", tier=tier, moves_gradients=True))
         everything = _Homes(name=f"everything on {tier}", tier=tier, moves_gradients=gradients_wait, moves_weights=True)
-        one = _Homes(
-            name=f"everything on {tier}, one buffer",
-            tier=tier,
-            moves_gradients=gradients_wait,
-            moves_weights=True,
-            prefetch=0,
-        )
-        homes += [everything, one]
+        homes += [everything] + [replace(everything, prefetch=prefetch) for prefetch in (3, 0)]
     return homes
 
 
@@ -151,4 +144,9 @@ def _blocks(profile: Profile, homes: _Homes) -> dict[str, BlockPlan]:
 def _name(microbatches: int, *, is_layer_major: bool, fate: _Fate, homes: _Homes) -> str:
     count = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
     order = " layer by layer" if is_layer_major else ""
-    return f"{count}{order}; {fate.name}; {homes.name}"
+    return f"{count}{order}; {fate.name}; {homes.name}{_buffers(homes.prefetch)}"
+
+
+def _buffers(prefetch: int) -> str:
+    """Words for any number of buffers but the usual two."""
+    return {0: ", one buffer", 1: ""}.get(prefetch, f", {prefetch + 1} buffers")
