@@ -180,7 +180,7 @@ def test_blocks_of_unequal_size_get_more_buffers_where_there_is_room_for_them() 
     }
     assert sorted(found) == [0, 1, 3]
     assert found[3].seconds < found[1].seconds < found[0].seconds
-    assert found[3].peak_bytes >= found[1].peak_bytes > found[0].peak_bytes
+    assert found[3].peak_bytes >= found[1].peak_bytes >= found[0].peak_bytes
     for prefetch in (3, 1, 0):
         choice = choose_plan(profile, limit(found[prefetch].peak_bytes), slow, staging_bytes=0)
         assert choice.timeline.seconds <= found[prefetch].seconds
