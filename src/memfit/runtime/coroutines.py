@@ -103,6 +103,11 @@ class Coroutine:
         self._greenlet = greenlet.greenlet(run)
         self._greenlet.gr_context = contextvars.copy_context()
 
+    def take_result(self) -> Any:
+        """What the code returned; given up here, so that nobody else keeps its graph."""
+        result, self.result = self.result, None
+        return result
+
     def resume(self) -> None:
         """Runs until the next `pause` or the end. Errors of the user's code come out here."""
         outside = ThreadState.capture(self._device_types)

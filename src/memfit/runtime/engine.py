@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memfit.core.errors import PlanError, UnsupportedError, UsageError
+from memfit.core.errors import PlanError, UnsupportedError
 from memfit.core.schedule import (
     Accumulate,
     Action,
@@ -43,15 +43,17 @@ from memfit.core.schedule import (
 )
 from memfit.runtime.coroutines import Coroutine, can_pause
 from memfit.runtime.gradients import GradientHomes
-from memfit.runtime.homes.base import Ticket, Tickets
 from memfit.runtime.leaves import MicrobatchLeaves, Replaced, watch_arrivals
 from memfit.runtime.modules import ModuleNotes
 from memfit.runtime.saved import Frame
+from memfit.runtime.seeding import Seeds, seed
+from memfit.runtime.settling import Settling
 from memfit.runtime.sites import Site, SiteHooks
 from memfit.runtime.streams import RandomStream
 from memfit.runtime.tail import CutEdge, TailAliases, differentiate_tail, sequence_number
 from memfit.runtime.trees import tensors_in
 from memfit.runtime.updates import UpdateWorker
+from memfit.runtime.visits import Visits
 from memfit.runtime.weights import BlockWeights
 
 
@@ -90,7 +92,6 @@ class Work:
         shares: what each microbatch's loss is multiplied with; None for one microbatch: the loss as it is.
         streams: random streams, None entries for the user's own.
         max_norm: clip gradients to this global norm.
-        weigh: turns (sum, count) results into shares when the schedule seeds all microbatches at once; None if losses are scalars.
     """
 
     run: Callable[[int], Any]
@@ -158,8 +159,6 @@ class Engine:
         self.blocks = tuple(blocks)
         self.gradients = gradients
         self._frames = frames
-        self._updates = updates
-        self._parameter_order = tuple(parameter_order)
         self._device_types = device_types
         self._observe = observe
         self._loose = tuple(loose)
@@ -169,12 +168,16 @@ class Engine:
         if gradients is not None and gradients.adds_apart:
             self._arrivals = watch_arrivals(self.blocks, gradients)
             self._own_leaves = MicrobatchLeaves(model, self.blocks)
+        # What the schedule did not foresee; its `append` is shared, because a method of the engine would be a cycle.
+        self._departures: list[str] = []
+        depart = self._departures.append
+        self._settling = Settling(blocks, gradients, updates, parameter_order, depart)
+        self._visits = Visits(blocks, self._settling.wait, depart)
         self._learned: set[int] = set()
         self._hooks = SiteHooks(self.sites, self)
         self._serial = 0
         self._recomputing = 0
         self._opened: list[_Open] = []
-        self._served: set[int] = set()
         self.at = ""
         self._reset()
 
@@ -219,8 +222,9 @@ class Engine:
             self._phase = Phase.IDLE
             if self.gradients is not None:
                 self.gradients.is_receiving = False
-            self._end_visits_on_demand()
+            self._visits.end_on_demand()
             outcome = self.outcome
+            outcome.departures = list(self._departures)
             self._reset()
             self.outcome = outcome
 
@@ -243,6 +247,7 @@ class Engine:
 
     def _reset(self) -> None:
         self.outcome = Outcome()
+        self._departures.clear()
         self._next = 0
         self._coroutines: dict[int, Coroutine] = {}
         self._running: Coroutine | None = None
@@ -252,7 +257,6 @@ class Engine:
         self._cuts: list[CutEdge] = []
         self._tail_began: dict[int, int] = {}
         self._deferred: list[Action] = []
-        self._updating: dict[int, Ticket] = {}
         self._opened.clear()
         self._recomputing = 0
         self._work: Work | None = None
@@ -270,18 +274,13 @@ class Engine:
             try:
                 coroutine.cancel()
             except Exception as error:  # noqa: BLE001, a user's `finally` may fail as well; it is reported beside the first error
-                self.outcome.departures.append(f"while ending microbatch {coroutine.microbatch}: {error!r}")
+                self._departures.append(f"while ending microbatch {coroutine.microbatch}: {error!r}")
         for frame in self._open_frames.values():
             frame.finish()
         self._aliases.restore_all()
         if self._leaves is not None:
             self._leaves.restore_all()
-        try:
-            Tickets(list(self._updating.values())).wait()
-        except Exception as error:  # noqa: BLE001, reported beside the first error
-            self.outcome.departures.append(f"an update failed as well: {error!r}")
-        if self.gradients is not None:
-            self.gradients.drop()
+        self._settling.abandon()
         for block in self.blocks:
             block.release()
 
@@ -293,16 +292,16 @@ class Engine:
             case Start() | Forward() | Seed() | Backward():
                 self._compute(action)
             case Fetch(b):
-                self._fetch(b)
+                self._visits.fetch(b)
             case Release(b):
-                self._await_update(b)
-                self.blocks[b].release()
+                self._visits.release(b)
             case Offload() | Drop() | Reload():
                 self._move_activations(action)
             case Norm():
-                self._norm()
+                assert self._work is not None
+                self.outcome.norm = self._settling.norm(self._work.max_norm)
             case Accumulate() | Update() | Clear() | Commit():
-                self._settle(action)
+                self._settling.do(action)
         if self._observe is not None:
             self._observe(action)
 
@@ -316,40 +315,6 @@ class Engine:
                 self._seed(first, last)
             case Backward():
                 self._backward_reached(action)
-
-    def _settle(self, action: Accumulate | Update | Clear | Commit) -> None:
-        """Gradients and updates."""
-        assert self.gradients is not None
-        match action:
-            case Accumulate(b):
-                self.gradients.accumulate(self.blocks[b])
-            case Update(b):
-                assert self._updates is not None
-                self.gradients.accumulate(self.blocks[b])  # what came after its own accumulate; mostly nothing
-                self.gradients.wait()
-                self._updating[b] = self._updates.submit(self.blocks[b])
-            case Clear(b):
-                self._await_update(b)
-                self.gradients.clear(self.blocks[b])
-            case Commit():
-                self._update_late()
-                for b in tuple(self._updating):
-                    self._await_update(b)
-
-    def _update_late(self) -> None:
-        """Gradients that arrived where the schedule had passed their block's update: a step that left the traced order."""
-        assert self.gradients is not None and self._updates is not None
-        for block in self.blocks:
-            if not self.gradients.has_on_device(block):
-                continue
-            if block.index in self._updates.updated_blocks:
-                raise UnsupportedError(
-                    f"the calls of this step left the traced order so far that block {block.name!r} was updated before all of its gradient had come: "
-                    "plan update='after-backward' for models whose calls vary from step to step"
-                )
-            self._depart(f"the gradient of block {block.name!r} came where the schedule had passed its update")
-            self._settle(Update(block.index))
-            self._settle(Clear(block.index))
 
     def _move_activations(self, action: Offload | Drop | Reload) -> None:
         frame = self._open_frames.get((action.call, action.microbatch))
@@ -382,7 +347,7 @@ class Engine:
             # Also where the tail's first call is left out: what is made from here on is the tail.
             self._tail_began.setdefault(action.microbatch, sequence_number())
         if coroutine.is_finished or (coroutine.call is not None and coroutine.call > action.first):
-            self._depart(f"{action}: microbatch {action.microbatch} did not make this call")
+            self._departures.append(f"{action}: microbatch {action.microbatch} did not make this call")
             return
         self._resume(coroutine)
 
@@ -403,11 +368,11 @@ class Engine:
                 raise PlanError(
                     f"seed m{m}: the microbatch is not at its end; its code made more calls than the schedule"
                 )
-        losses, shares = self._losses(microbatches)
+        seeds = self._seeds(microbatches)
         if self._is_cut:
             self._phase = Phase.TAIL
             began = self._tail_began.get(first, sequence_number())
-            self._cuts.extend(differentiate_tail(losses.pop(), shares[0], began, self._aliases))
+            self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self._aliases))
             self._aliases.forget()
             self._finish_frames()
             self._phase = Phase.FORWARD
@@ -415,16 +380,28 @@ class Engine:
             for action in deferred:
                 self._do(action)
             if self._cuts and not self._foresees_joint():
-                self._depart("gradients reach calls before the tail, where the trace saw none")
+                self._departures.append("gradients reach calls before the tail, where the trace saw none")
                 self._run_joint()
             return
         self._phase = Phase.BACKWARD
-        roots = list(losses)
-        losses.clear()
-        torch.autograd.backward(roots, shares)
-        roots.clear()
+        torch.autograd.backward(seeds.losses, seeds.factors)
+        seeds.losses.clear()
         self._finish_pass(microbatches)
         self._phase = Phase.FORWARD
+
+    def _seeds(self, microbatches: Sequence[int]) -> Seeds:
+        """Losses and factors of microbatches that have run forward; noted in the outcome."""
+        assert self._work is not None
+        results = [self._coroutines[m].take_result() for m in microbatches]
+        given = self._work.shares
+        seeds = seed(
+            results,
+            None if given is None else [given[m] for m in microbatches],
+            may_share_counts=not self._is_cut or len(self._coroutines) == 1,
+        )
+        self.outcome.losses += [loss.detach().clone() for loss in seeds.losses]
+        self.outcome.shares += [1.0 if share is None else share for share in seeds.shares]
+        return seeds
 
     def _make_aliases(self) -> TailAliases:
         if self._tail is None or self._schedule is None:
@@ -467,59 +444,6 @@ class Engine:
         self._finish_pass(range(len(self._coroutines)))
         self._phase = Phase.FORWARD
 
-    def _norm(self) -> None:
-        assert self.gradients is not None and self._work is not None
-        for block in self.blocks:
-            self.gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
-        self.outcome.norm = self.gradients.norm(self._parameter_order)
-        if self._work.max_norm is not None:
-            self.gradients.set_clip(self.outcome.norm, self._work.max_norm)
-
-    def _fetch(self, b: int) -> None:
-        self._await_update(b)
-        self.blocks[b].fetch()
-        self._served.discard(b)
-
-    def _await_update(self, b: int) -> None:
-        ticket = self._updating.pop(b, None)
-        if ticket is not None:
-            ticket.wait()
-
-    # --- losses -----------------------------------------------------------------------------------------------------------------
-
-    def _losses(self, microbatches: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        assert self._work is not None
-        results = []
-        for m in microbatches:
-            results.append(self._coroutines[m].result)
-            self._coroutines[m].result = None
-        sums_and_counts = [r for r in results if isinstance(r, tuple)]
-        shares: list[float | None]
-        if sums_and_counts:
-            losses, shares = self._weigh_sums(results)
-        else:
-            losses = results
-            given = self._work.shares
-            shares = [None if given is None else given[m] for m in microbatches]
-        for loss in losses:
-            check_loss(loss)
-        self.outcome.losses += [loss.detach().clone() for loss in losses]
-        self.outcome.shares += [1.0 if share is None else share for share in shares]
-        factors = [
-            None if share is None else torch.tensor(share, dtype=loss.dtype, device=loss.device).reshape(loss.shape)
-            for loss, share in zip(losses, shares, strict=True)
-        ]
-        return losses, factors
-
-    def _weigh_sums(self, results: Sequence[Any]) -> tuple[list[torch.Tensor], list[float | None]]:
-        if self._is_cut and len(self._coroutines) > 1:
-            raise UsageError(
-                "the loss returns (sum, count), whose total count is known only after all microbatches; this plan runs each one's tail back at "
-                "once. Give fit(weight=...) so that counts come from the batch, or a plan with tail=None"
-            )
-        total = float(sum(float(count) for _, count in results))
-        return [loss for loss, _ in results], [1.0 / total for _ in results]
-
     # --- calls ------------------------------------------------------------------------------------------------------------------
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -530,13 +454,15 @@ class Engine:
             return
         coroutine = self._running
         if coroutine is None or not coroutine.is_current:
-            self._serve(site, "outside of a step" if self._phase is Phase.IDLE else "by code beside the step")
+            self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
             self._opened.append(_Open(site, None, None))
             return
         call = self._next_call(coroutine, site)
         if call is None:
-            self._depart(f"microbatch {coroutine.microbatch} calls {self.sites[site].name!r} where the trace did not")
-            self._serve(site, None)
+            self._departures.append(
+                f"microbatch {coroutine.microbatch} calls {self.sites[site].name!r} where the trace did not"
+            )
+            self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
             self._opened.append(_Open(site, -1, None, self._put_leaves(site)))
             return
         if call in self._firsts and can_pause():
@@ -573,7 +499,7 @@ class Engine:
         if output is not None and torch.is_grad_enabled():
             self._watch(output, opened.call, m, site)
         if self._phase is Phase.IDLE:
-            self._end_visits_on_demand()
+            self._visits.end_on_demand()
 
     def _next_call(self, coroutine: Coroutine, site: int) -> int | None:
         """Which call of the trace this is: the next one of this site, at or after the microbatch's position."""
@@ -608,9 +534,9 @@ class Engine:
     def _begins(self, serial: int, call: int | None, m: int, site: int) -> None:
         """The first gradient has reached an output of a call: autograd is about to run it backward."""
         if call is None or call < 0:  # served: weights must be here until autograd is through
-            self._serve(site, None)
+            self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
             if self._phase is Phase.IDLE:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_visits_on_demand)
+                torch.autograd.Variable._execution_engine.queue_callback(self._visits.end_on_demand)
             return
         if serial != self._serial or self._phase is Phase.IDLE:
             raise UnsupportedError(
@@ -635,7 +561,7 @@ class Engine:
         position = self._position_of.get(action)
         self._finish_frames()
         if position is None or position < self._next:
-            self._depart(f"{action} came where the schedule had passed it")
+            self._departures.append(f"{action} came where the schedule had passed it")
         else:
             while self._next < position:
                 passed = self._schedule.actions[self._next]
@@ -677,30 +603,7 @@ class Engine:
     # --- weights ----------------------------------------------------------------------------------------------------------------
 
     def _ensure(self, blocks: Sequence[int]) -> None:
-        """The blocks' weights are here when this returns; those that the schedule did not fetch are fetched now and counted."""
-        for b in blocks:
-            block = self.blocks[b]
-            if not block.is_here:
-                if self._phase is not Phase.IDLE:
-                    self._depart(f"block {block.name!r} was needed where the schedule had not fetched it")
-                self._await_update(b)
-                block.fetch()
-                self._served.add(b)
-            block.wait()
-
-    def _serve(self, site: int, _where: str | None) -> None:
-        for b in self.sites[site].blocks:
-            block = self.blocks[b]
-            if not block.is_here:
-                self._await_update(b)
-                block.fetch()
-                self._served.add(b)
-            block.wait()
-
-    def _end_visits_on_demand(self) -> None:
-        for b in tuple(self._served):
-            self.blocks[b].release()
-        self._served.clear()
+        self._visits.ensure(blocks, is_foreseen=self._phase is Phase.IDLE)
 
     @contextmanager
     def recomputing(self, blocks: Sequence[int] = ()) -> Iterator[None]:
@@ -715,20 +618,3 @@ class Engine:
             yield
         finally:
             self._recomputing -= 1
-
-    def _depart(self, text: str) -> None:
-        self.outcome.departures.append(text)
-
-
-def check_loss(loss: Any) -> None:
-    """Raises `UsageError` where a loss is not one number that can be differentiated."""
-    if not isinstance(loss, torch.Tensor):
-        raise UsageError(
-            f"the loss function must return a tensor of one element (or a pair of sum and count), not {type(loss).__name__}"
-        )
-    if loss.numel() != 1:
-        raise UsageError(
-            f"the loss function must return a scalar, not a tensor of shape {tuple(loss.shape)}: take its mean() or sum()"
-        )
-    if not loss.requires_grad:
-        raise UsageError("the loss does not depend on any parameter that trains: nothing would be updated")
