@@ -156,6 +156,14 @@ def memfit_threads() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """As in a terminal: a shell starts what runs in its background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path) -> Iterator[None]:
     """No thread, descriptor or file outlives a job, however its steps ended."""
     files, threads = open_files(), memfit_threads()
