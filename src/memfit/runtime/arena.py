@@ -6,7 +6,7 @@ memory, so that addresses repeat from step to step, nothing faults after the fir
 [Note: two kinds of arena]
 `Arena` gives each tensor a storage of its own and lets torch's allocator serve that storage's bytes inside the arena.
 Every view, of any depth, also one that only autograd knows, reads its address from the storage, so all of them follow
-when the bytes move. memfit runs on this one. `BufferArena` is the textbook form: one tensor, and the others are
+when the bytes move. `BufferArena` is the textbook form: one tensor, and the others are
 `narrow` views of it. Views hold their own offsets, so moving a block means finding and changing each of them; it needs
 nothing from the allocator. Addresses that left torch (numpy arrays, `data_ptr()`, DLPack) follow in neither.
 """
