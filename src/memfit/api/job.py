@@ -41,6 +41,7 @@ from memfit.runtime.housing import House
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.sites import Site
+from memfit.runtime.split import SplitMasters
 from memfit.runtime.states import BlockStates
 from memfit.runtime.streams import draw_streams
 from memfit.runtime.trees import tensors_in
@@ -744,7 +745,7 @@ class Job:
 
 
 def _has_spare_slot(home: ByteHome | None) -> bool:
-    return isinstance(home, DiskHome) and home.has_spare_slot
+    return isinstance(home, DiskHome | SplitMasters) and home.has_spare_slot
 
 
 def _tail(plan: Plan) -> int | None:

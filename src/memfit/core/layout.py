@@ -28,3 +28,19 @@ def flat_layout(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(end)
         end += round_up(size, ALIGNMENT_BYTES)
     return tuple(offsets), end
+
+
+def split_layout(sizes_bytes: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Where what split masters hold beside their weights lies: of each, 16 bits a parameter (a weight's bytes) and one bit, packed.
+
+    Args:
+        sizes_bytes: of each parameter the weight's bytes and the master's; where they are equal, the master is held whole.
+
+    Returns:
+        Of each parameter the two offsets in bytes, and the bytes of all.
+    """
+    parts: list[int] = []
+    for weight, master in sizes_bytes:
+        parts += [master, 0] if weight == master else [weight, -(-weight // 16)]
+    offsets, end = flat_layout(parts)
+    return tuple(zip(offsets[::2], offsets[1::2], strict=True)), end

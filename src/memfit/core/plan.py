@@ -96,6 +96,7 @@ class Plan:
         prefetch: how many visits beyond the running one may be on the device (1: two buffers).
         loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
         compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
+        splits_masters: masters share their upper bits with the weights that are rounded from them: 17 bits a parameter rest instead of 32, exactly.
     """
 
     microbatches: int = 1
@@ -108,12 +109,15 @@ class Plan:
     prefetch: int = 1
     loss_chunk_tokens: int | None = None
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN
+    splits_masters: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise PlanError(f"a plan needs at least one microbatch, not {self.microbatches}")
         if self.prefetch < 0:
             raise PlanError(f"prefetch counts visits ahead and cannot be {self.prefetch}")
+        if self.splits_masters and self.compute_dtype is ComputeDtype.GIVEN:
+            raise PlanError("there are no masters to split: splits_masters needs compute_dtype='bfloat16'")
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise PlanError(f"loss_chunk_tokens must be at least 1, not {self.loss_chunk_tokens}")
         if self.calls and self.calls[0].joins_previous:
@@ -203,7 +207,7 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype,
 }  # fmt: skip
-_BOOLEANS = {"joins_previous", "is_atomic"}
+_BOOLEANS = {"joins_previous", "is_atomic", "splits_masters"}
 _OPTIONAL = {"tail", "loss_chunk_tokens"}
 
 

@@ -26,7 +26,7 @@ from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.candidates import Candidate, list_candidates
-from memfit.prediction.bytes import STAGING_BYTES, flat_master_bytes, flat_weight_bytes, trace_of
+from memfit.prediction.bytes import STAGING_BYTES, flat_weight_bytes, master_home_bytes, trace_of
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
 from memfit.prediction.seconds import compute_seconds, link_of, update_compute_seconds, update_traffic
@@ -208,7 +208,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         weight = flat_weight_bytes(profiled)
         resident += 0 if block in shape.visiting else weight
         if homes.state_home is Tier.DEVICE:
-            resident += profile.state_bytes.get(profiled.name, 0) + flat_master_bytes(profiled)
+            resident += profile.state_bytes.get(profiled.name, 0) + master_home_bytes(plan, profiled)
         if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
             resident += profiled.gradient_bytes
         if block in shape.visiting:

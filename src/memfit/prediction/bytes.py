@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
-from memfit.core.layout import flat_layout
+from memfit.core.layout import flat_layout, split_layout
 from memfit.core.plan import Plan, Tier
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.schedule import (
@@ -45,8 +45,8 @@ from memfit.prediction.segments import SegmentFacts
 
 # Two pieces of weight, gradient and two states each, 4 MiB a piece: one is worked on while the next is read.
 STAGING_BYTES = 32 * MIB
-# A disk home keeps the step before beside the one that is being written, so that a crash never leaves a half-new state.
-DISK_GENERATIONS = 2
+# An atomic step keeps the version before beside the one that is being written.
+ATOMIC_VERSIONS = 2
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
 
@@ -85,6 +85,13 @@ def flat_master_bytes(block: BlockProfile) -> int:
     return flat_layout([p.master_nbytes for p in block.parameters])[1]
 
 
+def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
+    """Bytes that a block's masters rest in: all of them, or what the weights do not say already."""
+    if not plan.splits_masters:
+        return flat_master_bytes(block)
+    return split_layout([(p.nbytes, p.master_nbytes) for p in block.parameters])[1]
+
+
 def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
     """Bytes of a block's gradients.
 
@@ -121,7 +128,7 @@ class DeviceBytes:
         self.staging_bytes = staging_bytes
         self.weights = {i: flat_weight_bytes(b) for i, b in enumerate(profile.blocks) if i not in self.shape.visiting}
         self.states = {
-            i: profile.state_bytes.get(b.name, 0) + flat_master_bytes(b)
+            i: profile.state_bytes.get(b.name, 0) + master_home_bytes(plan, b)
             for i, b in enumerate(profile.blocks)
             if plan.block(b.name).state_home is Tier.DEVICE
         }
@@ -294,7 +301,7 @@ class DeviceBytes:
 
 
 def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
-    """Bytes of weights, gradients and states whose home is a tier; kept ones in `DISK_GENERATIONS` on disk."""
+    """Bytes of weights, gradients and states whose home is a tier; on disk kept ones have a spare slot where steps are atomic."""
     kept = working = 0
     for block in profile.blocks:
         homes = plan.block(block.name)
@@ -302,10 +309,10 @@ def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
         if homes.weight_home is tier:
             kept += flat_weight_bytes(block)
         if homes.state_home is tier:
-            kept += profile.state_bytes.get(block.name, 0) + flat_master_bytes(block)
+            kept += profile.state_bytes.get(block.name, 0) + master_home_bytes(plan, block)
         if homes.gradient_home is tier and trains:
             working += flat_gradient_bytes(block)
-    return kept * (DISK_GENERATIONS if tier is Tier.DISK else 1) + working
+    return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1) + working
 
 
 def _split(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[Event, int], ...]]:

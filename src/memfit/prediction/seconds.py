@@ -39,7 +39,7 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.shape import StepShape
-from memfit.prediction.bytes import flat_gradient_bytes, flat_master_bytes, flat_weight_bytes
+from memfit.prediction.bytes import flat_gradient_bytes, flat_master_bytes, flat_weight_bytes, master_home_bytes
 from memfit.prediction.segments import SegmentFacts
 
 # An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer microbatches win ties.
@@ -91,7 +91,7 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
     """Bytes that an update of a block moves between where its master weight lives and the homes of the rest.
 
     Between the device and itself, and between host memory and a worker on the host, nothing moves. What rests on disk
-    is read, and weight and states written back; a weight that visits is not read again, nor is one that is rounded from its master.
+    is read, and weight and states written back; a weight that visits is not read again, nor is one that is rounded from a whole master.
     """
     profiled = profile.blocks[block]
     homes = plan.block(profiled.name)
@@ -104,12 +104,14 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
         "state": (homes.state_home, profile.state_bytes.get(profiled.name, 0)),
     }
     has_masters = flat_master_bytes(profiled) > 0
+    # A split master is read together with the weight that says its upper bits.
+    reads_weight = not is_visiting and (plan.splits_masters or not has_masters)
     if has_masters:
-        sizes["master"] = (homes.state_home, flat_master_bytes(profiled))
+        sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
     for category, (home, nbytes) in sizes.items():
         if home is not Tier.DISK and (home is not Tier.HOST or place is not Tier.DEVICE):
             continue
-        if category != "weight" or not (is_visiting or has_masters):
+        if category != "weight" or reads_weight:
             read[home, category] += nbytes
         if category != "gradient":
             written[home, category] += nbytes

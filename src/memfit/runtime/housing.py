@@ -24,6 +24,7 @@ from memfit.core.units import MIB
 from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Tickets
 from memfit.runtime.saved import HostStore, ScratchStore, TierStore
+from memfit.runtime.split import SplitMasters, rest_nbytes
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
 from memfit.runtime.temporary import TemporaryDirectory
@@ -99,7 +100,7 @@ class House:
             if homes.weight_home is Tier.DISK:
                 regions[f"{block.name}/weight"] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
             if block.has_masters and homes.state_home is Tier.DISK:
-                regions[f"{block.name}/master"] = RegionSpec(nbytes=block.master_nbytes, slots=slots, tag="master")
+                regions[f"{block.name}/master"] = RegionSpec(nbytes=self._master_bytes(block), slots=slots, tag="master")
             if states is not None and states.nbytes and homes.state_home is Tier.DISK:
                 regions[f"{block.name}/state"] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
             if homes.gradient_home is Tier.DISK and states is not None:
@@ -140,6 +141,9 @@ class House:
         self._memory_homes.append(memory)
         return memory
 
+    def _master_bytes(self, block: BlockWeights) -> int:
+        return rest_nbytes(block) if self.plan.splits_masters else block.master_nbytes
+
     def _gradient_homes(self) -> dict[int, ByteHome]:
         homes: dict[int, ByteHome] = {}
         for block in self.blocks:
@@ -166,9 +170,11 @@ class House:
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
             homes = self.plan.block(block.name)
             home = self._home(block.nbytes, homes.weight_home, f"{block.name}/weight")
-            masters = None
+            masters: ByteHome | None = None
             if block.has_masters:
-                masters = self._home(block.master_nbytes, homes.state_home, f"{block.name}/master")
+                masters = self._home(self._master_bytes(block), homes.state_home, f"{block.name}/master")
+                if self.plan.splits_masters:
+                    masters = SplitMasters(block, home, masters)
             try:
                 block.move_in(home, masters, bring)
             except BaseException:

@@ -136,6 +136,11 @@ class BlockWeights:
         return self._is_here
 
     @property
+    def settled_storage(self) -> torch.UntypedStorage | None:
+        """The flat buffer while the bytes are in it; None while they are away or arriving."""
+        return self._storage if self._is_here and self._arriving is None else None
+
+    @property
     def travels(self) -> bool:
         """The home is not the device."""
         return self.home is not None and self.home.tier is not Tier.DEVICE

@@ -1,0 +1,225 @@
+"""Masters without a second copy of what the weight says already.
+
+In: a block's bf16 weights and a home for the rest. Out: a home of fp32 masters that holds 17 bits a parameter beside the weight's 16.
+
+[Note: sixteen bits and one]
+The weight is its master rounded to bf16 (to nearest, ties to even), so the master's bits, as an integer, lie at most half a unit of the weight away:
+`master = (weight << 16) + d` with -32768 <= d <= 32767, or d = +32768 where a tie was rounded down to an even weight. (The sum carries into the exponent as rounding
+does: it holds across powers of two, for subnormals, at infinity and on both sides of zero.) Those are 65,537 values for an even weight, so no scheme can do with 16 bits: d is kept as
+a signed 16-bit *difference*, +32768 as -32768 with a *mark* in a bit of its own, packed eight to a byte. Marks are rare (one in 131,072 for random digits) and cost a
+pass over the packed bytes. Only the payload of a NaN is lost; it stays a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import BFloat16, Float32, Int16, Int32, Int64, UInt8
+from torch import Tensor
+
+from memfit.core.layout import split_layout
+from memfit.core.plan import Tier
+from memfit.runtime.homes import DONE, ByteHome, DiskHome, Ticket, Tickets
+from memfit.runtime.trees import new_storage, typed_view
+from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
+
+_TIE = 1 << 15
+_ROW = 512
+
+
+def split(
+    master: Float32[Tensor, " n"],
+) -> tuple[BFloat16[Tensor, " n"], Int16[Tensor, " n"], UInt8[Tensor, " packed"]]:
+    """The weight, the difference of its master from it, and the marks of ties that were rounded down.
+
+    Memory: 7 bytes an element for a moment, and the results'.
+
+    Args:
+        master: contiguous.
+
+    Returns:
+        Of n, n and ceil(n / 8) elements. See [Note: sixteen bits and one].
+    """
+    weight = master.to(torch.bfloat16)
+    apart = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    torch.sub(master.view(torch.int32), apart, out=apart)
+    marks = torch.zeros(-(-master.numel() // 8), dtype=torch.uint8, device=master.device)
+    ties = _find_ties(apart)
+    ties = ties[~master[ties].isnan()]
+    marks.index_add_(0, ties >> 3, (1 << (ties & 7)).to(torch.uint8))
+    return weight, apart.to(torch.int16), marks
+
+
+def _find_ties(apart: Int32[Tensor, " n"]) -> Int64[Tensor, " ties"]:
+    """Where `apart` is +32768. Rows whose maximum is less are not looked at again (where a NaN is rounded it may be more)."""
+    whole = apart.numel() // _ROW * _ROW
+    rows = apart[:whole].view(-1, _ROW)
+    likely = (rows.amax(dim=1) >= _TIE).nonzero().squeeze(1) if whole else rows.new_empty(0, dtype=torch.int64)
+    row, column = (rows[likely] == _TIE).nonzero(as_tuple=True)
+    rest = (apart[whole:] == _TIE).nonzero().squeeze(1) + whole
+    return torch.cat([likely[row] * _ROW + column, rest])
+
+
+def join(
+    weight: BFloat16[Tensor, " n"],
+    difference: Int16[Tensor, " n"],
+    marks: UInt8[Tensor, " packed"],
+    into: Float32[Tensor, " n"],
+    *,
+    skip: int = 0,
+) -> None:
+    """The inverse of `split`, bit for bit (a NaN's payload apart).
+
+    Memory: 4 bytes an element for a moment.
+
+    Args:
+        weight, difference, marks: as `split` gave them, contiguous.
+        into: gets the masters.
+        skip: of the first byte's marks, so many belong to elements before the first.
+    """
+    bits = into.view(torch.int32)
+    bits.copy_(weight.view(torch.int16))
+    bits.bitwise_left_shift_(16)
+    bits.add_(difference)
+    marked = marks.nonzero().squeeze(1)
+    if marked.numel():
+        within = torch.arange(8, device=marks.device)
+        is_set = (marks[marked].unsqueeze(1) >> within.to(torch.uint8)) & 1
+        places = (marked.unsqueeze(1) * 8 + within - skip)[is_set.bool()]
+        places = places[(places >= 0) & (places < bits.numel())]
+        bits[places] += 2 * _TIE
+
+
+def rest_nbytes(block: BlockWeights) -> int:
+    """Bytes that split masters of a block hold beside its weights."""
+    return _layout(block)[1]
+
+
+def _layout(block: BlockWeights) -> tuple[tuple[tuple[int, int], ...], int]:
+    return split_layout([(slot.nbytes, slot.master_nbytes) for slot in block.slots])
+
+
+class SplitMasters:
+    """A home of whole fp32 masters, to those who read and write it; what rests in it is the difference from the weights.
+
+    The weight is taken from the block, where it visits, or from the weights' home: so what is written here must be written there, rounded, by the same writer (as
+    `runtime.weights`, [Note: masters], says of every writer). A range that is read or written lies within one parameter, in its memory order; what is written
+    begins at a multiple of eight elements.
+
+    A weight that is its own master (an integer, fp64) has it here whole.
+
+    Memory: while it is read or written, pieces of 512 Ki elements: 5 bytes an element to read, 7 to write.
+
+    Args:
+        block: its weights.
+        weights: their home.
+        rest: of `rest_nbytes(block)` bytes.
+    """
+
+    memory: torch.UntypedStorage | None = None
+
+    def __init__(self, block: BlockWeights, weights: ByteHome, rest: ByteHome) -> None:
+        self.tier: Tier = rest.tier
+        self.nbytes = block.master_nbytes
+        self.rest = rest
+        self._block = block
+        self._weights = weights
+        self._places, nbytes = _layout(block)
+        assert nbytes == rest.nbytes
+
+    @property
+    def has_spare_slot(self) -> bool:
+        """See `DiskHome`."""
+        return isinstance(self.rest, DiskHome) and self.rest.has_spare_slot
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `ByteHome.read`."""
+        tickets: list[Ticket] = []
+        for slot, place, first, count, at in self._pieces(offset, nbytes):
+            if slot.dtype == slot.master_dtype:
+                size = slot.dtype.itemsize
+                tickets.append(self.rest.read(place[0] + size * first, size * count, into, into_offset + at))
+                continue
+            target = typed_view(into, into_offset + at, slot.master_dtype, (count,))
+            Tickets(tickets[:-1]).wait()
+            tickets = [*tickets[-1:], self._read(slot, place, first, count, target)]
+        return Tickets(tickets) if tickets else DONE
+
+    def _read(self, slot: Slot, place: tuple[int, int], first: int, count: int, into: Tensor) -> Ticket:
+        differences, marks = place
+        skip = first % 8
+        packed = -(-(skip + count) // 8)
+        difference = new_storage(2 * count, into.device)
+        mark = new_storage(packed, into.device)
+        coming = [
+            self.rest.read(differences + 2 * first, 2 * count, difference),
+            self.rest.read(marks + first // 8, packed, mark),
+        ]
+        here = self._block.settled_storage
+        if here is not None:
+            weight = slot.flat_view(here)[first : first + count]
+        else:
+            storage = new_storage(2 * count, into.device)
+            coming.append(self._weights.read(slot.offset_bytes + 2 * first, 2 * count, storage))
+            weight = typed_view(storage, 0, slot.dtype, (count,))
+        return _ThenJoin(
+            Tickets(coming),
+            weight,
+            typed_view(difference, 0, torch.int16, (count,)),
+            typed_view(mark, 0, torch.uint8, (packed,)),
+            into,
+            skip,
+        )
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+        """See `ByteHome.write`. The weights themselves are the writer's to write."""
+        tickets: list[Ticket] = []
+        for slot, (differences, marks), first, count, at in self._pieces(offset, nbytes):
+            if slot.dtype == slot.master_dtype:
+                size = slot.dtype.itemsize
+                tickets.append(self.rest.write(differences + size * first, size * count, source, source_offset + at))
+                continue
+            assert first % 8 == 0 and (count % 8 == 0 or first + count == slot.numel)
+            _, difference, mark = split(typed_view(source, source_offset + at, slot.master_dtype, (count,)))
+            Tickets(tickets).wait()
+            tickets = [
+                self.rest.write(differences + 2 * first, 2 * count, difference.untyped_storage()),
+                self.rest.write(marks + first // 8, mark.numel(), mark.untyped_storage()),
+            ]
+        return Tickets(tickets) if tickets else DONE
+
+    def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, tuple[int, int], int, int, int]]:
+        """(slot, its places, first element, elements, byte offset in the range) of the pieces of a range."""
+        if not nbytes:
+            return
+        slot, place = next(
+            (s, p)
+            for s, p in zip(self._block.slots, self._places, strict=True)
+            if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes
+        )
+        begin, size = offset - slot.master_offset_bytes, slot.master_dtype.itemsize
+        assert begin % size == 0 and begin + nbytes <= slot.master_nbytes
+        first, end = begin // size, (begin + nbytes) // size
+        for start in range(first, end, PIECE_ELEMENTS):
+            yield slot, place, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
+
+
+class _ThenJoin:
+    """A read of the parts, then the master. The weight must not change before it is waited for."""
+
+    def __init__(
+        self, ticket: Ticket, weight: Tensor, difference: Tensor, marks: Tensor, into: Tensor, skip: int
+    ) -> None:
+        self._ticket: Ticket | None = ticket
+        self._parts: tuple[Tensor, ...] = (weight, difference, marks, into)
+        self._skip = skip
+
+    def wait(self) -> None:
+        if self._ticket is None:
+            return
+        ticket, self._ticket = self._ticket, None
+        weight, difference, marks, into = self._parts
+        self._parts = ()
+        ticket.wait()
+        join(weight, difference, marks, into, skip=self._skip)
