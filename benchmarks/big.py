@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import common  # sets the environment before torch is imported
 
@@ -82,10 +82,14 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="sequences of a step's batch")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--allow", nargs="*", default=["bf16"])
-    parser.add_argument("--bounds-every", type=int, default=3, help="rounds from one measurement of the bounds to the next; 0: none")
+    parser.add_argument(
+        "--bounds-every", type=int, default=3, help="rounds from one measurement of the bounds to the next; 0: none"
+    )
     parser.add_argument("--plan", type=Path, help="take this plan instead of the one that fit chooses")
     parser.add_argument("--directory", type=Path, help="where homes are made (on the disk to be measured)")
-    parser.add_argument("--output", type=Path, help="result file; by default under benchmarks/results, except for small")
+    parser.add_argument(
+        "--output", type=Path, help="result file; by default under benchmarks/results, except for small"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -154,8 +158,8 @@ def run(
 class Outside:
     """The most that a process and its children were seen to hold, read by another: VmHWM, every 50 ms.
 
-    memfit lets the kernel count peaks anew at the beginning of each phase, so that one reading at the end would be the last phase's. Of children, which come and go, the
-    resident bytes are added up.
+    memfit lets the kernel count peaks anew at the beginning of each phase, so that one reading at the end would be the last phase's. Of children, which come and
+    go, the resident bytes are added up.
     """
 
     def __init__(self, pid: int) -> None:
@@ -164,7 +168,7 @@ class Outside:
         self.peak_bytes = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -194,10 +198,17 @@ def summary(found: Mapping[str, Any]) -> str:
     """The figures in words."""
     rounds = found["rounds"]
     held = [row for row in rounds if "moving_s" in row]
+    peaks = ", ".join(
+        f"{what} {common.mib(found[key])}"
+        for what, key in (
+            ("predicted", "predicted_peak_bytes"),
+            ("measured", "measured_peak_bytes"),
+            ("seen from outside", "outside_peak_bytes"),
+        )
+    )
     lines = [
         f"{found['parameters']:,} parameters under {found['limit_bytes'] / common.MIB:,.0f} MiB; {found['plan_words']}",
-        f"peak of the process, MiB: predicted {common.mib(found['predicted_peak_bytes'])}, measured {common.mib(found['measured_peak_bytes'])}, seen from "
-        f"outside {common.mib(found['outside_peak_bytes'])}",
+        f"peak of the process, MiB: {peaks}",
         f"loss {rounds[0]['loss']:.3f} -> {rounds[-1]['loss']:.3f} in {len(rounds)} steps",
     ]
     if held:
@@ -293,14 +304,14 @@ def _model_of(size: Size, layers: int) -> tuple[type[PreTrainedModel], Any]:
 
         return GPT2LMHeadModel, GPT2Config(
             n_layer=layers, n_embd=size.width, n_head=size.heads, n_positions=size.tokens, vocab_size=size.vocabulary, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa",
+            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM, LlamaConfig(
         num_hidden_layers=layers, hidden_size=size.width, intermediate_size=size.inner, num_attention_heads=size.heads,
         num_key_value_heads=size.heads, max_position_embeddings=size.tokens, vocab_size=size.vocabulary, tie_word_embeddings=False,
-        use_cache=False, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa",
+        use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
 
 
@@ -320,7 +331,7 @@ def _compute(*, size: dict[str, Any], microbatches: int, recomputes: bool) -> No
     torch.manual_seed(0)
     shape = Size(**size)
     model_class, config = _model_of(shape, 1)
-    model = model_class(config).train().bfloat16()
+    model: Any = model_class(config).train().bfloat16()
     backbone = next(model.children())  # the decoder; the head is the other
     layer = next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))[0]
     head = model.get_output_embeddings()

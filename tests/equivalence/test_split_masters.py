@@ -48,15 +48,15 @@ def _train(case: zoo.Case, plan: Plan, directory: Path, *, steps: int = 3) -> tu
     return losses, clone_all(case.model.named_parameters()), clone_states(case.model, optimizer)
 
 
-_SLOW = ("microbatch-major-4", "offload", "resident", "clipped", "everything", "pairs")
+_CHEAP = ("disk", "disk-recompute-4", "microbatch-major-4", "atomic", "everything")
+_SLOW = ("disk-recompute-4", "microbatch-major-4", "atomic", "offload", "resident", "clipped", "everything")
 
 
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        *(("gpt2", v) for v in ("disk-recompute-4", "atomic")),
-        ("mixtral", "disk"),
-        *(pytest.param(n, v, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5") for v in _SLOW),
+        *(("sequential", variant) for variant in _CHEAP),
+        *(pytest.param(n, v, marks=pytest.mark.slow) for n in ("gpt2", "llama", "mixtral", "t5") for v in _SLOW),
     ],
 )
 def test_split_masters_train_as_whole_ones_bit_for_bit(name: str, variant: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from memfit.core.errors import DoesNotFitError, PlanError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, Profile, StorageProfile, TraceProfile
 from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.prediction import check_limits, peak_report, predict, residents_at
-from memfit.prediction.bytes import flat_weight_bytes
+from memfit.prediction.bytes import flat_master_bytes, flat_weight_bytes, master_home_bytes
 from memfit.prediction.seconds import CALL_OVERHEAD_S
 from memfit.scheduling.build import build_forward, build_step
 from property.random_steps import Case, cases, storages
@@ -242,14 +244,16 @@ def test_a_gradient_added_to_another_is_there_beside_it() -> None:
     assert second.by_category["transient"] == 4 * VOCABULARY * WIDTH
 
 
-def test_homes_count_on_their_tiers_with_a_spare_generation_on_disk() -> None:
+def test_homes_count_on_their_tiers_and_have_a_spare_slot_on_disk_where_steps_are_atomic() -> None:
     profile = gpt_profile(layers=2)
     host = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.HOST, state_home=Tier.HOST)
     plan = Plan(blocks={"h.0": DISK, "h.1": host})
     timeline = timeline_of(plan, profile)
     weight = flat_weight_bytes(profile.block("h.0"))
-    assert timeline.disk_peak_bytes == 2 * (weight + profile.state_bytes["h.0"])
+    assert timeline.disk_peak_bytes == weight + profile.state_bytes["h.0"]
     assert timeline.host_peak_bytes == weight + weight + profile.state_bytes["h.1"]
+    atomic = timeline_of(Plan(blocks={"h.0": DISK}, is_atomic=True, update=UpdateTime.AFTER_BACKWARD), profile)
+    assert atomic.disk_peak_bytes == 2 * (weight + profile.state_bytes["h.0"])
 
 
 def test_offloaded_activations_count_where_they_rest() -> None:
@@ -298,8 +302,29 @@ def test_bytes_moved_a_parameter_in_bf16_are_those_of_the_closed_form() -> None:
     timeline = timeline_of(plan, profile)
     assert timeline.bytes_read == {"weight": 2 * weight, "master": master, "state": states}
     assert timeline.bytes_written == {"weight": weight, "master": master, "state": states}
-    # Two generations of what is kept; gradients stay on the device.
-    assert timeline.disk_peak_bytes == 2 * (weight + master + states)
+    # Gradients stay on the device.
+    assert timeline.disk_peak_bytes == weight + master + states
+
+
+def test_of_split_masters_seventeen_bits_a_parameter_move_and_rest() -> None:
+    profile = _with_masters(gpt_profile(layers=LAYERS))
+    disk = {f"h.{i}": DISK for i in range(LAYERS)}
+    plan = Plan(blocks=disk, microbatches=4, tail=LAYERS + 1, compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True)
+    block = profile.block("h.0")
+    pages = [
+        PAGE * -(-math.prod(p.shape) * 2 // PAGE) + PAGE * -(-math.prod(p.shape) // 8 // PAGE) for p in block.parameters
+    ]
+    rest, weight = LAYERS * sum(pages), LAYERS * flat_weight_bytes(block)
+    states = LAYERS * profile.state_bytes["h.0"]
+    timeline = timeline_of(plan, profile)
+    # The weights visit in backward, where the update finds the upper bits.
+    assert timeline.bytes_read == {"weight": 2 * weight, "master": rest, "state": states}
+    assert timeline.bytes_written == {"weight": weight, "master": rest, "state": states}
+    assert timeline.disk_peak_bytes == weight + rest + states
+    resident = timeline_of(replace(plan, blocks={}), profile)
+    whole = timeline_of(replace(plan, blocks={}, splits_masters=False), profile)
+    saved = sum(flat_master_bytes(b) - master_home_bytes(plan, b) for b in profile.blocks)
+    assert whole.peak_bytes - resident.peak_bytes == saved
 
 
 def test_in_bf16_one_microbatch_holds_narrow_gradients_and_several_hold_fp32_sums() -> None:

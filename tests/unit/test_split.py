@@ -73,9 +73,7 @@ def test_any_part_comes_back_from_the_bytes_that_cover_it(
     first %= len(words)
     end = min(len(words), first + count)
     part = torch.empty(end - first)
-    join(
-        weight[first:end], difference[first:end], marks[first // 8 : -(-end // 8)].contiguous(), part, skip=first % 8
-    )
+    join(weight[first:end], difference[first:end], marks[first // 8 : -(-end // 8)].contiguous(), part, skip=first % 8)
     wanted = master[first:end]
     is_nan = wanted.isnan()
     assert torch.equal(part.isnan(), is_nan)

@@ -6,35 +6,25 @@ In: the user's model, optimizer, loss and sample. Out: `Advice`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.api.fit import (
-    Loss,
-    _check_arguments,
-    _chunk_tokens,
-    _driver,
-    _microbatch_counts,
-    _Problem,
-    _read_plan,
-    _refusal,
-)
+from memfit.api.choosing import choose, in_dtype, microbatch_counts
 from memfit.api.machine import Machine, device_of
-from memfit.core.errors import DoesNotFitError
+from memfit.api.problem import Loss, Problem, check_arguments, check_precision, driver_of, read_plan
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
-from memfit.planning.rules import PlanChoice, Rung, choose_plan
+from memfit.planning.rules import Rung
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
-from memfit.runtime.losses import knows_loss
 from memfit.scheduling.build import build_step
 from memfit.scheduling.check import check_schedule
 
@@ -103,86 +93,53 @@ def advise(
     Raises:
         DoesNotFitError: no plan fits the limit. Others as in `fit`.
     """
-    _check_arguments(model, loss, allow, max_grad_norm)
+    check_arguments(model, loss, allow, max_grad_norm)
     machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
-    problem = _Problem(model=model, loss=loss, driver=_driver(optimizer, model), block_map=find_blocks(model, None))
+    problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, None))
     is_hollow = any(p.numel() and not p.untyped_storage().nbytes() for p in model.parameters())
     weight_bytes = sum(p.nbytes for p in model.parameters())
     budget = machine.budget(0 if is_hollow else weight_bytes)
-    probed = hardware or machine.probe(directory)
+    probed = hardware or machine.probe(directory, probes_bf16="bf16" in allow)
     clips_norm = max_grad_norm is not None
     if plan is not None:
-        given = _read_plan(plan)
-        found = problem.profile(sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens)
+        given = read_plan(plan)
+        check_precision(given, model, allow)
+        found = problem.profile(
+            sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens, compute=given.compute_dtype
+        )
+        speeds = in_dtype(probed, given.compute_dtype)
         schedule = build_step(given, found, clips_norm=clips_norm)
         check_schedule(schedule, given, found, clips_norm=clips_norm)
         return Advice(
             plan=given,
             reason="given by the user",
             schedule=schedule,
-            timeline=predict(schedule, given, found, probed, clips_norm=clips_norm),
+            timeline=predict(schedule, given, found, speeds, clips_norm=clips_norm),
             budget=budget,
             profile=found,
-            hardware=probed,
+            hardware=speeds,
         )
-    whole = problem.profile(sample, _microbatch_counts(sample), chunk_tokens=None)
-    # Weights without bytes cannot be run, so that their loss cannot be tried on a few rows.
-    may_split = not whole.reads_batch_statistics  # that the loss adds up is shown by `fit`, which runs it
-    profiles: list[tuple[int | None, Profile]] = [(None, whole)]
-    if budget.limit_bytes is not None and knows_loss(model):
-        chunk = _chunk_tokens(model)
-        profiles.append((chunk, problem.profile(sample, _microbatch_counts(sample), chunk_tokens=chunk)))
-    chunk, found, choice = _fastest(
-        profiles,
+    whole = problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
+    chosen = choose(
+        problem,
+        sample,
+        whole,
         budget,
         probed,
         machine,
-        allow,
-        may_split=may_split,
+        allow=allow,
+        may_split=not whole.reads_batch_statistics,  # that the loss adds up is shown by `fit`, which runs it
         clips_norm=clips_norm,
         load_bytes=0 if is_hollow else machine.load_bytes(model),
     )
     return Advice(
-        plan=replace(choice.plan, loss_chunk_tokens=chunk),
-        reason=choice.reason if chunk is None else f"{choice.reason} The loss runs in chunks of {chunk} tokens.",
-        schedule=choice.schedule,
-        timeline=choice.timeline,
+        plan=chosen.plan,
+        reason=chosen.reason,
+        schedule=chosen.found.schedule,
+        timeline=chosen.found.timeline,
         budget=budget,
-        profile=found,
-        hardware=probed,
-        ladder=choice.ladder,
-        chosen=choice.name,
+        profile=chosen.profile,
+        hardware=chosen.hardware,
+        ladder=chosen.found.ladder,
+        chosen=chosen.found.name,
     )
-
-
-def _fastest(
-    profiles: list[tuple[int | None, Profile]],
-    budget: Budget,
-    hardware: Hardware,
-    machine: Machine,
-    allow: Collection[str],
-    *,
-    may_split: bool,
-    clips_norm: bool,
-    load_bytes: int,
-) -> tuple[int | None, Profile, PlanChoice]:
-    choices: list[tuple[int | None, Profile, PlanChoice]] = []
-    refusals: list[DoesNotFitError] = []
-    for chunk, profile in profiles:
-        try:
-            choice = choose_plan(
-                profile,
-                budget,
-                hardware,
-                allow=frozenset(allow),
-                clips_norm=clips_norm,
-                splits_allowed=may_split,
-                has_host=machine.has_host,
-            )
-        except DoesNotFitError as error:
-            refusals.append(error)
-        else:
-            choices.append((chunk, profile, choice))
-    if not choices:
-        raise _refusal(refusals, budget, load_bytes)
-    return min(choices, key=lambda found: found[2].timeline.seconds)

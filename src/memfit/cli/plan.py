@@ -10,6 +10,7 @@ from rich.console import Console
 
 from memfit.cli.output import open_console, print_table
 from memfit.cli.source import (
+    AllowOption,
     BatchOption,
     FunctionArgument,
     RecipeOption,
@@ -33,6 +34,7 @@ def plan(
     limit: Annotated[
         str | None, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")
     ] = None,
+    allow: AllowOption = None,
     clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
     directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan here, for --plan of other commands.")] = None,
@@ -50,6 +52,7 @@ def plan(
             source.loss,
             source.sample,
             limit=limit,
+            allow=allow or (),
             max_grad_norm=clip,
             directory=directory,
         )

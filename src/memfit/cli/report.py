@@ -10,6 +10,7 @@ from rich.console import Console
 
 from memfit.cli.output import open_console, print_table
 from memfit.cli.source import (
+    AllowOption,
     BatchOption,
     FunctionArgument,
     RecipeOption,
@@ -31,6 +32,7 @@ def report(
     sequence: SequenceOption = 512,
     plan: Annotated[Path | None, typer.Option(help="A plan (JSON), as memfit plan --json writes it.")] = None,
     limit: Annotated[str | None, typer.Option(help="Without --plan: choose a plan for this limit.")] = None,
+    allow: AllowOption = None,
     clip: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm.")] = None,
     largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
 ) -> None:
@@ -41,7 +43,14 @@ def report(
         from memfit.api.advice import advise
 
         advice = advise(
-            source.model, source.optimizer, source.loss, source.sample, limit=limit, plan=plan, max_grad_norm=clip
+            source.model,
+            source.optimizer,
+            source.loss,
+            source.sample,
+            limit=limit,
+            plan=plan,
+            allow=allow or (),
+            max_grad_norm=clip,
         )
     timeline = advice.timeline
     console.print(source.name, markup=False)

@@ -29,6 +29,10 @@ TransformersOption = Annotated[
     typer.Option("--transformers", help="A config.json of a causal language model; its weights are not needed."),
 ]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences a step, with --transformers.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="A change of arithmetic that plans may use, such as bf16. May be repeated."),
+]
 SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --transformers.")]
 
 

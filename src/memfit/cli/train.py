@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from memfit.cli.source import AllowOption
+
 
 def train(
     recipe: Annotated[str, typer.Option(help="A built-in recipe: model, optimizer, loss, text.")] = "gpt2-small",
@@ -17,6 +19,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the text.")] = 0,
     plan: Annotated[Path | None, typer.Option(help="Take this plan (JSON) instead of choosing one.")] = None,
+    allow: AllowOption = None,
     directory: Annotated[Path | None, typer.Option(help="Where homes on disk are made; temporary by default.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the trained model here.")] = None,
 ) -> None:
@@ -40,7 +43,9 @@ def train(
         scheduler = chosen.build_scheduler(optimizer, steps)
         before_bytes = process.peak_bytes().whole_bytes
         progress.wait_for("planning")
-        job = fit(model, optimizer, chosen.loss, sample, limit=limit_bytes, plan=plan, directory=directory)
+        job = fit(
+            model, optimizer, chosen.loss, sample, limit=limit_bytes, plan=plan, allow=allow or (), directory=directory
+        )
         progress.announce(f"plan: {job.reason}")
         losses: list[float] = []
         began = time.perf_counter()

@@ -11,6 +11,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 | prefetch     | 1; with everything away also 0 and 3                                                                   |
 | tail         | with several microbatches, layer-major: the calls after the last repeated one                          |
 | update       | in backward, unless the norm of all gradients must be known first                                      |
+| masters      | where there are any: whole, or split (what the bf16 weight does not say), where states go              |
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.units import MIB
 
@@ -62,6 +64,7 @@ def list_candidates(
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
+    has_masters = any(p.master_nbytes for b in profile.blocks for p in b.parameters)
     orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
     for order in orders:
         waits = clips_norm or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
@@ -74,18 +77,20 @@ def list_candidates(
             )
             for homes in _homes(tiers, gradients_wait=waits):
                 is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
-                yield Candidate(
-                    name=_name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes),
-                    plan=Plan(
-                        microbatches=microbatches,
-                        order=order,
-                        blocks=_blocks(profile, homes),
-                        calls=() if fate.call.saved is Saved.KEEP else calls,
-                        tail=find_tail(trace) if is_layer_major else None,
-                        update=UpdateTime.AFTER_BACKWARD if clips_norm else UpdateTime.IN_BACKWARD,
-                        prefetch=homes.prefetch,
-                    ),
+                plan = Plan(
+                    microbatches=microbatches,
+                    order=order,
+                    blocks=_blocks(profile, homes),
+                    calls=() if fate.call.saved is Saved.KEEP else calls,
+                    tail=find_tail(trace) if is_layer_major else None,
+                    update=UpdateTime.AFTER_BACKWARD if clips_norm else UpdateTime.IN_BACKWARD,
+                    prefetch=homes.prefetch,
+                    compute_dtype=ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN,
                 )
+                name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
+                yield Candidate(name=name, plan=plan)
+                if has_masters:
+                    yield Candidate(name=f"{name}, masters split", plan=replace(plan, splits_masters=True))
 
 
 def decided_calls(trace: TraceProfile) -> frozenset[int]:

@@ -100,7 +100,9 @@ class House:
             if homes.weight_home is Tier.DISK:
                 regions[f"{block.name}/weight"] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
             if block.has_masters and homes.state_home is Tier.DISK:
-                regions[f"{block.name}/master"] = RegionSpec(nbytes=self._master_bytes(block), slots=slots, tag="master")
+                regions[f"{block.name}/master"] = RegionSpec(
+                    nbytes=self._master_bytes(block), slots=slots, tag="master"
+                )
             if states is not None and states.nbytes and homes.state_home is Tier.DISK:
                 regions[f"{block.name}/state"] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
             if homes.gradient_home is Tier.DISK and states is not None:

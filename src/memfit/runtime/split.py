@@ -3,11 +3,11 @@
 In: a block's bf16 weights and a home for the rest. Out: a home of fp32 masters that holds 17 bits a parameter beside the weight's 16.
 
 [Note: sixteen bits and one]
-The weight is its master rounded to bf16 (to nearest, ties to even), so the master's bits, as an integer, lie at most half a unit of the weight away:
-`master = (weight << 16) + d` with -32768 <= d <= 32767, or d = +32768 where a tie was rounded down to an even weight. (The sum carries into the exponent as rounding
-does: it holds across powers of two, for subnormals, at infinity and on both sides of zero.) Those are 65,537 values for an even weight, so no scheme can do with 16 bits: d is kept as
-a signed 16-bit *difference*, +32768 as -32768 with a *mark* in a bit of its own, packed eight to a byte. Marks are rare (one in 131,072 for random digits) and cost a
-pass over the packed bytes. Only the payload of a NaN is lost; it stays a NaN.
+The weight is its master rounded to bf16 (to nearest, ties to even), so the master's bits, read as an integer, lie at most half a unit of the weight away from
+it: `master = (weight << 16) + d` with -32768 <= d <= 32767, or d = +32768 where a tie was rounded down to an even weight. (The sum carries into the exponent as
+rounding does: this holds across powers of two, for subnormals, at infinity and on both sides of zero.) Those are 65,537 values for an even weight, so that no
+scheme can do with 16 bits. d is kept as a signed 16-bit *difference*, and +32768 as -32768 with a *mark*, a bit of its own, packed eight to a byte. Marks are
+rare (one in 131,072 for random digits). Only the payload of a NaN is lost; it stays a NaN.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def join(
     Memory: 4 bytes an element for a moment.
 
     Args:
-        weight, difference, marks: as `split` gave them, contiguous.
+        weight: as `split` gave it, like the next two; contiguous.
+        difference: of the master from it.
+        marks: the bytes that cover these elements.
         into: gets the masters.
         skip: of the first byte's marks, so many belong to elements before the first.
     """

@@ -1,0 +1,157 @@
+"""Which plan: of all that are allowed and fit, the fastest. `fit` and `advise` both ask here.
+
+In: a problem, its first profile, a budget and what is allowed. Out: `Choice`, or the refusal with the smallest limit that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+from memfit.api.machine import Machine
+from memfit.api.problem import Problem, unfit_for_bf16
+from memfit.core.errors import DoesNotFitError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget
+from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
+from memfit.core.profile import Profile
+from memfit.core.units import MIB, format_bytes, round_up
+from memfit.planning.rules import PlanChoice, choose_plan
+from memfit.profiling.batch import batch_rows
+from memfit.runtime.losses import knows_loss
+
+# Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
+_BASE_VARIATION_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A plan that was chosen.
+
+    Attributes:
+        plan: the decisions.
+        reason: why these, in a sentence or two.
+        profile: that it was made from: of its dtype and its chunks of the loss.
+        hardware: that it was priced on, in its dtype.
+        found: what the rules said.
+    """
+
+    plan: Plan
+    reason: str
+    profile: Profile
+    hardware: Hardware
+    found: PlanChoice
+
+
+def choose(
+    problem: Problem,
+    sample: Any,
+    first: Profile,
+    budget: Budget,
+    hardware: Hardware,
+    machine: Machine,
+    *,
+    allow: Collection[str],
+    may_split: bool,
+    clips_norm: bool,
+    load_bytes: int,
+) -> Choice:
+    """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype that is allowed.
+
+    Args:
+        problem: what is trained.
+        sample: a batch.
+        first: its profile in the given dtype with the loss whole, for all `microbatch_counts`.
+        budget: of the device.
+        hardware: what plans are priced on.
+        machine: the limits of host memory and disk are its.
+        allow: declared changes of arithmetic.
+        may_split: the batch may be cut.
+        clips_norm: gradients are clipped by their global norm.
+        load_bytes: held while weights move home: no smaller limit is advised.
+
+    Raises:
+        DoesNotFitError: no plan does.
+    """
+    chunks = [None, chunk_tokens(problem.model)] if knows_loss(problem.model) else [None]
+    dtypes = [ComputeDtype.GIVEN]
+    if "bf16" in allow and unfit_for_bf16(problem.model) is None:
+        dtypes.append(ComputeDtype.BFLOAT16)
+    choices: list[Choice] = []
+    refusals: list[DoesNotFitError] = []
+    for compute, chunk in product(dtypes, chunks):
+        is_first = compute is ComputeDtype.GIVEN and chunk is None
+        counts = microbatch_counts(sample)
+        profile = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
+        speeds = in_dtype(hardware, compute)
+        try:
+            found = choose_plan(
+                profile,
+                budget,
+                speeds,
+                allow=frozenset(allow),
+                clips_norm=clips_norm,
+                splits_allowed=may_split,
+                has_host=machine.has_host,
+                host_bytes=machine.limits.host_bytes,
+                disk_bytes=machine.limits.disk_bytes,
+            )
+        except DoesNotFitError as error:
+            refusals.append(error)
+            continue
+        words = found.reason if chunk is None else f"{found.reason} The loss runs in chunks of {chunk} tokens."
+        if compute is not ComputeDtype.GIVEN:
+            words += " Weights compute in bf16, rounded from fp32 masters."
+        plan = replace(found.plan, loss_chunk_tokens=chunk)
+        choices.append(Choice(plan=plan, reason=words, profile=profile, hardware=speeds, found=found))
+    if not choices:
+        raise _refusal(refusals, budget, load_bytes)
+    return min(choices, key=lambda choice: choice.found.timeline.seconds)
+
+
+def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
+    """The machine with its speed of matrix products in a plan's dtype."""
+    if compute is ComputeDtype.GIVEN:
+        return hardware
+    return replace(hardware, flops_per_s=hardware.bf16_flops_per_s or hardware.flops_per_s)
+
+
+def microbatch_counts(sample: Any) -> tuple[int, ...]:
+    """Into how many microbatches a batch may be cut, as plans are looked for."""
+    rows = batch_rows(sample)
+    return tuple(k for k in (1, 2, 4, 8, 16, 32, 64) if k <= rows)
+
+
+def _refusal(refusals: Sequence[DoesNotFitError], budget: Budget, load_bytes: int) -> DoesNotFitError:
+    """The refusal that asks for least, with a limit that holds from the load on, and in the next process as well."""
+    refusal = min(refusals, key=lambda error: error.smallest_limit_bytes or float("inf"))
+    smallest = refusal.smallest_limit_bytes
+    if smallest is None:
+        return refusal
+    words: list[str] = []
+    sure = max(smallest, load_bytes)
+    if load_bytes > smallest:
+        words.append(
+            f"Until its weights have moved home, the model as it was built makes that {format_bytes(load_bytes)}."
+        )
+    if budget.base_bytes + budget.reserve_bytes:
+        sure = round_up(sure + _BASE_VARIATION_BYTES, MIB)
+        words.append(
+            f"Before any tensor, the process takes {format_bytes(budget.base_bytes)} (interpreter, libraries), which differs by a few MiB from one start "
+            f"to the next, and {format_bytes(budget.reserve_bytes)} are kept for scratch of kernels."
+        )
+    if words:
+        words.append(f"Give at least {format_bytes(sure)} ({sure} bytes).")
+    return DoesNotFitError(" ".join([str(refusal), *words]), smallest_limit_bytes=sure)
+
+
+def chunk_tokens(model: nn.Module) -> int:
+    """Tokens whose logits take about 64 MiB in fp32, a power of two of at least 32."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    tokens = (64 * MIB) // (4 * head.out_features)
+    return max(32, 1 << max(0, tokens.bit_length() - 1))

@@ -1,0 +1,157 @@
+"""What is to be trained, as `fit`, `profile` and `advise` are asked it.
+
+In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which gives profiles of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.api.setting import training_setting
+from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
+from memfit.core.profile import Profile
+from memfit.profiling.batch import batch_rows
+from memfit.profiling.blocks import BlockMap
+from memfit.profiling.trace import profile_step
+from memfit.runtime.aside import WeightsAside
+from memfit.runtime.inputs import casting_inputs
+from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
+
+ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss", "bf16"})
+"""What `allow=` takes today; `exact` and `reordered` are always allowed."""
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is to be trained, as profiles see it."""
+
+    model: nn.Module
+    loss: Loss
+    driver: OptimizerDriver
+    block_map: BlockMap
+    aside: WeightsAside | None = None
+
+    @property
+    def casts(self) -> list[nn.Module]:
+        """Modules whose floating arguments are cast where weights compute in another dtype: the model and its layers."""
+        layers = [site.module for site in self.block_map.sites if site.is_repeated and site.module is not self.model]
+        return [self.model, *layers]
+
+    def profile(
+        self,
+        batch: Any,
+        counts: Sequence[int],
+        *,
+        chunk_tokens: int | None,
+        compute: ComputeDtype = ComputeDtype.GIVEN,
+    ) -> Profile:
+        """The profile of a batch, with a trace for each of the given numbers of microbatches."""
+        rows = batch_rows(batch)
+        if max(counts) > rows:
+            raise UsageError(
+                f"the plan cuts a batch into {max(counts)} microbatches, this one has {rows} rows: give a larger batch or a plan with fewer microbatches"
+            )
+        driver = self.driver
+        is_bf16 = compute is ComputeDtype.BFLOAT16
+        master = torch.float32 if is_bf16 else None
+        states = {
+            name: sum(t.nbytes for t in driver.state_layout(name, master) if t.shape_kind != "scalar")
+            for name in driver.names
+        }
+        arguments = (self.model, first_of(self.loss), batch, self.block_map)
+        sizes = sorted({-(-rows // k) for k in counts})
+        with (
+            training_setting(self.model, chunk_tokens),
+            casting_inputs(self.casts, torch.bfloat16 if is_bf16 else None),
+        ):
+            try:
+                return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+            except AwayError:
+                if self.aside is None:
+                    raise
+                self.aside.bring(self.model.parameters())  # the trace must run on real tensors
+                return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+
+
+def first_of(loss: Loss) -> Loss:
+    """A loss that returns (sum, count), as its sum: what is differentiated, up to a factor."""
+
+    def first(model: nn.Module, batch: Any) -> Any:
+        result = loss(model, batch)
+        return result[0] if isinstance(result, tuple) and len(result) == 2 else result
+
+    return first
+
+
+def check_arguments(model: Any, loss: Any, allow: Collection[str], max_grad_norm: float | None) -> None:
+    """Raises `UsageError` for arguments that cannot be."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not callable(loss):
+        raise UsageError(f"loss must be a function loss(model, batch) -> scalar tensor, not {type(loss).__name__}")
+    if isinstance(allow, str):
+        raise UsageError(f'allow takes a set of names, such as allow={{"{allow}"}}')
+    unknown = sorted(set(allow) - ALLOWANCES)
+    if unknown:
+        raise UsageError(f"allow={unknown[0]!r} is not something that can be allowed; known are {sorted(ALLOWANCES)}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm must be above 0, not {max_grad_norm}")
+
+
+def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDriver:
+    """The driver of an optimizer.
+
+    Raises:
+        UnsupportedError: its step needs all parameters at once.
+    """
+    driver = OptimizerDriver(optimizer, dict(model.named_parameters()))
+    for name in driver.names:
+        verdict = driver.verdict(name)
+        if verdict.kind is UpdateKind.JOINT:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} must see all parameters at once ({verdict.reason}), but memfit updates block by block: use an optimizer "
+                "that treats each parameter on its own"
+            )
+    return driver
+
+
+def read_plan(plan: Plan | str | Path) -> Plan:
+    """A plan, from its JSON text or file where it is none yet."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, Path):
+        return Plan.from_json(plan.read_text())
+    if isinstance(plan, str):
+        return Plan.from_json(plan if plan.lstrip().startswith("{") else Path(plan).read_text())
+    raise UsageError(f"plan must be a Plan, its JSON text or a path to it, not {type(plan).__name__}")
+
+
+def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:
+    """Raises `UsageError` or `UnsupportedError` where a plan computes in a dtype that is not allowed, or that the model cannot have."""
+    if plan.compute_dtype is ComputeDtype.GIVEN:
+        return
+    if "bf16" not in allow:
+        raise UsageError('the plan computes in bf16, which changes the arithmetic: fit(..., allow={"bf16"}) permits it')
+    problem = unfit_for_bf16(model)
+    if problem is not None:
+        raise UnsupportedError(problem)
+
+
+def unfit_for_bf16(model: nn.Module) -> str | None:
+    """Why the model cannot have bf16 weights with fp32 masters; None if it can."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
+            return f"the parameter {name!r} is {parameter.dtype}: bf16 training takes models in fp32 or bf16, whose masters are fp32"
+        if parameter.grad is not None:
+            return f"the parameter {name!r} has a gradient, whose dtype would not be that of bf16 weights: model.zero_grad() first"
+    return None
