@@ -25,7 +25,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "prediction": frozenset({"core"}),
     "planning": frozenset({"core", "scheduling", "prediction"}),
     "profiling": frozenset({"core"}),
-    "runtime": frozenset({"core"}),
+    "runtime": frozenset({"core", "formats"}),
     "distributed": frozenset({"core", "runtime"}),
     "verification": frozenset({"core", "runtime"}),
     "report": frozenset({"core"}),

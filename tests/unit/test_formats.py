@@ -448,9 +448,10 @@ def test_the_bound_of_block_wise_rounding_is_reached_but_not_passed() -> None:
     for one in BLOCK_FORMATS:
         pairs = zip(one.levels, one.levels[1:], strict=False)
         low, high = max(pairs, key=lambda pair: pair[1] - pair[0])
-        (block,) = one.encode_blocks([1, (low + high) / 2, low])
-        moved = abs(block.decode()[1] - (low + high) / 2)
-        assert moved == block.error_bound() == one.largest_gap / 2
+        # Without a level for it, zero moves farthest of all: to the smallest level.
+        farthest, bound = (Fraction(0), one.lowest) if one.lowest > 0 else ((low + high) / 2, one.largest_gap / 2)
+        (block,) = one.encode_blocks([1, farthest, low])
+        assert abs(block.decode()[1] - farthest) == block.error_bound() == bound
     # Known by arithmetic: half a step of absmax / 127 and absmax / 7, and NF4's widest gap, from -1.
     assert block_format("int8-block").block_error_bound() == Fraction(1, 254)
     assert block_format("int8-block").block_error_bound(TOWARD_ZERO) == Fraction(1, 127)
@@ -459,6 +460,10 @@ def test_the_bound_of_block_wise_rounding_is_reached_but_not_passed() -> None:
     # The dynamic map's upper decade: 0.9 cut in 64, or in 128 where no code is spent on signs.
     assert float(block_format("dynamic8").block_error_bound()) == pytest.approx(0.9 / 64 / 2, rel=1e-5)
     assert float(block_format("dynamic8-unsigned").block_error_bound()) == pytest.approx(0.9 / 128 / 2, rel=1e-4)
+    assert float(block_format("dynamic4").block_error_bound()) == pytest.approx(0.9 / 4 / 2, rel=1e-5)
+    assert block_format("linear4-unsigned").block_error_bound() == Fraction(1, 16)
+    # Between 128 and 256, e4m3 values are 16 apart.
+    assert block_format("fp8-block").block_error_bound() == Fraction(1, 32)
 
 
 def test_a_dynamic_block_loses_its_lowest_end_within_the_bound() -> None:

@@ -104,9 +104,7 @@ def advise(
     if plan is not None:
         given = read_plan(plan)
         check_precision(given, model, allow)
-        found = problem.profile(
-            sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens, compute=given.compute_dtype
-        )
+        found = problem.profile_for(given, sample)
         speeds = in_dtype(probed, given.compute_dtype)
         schedule = build_step(given, found, clips_norm=clips_norm)
         check_schedule(schedule, given, found, clips_norm=clips_norm)

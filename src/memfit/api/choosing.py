@@ -13,13 +13,14 @@ from typing import Any
 from torch import nn
 
 from memfit.api.machine import Machine
-from memfit.api.problem import Problem, unfit_for_bf16
+from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.states import StateFormat
 from memfit.core.units import MIB, format_bytes, round_up
 from memfit.planning.rules import PlanChoice, choose_plan
 from memfit.profiling.batch import batch_rows
@@ -61,7 +62,7 @@ def choose(
     clips_norm: bool,
     load_bytes: int,
 ) -> Choice:
-    """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype that is allowed.
+    """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
     Args:
         problem: what is trained.
@@ -82,36 +83,50 @@ def choose(
     dtypes = [ComputeDtype.GIVEN]
     if "bf16" in allow and unfit_for_bf16(problem.model) is None:
         dtypes.append(ComputeDtype.BFLOAT16)
+    formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
     choices: list[Choice] = []
     refusals: list[DoesNotFitError] = []
     for compute, chunk in product(dtypes, chunks):
         is_first = compute is ComputeDtype.GIVEN and chunk is None
         counts = microbatch_counts(sample)
-        profile = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
+        traced = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
         speeds = in_dtype(hardware, compute)
-        try:
-            found = choose_plan(
-                profile,
-                budget,
-                speeds,
-                allow=frozenset(allow),
-                clips_norm=clips_norm,
-                splits_allowed=may_split,
-                has_host=machine.has_host,
-                host_bytes=machine.limits.host_bytes,
-                disk_bytes=machine.limits.disk_bytes,
-            )
-        except DoesNotFitError as error:
-            refusals.append(error)
-            continue
-        words = found.reason if chunk is None else f"{found.reason} The loss runs in chunks of {chunk} tokens."
-        if compute is not ComputeDtype.GIVEN:
-            words += " Weights compute in bf16, rounded from fp32 masters."
-        plan = replace(found.plan, loss_chunk_tokens=chunk)
-        choices.append(Choice(plan=plan, reason=words, profile=profile, hardware=speeds, found=found))
+        for states in formats:
+            profile = problem.with_states(traced, compute, states)
+            if states is not StateFormat.GIVEN and not any(profile.encoded_elements.values()):
+                continue
+            try:
+                found = choose_plan(
+                    profile,
+                    budget,
+                    speeds,
+                    allow=frozenset(allow),
+                    clips_norm=clips_norm,
+                    splits_allowed=may_split,
+                    has_host=machine.has_host,
+                    host_bytes=machine.limits.host_bytes,
+                    disk_bytes=machine.limits.disk_bytes,
+                )
+            except DoesNotFitError as error:
+                refusals.append(error)
+                continue
+            plan = replace(found.plan, loss_chunk_tokens=chunk, state_format=states)
+            choices.append(Choice(plan=plan, reason=_words(found, plan), profile=profile, hardware=speeds, found=found))
     if not choices:
         raise _refusal(refusals, budget, load_bytes)
+    # Of equally fast ones the first: the more exact.
     return min(choices, key=lambda choice: choice.found.timeline.seconds)
+
+
+def _words(found: PlanChoice, plan: Plan) -> str:
+    words = [found.reason]
+    if plan.loss_chunk_tokens is not None:
+        words.append(f"The loss runs in chunks of {plan.loss_chunk_tokens} tokens.")
+    if plan.compute_dtype is not ComputeDtype.GIVEN:
+        words.append("Weights compute in bf16, rounded from fp32 masters.")
+    if plan.state_format is not StateFormat.GIVEN:
+        words.append(f"Optimizer states rest in {plan.state_format}.")
+    return " ".join(words)
 
 
 def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:

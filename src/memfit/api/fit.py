@@ -72,7 +72,9 @@ def fit(
         allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits splitting a batch whose loss
             does not add up over rows (the contract is then plain accumulation). "bf16" permits weights that compute in bf16, rounded from fp32
             masters that the optimizer updates, with gradients that add up in fp32 (bitwise FSDP2's mixed precision on one rank); `job.close()` gives the
-            masters back. While such a job lives, the model's own forward and its layers' get floating arguments cast to bf16.
+            masters back. While such a job lives, the model's own forward and its layers' get floating arguments cast to bf16. "int8-state",
+            "int4-state", "fp8-state" and "bf16-state" permit optimizer states that rest in so many bits (never those of embeddings, of small tensors, or
+            step counts); `optimizer.state_dict()`, `job.save` and `job.close()` give them decoded to fp32.
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
         weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
@@ -126,9 +128,7 @@ def fit(
         if given is not None:
             _check_tiers(given, machine)
             check_precision(given, model, task.allow)
-            found = task.problem.profile(
-                sample, (given.microbatches,), chunk_tokens=given.loss_chunk_tokens, compute=given.compute_dtype
-            )
+            found = task.problem.profile_for(given, sample)
             if given.microbatches > 1:
                 _check_statistics(found)
             return task.checked_job(given, "given by the user", found, budget)
@@ -251,10 +251,7 @@ class _Task:
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
-            traced = problem.profile(
-                batch, (chosen.microbatches,), chunk_tokens=chosen.loss_chunk_tokens, compute=chosen.compute_dtype
-            )
-            return _prepared(traced, chosen, clips_norm=self.clips_norm)
+            return _prepared(problem.profile_for(chosen, batch), chosen, clips_norm=self.clips_norm)
 
         rows = -(-found.batch_rows // plan.microbatches)
         is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces

@@ -39,10 +39,11 @@ from memfit.runtime.frames import CallFrames
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
 from memfit.runtime.inputs import casting_inputs
+from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.sites import Site
 from memfit.runtime.split import SplitMasters
-from memfit.runtime.states import BlockStates
+from memfit.runtime.states import BlockStates, StateRest, embedding_names
 from memfit.runtime.streams import draw_streams
 from memfit.runtime.trees import tensors_in
 from memfit.runtime.updates import UpdateWorker
@@ -157,9 +158,11 @@ class Job:
             parts.driver.use_masters(torch.float32)
         self._place = {slot.name: (block, slot) for block in self._blocks for slot in block.slots}
         trained = set(driver.names)
+        self._noise = RoundingNoise(seed=torch.initial_seed())
+        rest = StateRest(format=self.plan.state_format, kept=embedding_names(parts.model), noise=self._noise)
         self._states = {
             block.index: BlockStates(
-                block, {slot.name: driver.state_layout(slot.name) for slot in block.slots if slot.name in trained}
+                block, {slot.name: driver.state_layout(slot.name) for slot in block.slots if slot.name in trained}, rest
             )
             for block in self._blocks
             if any(slot.name in trained for slot in block.slots)
@@ -277,6 +280,7 @@ class Job:
         for _, slot in self._place.values():
             slot.parameter.grad = None
         self._updates.updated_blocks.clear()
+        self._noise.step = self._steps
         numbers = {index: dict(states.numbers) for index, states in self._states.items()}
         try:
             self._parts.driver.begin_step()

@@ -6,7 +6,7 @@ In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,17 @@ from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.states import StateFormat
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.trace import profile_step
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
+from memfit.runtime.states import embedding_names, stored_bytes
 
-ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss", "bf16"})
+STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
+ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss", "bf16", *(one.allowance for one in STATE_FORMATS)})
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -47,6 +50,12 @@ class Problem:
         layers = [site.module for site in self.block_map.sites if site.is_repeated and site.module is not self.model]
         return [self.model, *layers]
 
+    def profile_for(self, plan: Plan, batch: Any) -> Profile:
+        """The profile of a batch under a plan."""
+        counts, compute = (plan.microbatches,), plan.compute_dtype
+        traced = self.profile(batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute)
+        return self.with_states(traced, compute, plan.state_format)
+
     def profile(
         self,
         batch: Any,
@@ -61,13 +70,8 @@ class Problem:
             raise UsageError(
                 f"the plan cuts a batch into {max(counts)} microbatches, this one has {rows} rows: give a larger batch or a plan with fewer microbatches"
             )
-        driver = self.driver
         is_bf16 = compute is ComputeDtype.BFLOAT16
-        master = torch.float32 if is_bf16 else None
-        states = {
-            name: sum(t.nbytes for t in driver.state_layout(name, master) if t.shape_kind != "scalar")
-            for name in driver.names
-        }
+        states = {name: nbytes for name, (nbytes, _) in self._state_sizes(compute, StateFormat.GIVEN).items()}
         arguments = (self.model, first_of(self.loss), batch, self.block_map)
         sizes = sorted({-(-rows // k) for k in counts})
         with (
@@ -81,6 +85,25 @@ class Problem:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+
+    def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
+        """The same profile, with states that rest in a format."""
+        if chosen is StateFormat.GIVEN:
+            return profile
+        sizes = self._state_sizes(compute, chosen)
+        found = {b.name: [sizes[p.name] for p in b.parameters if p.name in sizes] for b in profile.blocks}
+        return replace(
+            profile,
+            state_bytes={name: sum(nbytes for nbytes, _ in own) for name, own in found.items()},
+            encoded_elements={name: sum(encoded for _, encoded in own) for name, own in found.items()},
+        )
+
+    def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, tuple[int, int]]:
+        """By parameter, bytes of its states at home and how many of their elements are encoded."""
+        master = torch.float32 if compute is ComputeDtype.BFLOAT16 else None
+        kept = embedding_names(self.model)
+        driver = self.driver
+        return {name: stored_bytes(chosen, kept, name, driver.state_layout(name, master)) for name in driver.names}
 
 
 def first_of(loss: Loss) -> Loss:
@@ -137,7 +160,12 @@ def read_plan(plan: Plan | str | Path) -> Plan:
 
 
 def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:
-    """Raises `UsageError` or `UnsupportedError` where a plan computes in a dtype that is not allowed, or that the model cannot have."""
+    """Raises `UsageError` or `UnsupportedError` where a plan computes or keeps states in a format that is not allowed, or that the model cannot have."""
+    if plan.state_format is not StateFormat.GIVEN and plan.state_format.allowance not in allow:
+        raise UsageError(
+            f"the plan keeps optimizer states in {plan.state_format}, which changes the arithmetic: "
+            f'fit(..., allow={{"{plan.state_format.allowance}"}}) permits it'
+        )
     if plan.compute_dtype is ComputeDtype.GIVEN:
         return
     if "bf16" not in allow:

@@ -27,6 +27,7 @@ class Hardware:
         host, disk: links; host is None where the device is the host.
         bf16_flops_per_s: the same in bf16; None: as flops_per_s.
         update_elements_per_s: parameters an AdamW update passes in a second.
+        codec_elements_per_s: elements of optimizer states that are decoded and encoded in a second (one core of a 2020s server: 2e8).
     """
 
     device: str
@@ -37,4 +38,5 @@ class Hardware:
     host: Link | None = None
     host_bytes: int | None = None
     update_elements_per_s: float = 3e8
+    codec_elements_per_s: float = 2e8
     bf16_flops_per_s: float | None = None

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
+from memfit.core.states import StateFormat
 
 PLAN_FORMAT = 1
 
@@ -97,6 +98,7 @@ class Plan:
         loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
         compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
         splits_masters: masters share their upper bits with the weights that are rounded from them: 17 bits a parameter rest instead of 32, exactly.
+        state_format: in which form optimizer states rest; see `core.states`, [Note: state formats].
     """
 
     microbatches: int = 1
@@ -110,6 +112,7 @@ class Plan:
     loss_chunk_tokens: int | None = None
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN
     splits_masters: bool = False
+    state_format: StateFormat = StateFormat.GIVEN
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -205,7 +208,7 @@ class Plan:
 _ENUMS: dict[str, type[StrEnum]] = {
     "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
-    "compute_dtype": ComputeDtype,
+    "compute_dtype": ComputeDtype, "state_format": StateFormat,
 }  # fmt: skip
 _BOOLEANS = {"joins_previous", "is_atomic", "splits_masters"}
 _OPTIONAL = {"tail", "loss_chunk_tokens"}

@@ -185,7 +185,8 @@ class Profile:
         batch_rows: rows of the whole batch of a step.
         blocks: partition of the parameters, in the order of their first call.
         traces: by rows of a microbatch; always holds at least one entry. All have the same calls.
-        state_bytes: optimizer state bytes by block name, once the states exist.
+        state_bytes: optimizer state bytes at home by block name, once the states exist.
+        encoded_elements: by block name, elements of states that an update decodes and encodes.
         reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
@@ -196,6 +197,7 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     traces: Mapping[int, TraceProfile]
     state_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    encoded_elements: Mapping[str, int] = field(default_factory=dict[str, int])
     reads_batch_statistics: bool = False
     buffer_bytes: int = 0
     source: str = "fake"

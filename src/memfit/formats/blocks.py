@@ -23,7 +23,9 @@ FP32 = FloatFormat(name="fp32", description="single precision (IEEE 754 binary32
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat(NumberFormat):
-    """Levels in ascending order, zero among them, and the code of each. As a format of single numbers it holds value / scale.
+    """Levels in ascending order and the code of each. As a format of single numbers it holds value / scale.
+
+    Zero is a level of most; where it is not, all levels are positive, and a zero comes back as the smallest.
 
     Costs `bits` a value and 32 bits a block. Decoding here is exact, `scale * level`; a library that computes it in fp32 adds one rounding
     of its own, of at most 2^-24 of the result.
@@ -40,7 +42,7 @@ class BlockFormat(NumberFormat):
     block_size: int
 
     def __post_init__(self) -> None:
-        assert len(self.levels) == len(set(self.codes)) == len(self.codes) and 0 in self.levels
+        assert len(self.levels) == len(set(self.codes)) == len(self.codes) and (0 in self.levels or self.levels[0] > 0)
         assert all(low < high for low, high in pairwise(self.levels)) and max(map(abs, self.levels)) <= 1
         if self.block_size < 1:
             raise UsageError(f"{self.name}: a block has at least one value, not {self.block_size}")
@@ -73,7 +75,7 @@ class BlockFormat(NumberFormat):
     @property
     def smallest_positive(self) -> Fraction:
         """The smallest level above zero."""
-        return self.levels[self._zero + 1]
+        return self.levels[bisect_right(self.levels, 0)]
 
     @property
     def largest_gap(self) -> Fraction:
@@ -83,9 +85,9 @@ class BlockFormat(NumberFormat):
     def block_error_bound(self, rounding: Rounding = NEAREST_EVEN) -> Fraction:
         """How far any value of a block can move, as a part of the block's scale.
 
-        It is `largest_gap`, or half of it to nearest; or, where that is more, what -1 lacks to the lowest level.
+        It is `largest_gap`, or half of it to nearest; or, where that is more, what -1 (or 0, of positive levels) lacks to the lowest level.
         """
-        overhang = 1 + self.lowest if self.lowest < 0 else Fraction(0)
+        overhang = 1 + self.lowest if self.lowest < 0 else self.lowest
         return max(rounding.error_in_gaps * self.largest_gap, overhang)
 
     def encode(self, value: Number, rounding: Rounding = NEAREST_EVEN) -> int:
@@ -97,7 +99,7 @@ class BlockFormat(NumberFormat):
             UsageError: a NaN, an infinity, or a negative value where all levels are positive.
         """
         exact = self._read(value)
-        if exact < 0 and self.lowest == 0:
+        if exact < 0 <= self.lowest:
             raise UsageError(f"{self.name} has no negative values, not even {value}")
         near, far = self._neighbours(exact)
         remainder = (exact - self.levels[near]) / (self.levels[far] - self.levels[near]) if near != far else Fraction(0)
@@ -154,7 +156,9 @@ class BlockFormat(NumberFormat):
         """Places of the levels beside a value, the one nearer to zero first; the same place twice at and beyond the ends."""
         last = len(self.levels) - 1
         if exact >= 0:
-            near = bisect_right(self.levels, exact) - 1
+            near = max(bisect_right(self.levels, exact) - 1, 0)
+            if exact < self.levels[near]:
+                return near, near
             return near, min(near + 1, last)
         near = min(bisect_left(self.levels, exact), last)
         return near, max(near - 1, 0)
@@ -204,17 +208,17 @@ def table_format(name: str, description: str, levels: Iterable[Number], *, bits:
     )
 
 
-def dynamic_levels(*, signed: bool) -> tuple[Fraction, ...]:
-    """The 256 levels of the 8-bit dynamic map: seven decades below 1, each finer cut than the one below it, and 0 and 1.
+def dynamic_levels(*, signed: bool, decades: int = 7) -> tuple[Fraction, ...]:
+    """The levels of a dynamic map: decades below 1, each finer cut than the one below it, and 0 and 1.
 
-    Decade d (0 to 6) reaches from 10^(d-7) to 10^(d-6) and is cut in 2^d equal parts (2^(d+1) unsigned), whose middles are levels;
-    signed, their negatives too. So 1 is a level and -1 is not. The table of bitsandbytes is this one, computed in floats: it differs in
-    the last bits of some levels. Source: Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", and Dettmers et al.
-    2022, sections 1.3 and 2.2.
+    Decade d (0 to decades - 1) reaches from 10^(d-decades) to 10^(d-decades+1) and is cut in 2^d equal parts (2^(d+1) unsigned), whose middles are
+    levels; signed, their negatives too. So 1 is a level and -1 is not. Seven decades make 256 levels, for 8 bits; three, signed, make 16. The tables of
+    bitsandbytes and torchao are these, computed in floats: they differ in the last bits of some levels. Source: Dettmers 2016, "8-Bit Approximations for
+    Parallelism in Deep Learning", and Dettmers et al. 2022, sections 1.3 and 2.2.
     """
     positive = [
-        Fraction(10) ** (decade - 6) * (Fraction(1, 10) + Fraction(9, 10) * Fraction(2 * part + 1, 2 * parts))
-        for decade in range(7)
+        Fraction(10) ** (decade - decades + 1) * (Fraction(1, 10) + Fraction(9, 10) * Fraction(2 * part + 1, 2 * parts))
+        for decade in range(decades)
         for parts in [1 << (decade if signed else decade + 1)]
         for part in range(parts)
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from fractions import Fraction
 
 from memfit.core.errors import UsageError
 from memfit.formats.base import Number, NumberFormat
-from memfit.formats.blocks import FP32, dynamic_levels, symmetric_integer_format, table_format
+from memfit.formats.blocks import FP32, BlockFormat, dynamic_levels, symmetric_integer_format, table_format
 from memfit.formats.floating import FloatFormat, Overflow, Specials
 from memfit.formats.integers import FixedPoint, SignMagnitude
 from memfit.formats.rounding import NEAREST_EVEN, Rounding
@@ -23,6 +24,32 @@ _NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
+_E4M3 = FloatFormat(
+    name="fp8-e4m3",
+    # Both overflows are in the standard; torch casts to NaN before 2.12 and saturates since, ml_dtypes casts to NaN.
+    description="8 bits for weights and activations (OCP OFP8); overflow saturates, as torch's casts since 2.12",
+    exponent_bits=4,
+    mantissa_bits=3,
+    specials=Specials.ONE_NAN,
+    overflow=Overflow.SATURATE,
+)
+
+
+def _fp8_block_format() -> BlockFormat:
+    """e4m3 values from -256 to 256 as levels: the largest of a block is 256, a power of two, and comes back as it was."""
+    values = {
+        Fraction(value): code for code in range(256) if -256 <= (value := _E4M3.decode(code)) <= 256 and code != 0x80
+    }
+    return BlockFormat(
+        name="fp8-block",
+        description="e4m3 of a scale: absmax is 256 (optimizer states in fp8)",
+        code_bits=8,
+        levels=tuple(value / 256 for value in sorted(values)),
+        codes=tuple(values[value] for value in sorted(values)),
+        block_size=256,
+    )
+
+
 _ALL: tuple[NumberFormat, ...] = (
     FloatFormat(name="fp64", description="double precision (IEEE 754 binary64)", exponent_bits=11, mantissa_bits=52),
     FP32,
@@ -37,15 +64,7 @@ _ALL: tuple[NumberFormat, ...] = (
     FloatFormat(
         name="bf16", description="brain float: the upper half of an fp32 value", exponent_bits=8, mantissa_bits=7
     ),
-    FloatFormat(
-        name="fp8-e4m3",
-        # Both overflows are in the standard; torch casts to NaN before 2.12 and saturates since, ml_dtypes casts to NaN.
-        description="8 bits for weights and activations (OCP OFP8); overflow saturates, as torch's casts since 2.12",
-        exponent_bits=4,
-        mantissa_bits=3,
-        specials=Specials.ONE_NAN,
-        overflow=Overflow.SATURATE,
-    ),
+    _E4M3,
     FloatFormat(
         name="fp8-e5m2",
         description="8 bits for gradients (OCP OFP8): the upper half of an fp16 value",
@@ -83,6 +102,21 @@ _ALL: tuple[NumberFormat, ...] = (
         bits=8,
         block_size=256,
     ),
+    table_format(
+        "dynamic4",
+        "dynamic map, signed, of three decades (4-bit optimizers' first moment)",
+        dynamic_levels(signed=True, decades=3),
+        bits=4,
+        block_size=128,
+    ),
+    table_format(
+        "linear4-unsigned",
+        "16 equal steps above zero, without zero (4-bit optimizers' second moment)",
+        [Fraction(step, 16) for step in range(1, 17)],
+        bits=4,
+        block_size=128,
+    ),
+    _fp8_block_format(),
 )
 
 FORMATS: dict[str, NumberFormat] = {one.name: one for one in _ALL}

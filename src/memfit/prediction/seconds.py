@@ -129,7 +129,9 @@ def update_compute_seconds(plan: Plan, profile: Profile, block: int, hardware: H
 
 def _update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
     trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
-    return trained / hardware.update_elements_per_s + (trained / SPLIT_ELEMENTS_PER_S if plan.splits_masters else 0.0)
+    encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
+    seconds = trained / hardware.update_elements_per_s + encoded / hardware.codec_elements_per_s
+    return seconds + (trained / SPLIT_ELEMENTS_PER_S if plan.splits_masters else 0.0)
 
 
 class Clock:

@@ -167,7 +167,7 @@ class UpdateWorker:
         gradient = self._gradients.piece(block, slot, piece.first, piece.count)
         ready.wait()
         state.ready.wait()
-        values: dict[str, Any] = {**states.numbers.get(slot.name, {}), **state.tensors}
+        values: dict[str, Any] = {**states.numbers.get(slot.name, {}), **state.values()}
         if not self._is_elementwise(slot):
             weight, gradient = (t.as_strided(slot.shape, slot.stride) for t in (weight, gradient))
             for placed in states.slots[slot.name]:

@@ -17,7 +17,7 @@ from memfit.runtime.export.conversions import file_tensors
 from memfit.runtime.export.format import Header, TensorSpec, lay_out
 from memfit.runtime.export.names import keep_names, shard
 from memfit.runtime.export.sources import HomeSource, JoinedSource, ResidentSource, TensorSource
-from memfit.runtime.states import BlockStates
+from memfit.runtime.states import BlockStates, DecodedState
 from memfit.runtime.trees import typed_view
 from memfit.runtime.weights import BlockWeights, Slot
 
@@ -112,8 +112,11 @@ def optimizer_file(blocks: Sequence[BlockWeights], states: Mapping[int, BlockSta
     for own, slot in trained_slots(blocks, states):
         for state in own.slots[slot.name]:
             assert own.home is not None
-            if own.home.memory is None:
-                source: TensorSource = HomeSource(
+            if state.codec is not None:
+                decoded = DecodedState(own.home, state)
+                source: TensorSource = HomeSource(decoded, 0, dtype=state.dtype, shape=state.shape, stride=slot.stride)
+            elif own.home.memory is None:
+                source = HomeSource(
                     own.home,
                     state.offset_bytes,
                     dtype=state.dtype,
