@@ -18,7 +18,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB, format_bytes, round_up
@@ -81,7 +81,7 @@ def choose(
     """
     chunks = [None, chunk_tokens(problem.model)] if knows_loss(problem.model) else [None]
     dtypes = [ComputeDtype.GIVEN]
-    if "bf16" in allow and unfit_for_bf16(problem.model) is None:
+    if ("bf16" in allow or WITHOUT_MASTERS in allow) and unfit_for_bf16(problem.model) is None:
         dtypes.append(ComputeDtype.BFLOAT16)
     formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
     choices: list[Choice] = []
@@ -123,7 +123,8 @@ def _words(found: PlanChoice, plan: Plan) -> str:
     if plan.loss_chunk_tokens is not None:
         words.append(f"The loss runs in chunks of {plan.loss_chunk_tokens} tokens.")
     if plan.compute_dtype is not ComputeDtype.GIVEN:
-        words.append("Weights compute in bf16, rounded from fp32 masters.")
+        kept = "rounded from fp32 masters" if not plan.drops_masters else "without masters, rounded stochastically"
+        words.append(f"Weights compute in bf16, {kept}.")
     if plan.state_format is not StateFormat.GIVEN:
         words.append(f"Optimizer states rest in {plan.state_format}.")
     return " ".join(words)

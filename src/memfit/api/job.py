@@ -41,6 +41,7 @@ from memfit.runtime.housing import House
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
+from memfit.runtime.rounded import RoundedMasters
 from memfit.runtime.sites import Site
 from memfit.runtime.split import SplitMasters
 from memfit.runtime.states import BlockStates, StateRest, embedding_names
@@ -209,7 +210,13 @@ class Job:
         # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
         is_beside = parts.machine.device.type != "cpu" or self._house.uses_disk
         self._running.enter_context(casting_inputs(parts.casts, torch.bfloat16 if self._is_bf16 else None))
-        self._updates = UpdateWorker(driver, self._states, self._house.gradients, is_beside=is_beside)
+        self._updates = UpdateWorker(
+            driver,
+            self._states,
+            self._house.gradients,
+            is_beside=is_beside,
+            noise=self._noise if self.plan.drops_masters else None,
+        )
         self._running.callback(self._updates.close)
         self._frames = CallFrames(parts.plan, self._blocks, self._house.tier_stores(), device=parts.machine.device)
         self._engine = Engine(
@@ -749,7 +756,7 @@ class Job:
 
 
 def _has_spare_slot(home: ByteHome | None) -> bool:
-    return isinstance(home, DiskHome | SplitMasters) and home.has_spare_slot
+    return isinstance(home, DiskHome | SplitMasters | RoundedMasters) and home.has_spare_slot
 
 
 def _tail(plan: Plan) -> int | None:

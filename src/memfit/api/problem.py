@@ -16,7 +16,7 @@ from torch import nn
 from memfit.api.setting import training_setting
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.states import StateFormat
 from memfit.profiling.batch import batch_rows
@@ -28,7 +28,9 @@ from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.states import embedding_names, stored_bytes
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
-ALLOWANCES = frozenset({"exact", "reordered", "nonadditive-loss", "bf16", *(one.allowance for one in STATE_FORMATS)})
+ALLOWANCES = frozenset(
+    {"exact", "reordered", "nonadditive-loss", "bf16", WITHOUT_MASTERS, *(one.allowance for one in STATE_FORMATS)}
+)
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -168,8 +170,12 @@ def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> Non
         )
     if plan.compute_dtype is ComputeDtype.GIVEN:
         return
-    if "bf16" not in allow:
-        raise UsageError('the plan computes in bf16, which changes the arithmetic: fit(..., allow={"bf16"}) permits it')
+    needed = WITHOUT_MASTERS if plan.drops_masters else "bf16"
+    if needed not in allow:
+        how = " without masters" if plan.drops_masters else ""
+        raise UsageError(
+            f'the plan computes in bf16{how}, which changes the arithmetic: fit(..., allow={{"{needed}"}}) permits it'
+        )
     problem = unfit_for_bf16(model)
     if problem is not None:
         raise UnsupportedError(problem)

@@ -31,7 +31,9 @@ TransformersOption = Annotated[
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences a step, with --transformers.")]
 AllowOption = Annotated[
     list[str] | None,
-    typer.Option("--allow", help="A change of arithmetic that plans may use, such as bf16 or int8-state. May be repeated."),
+    typer.Option(
+        "--allow", help="A change of arithmetic that plans may use, such as bf16 or int8-state. May be repeated."
+    ),
 ]
 SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --transformers.")]
 

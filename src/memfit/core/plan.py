@@ -98,6 +98,7 @@ class Plan:
         loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
         compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
         splits_masters: masters share their upper bits with the weights that are rounded from them: 17 bits a parameter rest instead of 32, exactly.
+        drops_masters: there are no masters: the weights, in the compute dtype, are rounded stochastically when they are updated (`runtime.rounded`).
         state_format: in which form optimizer states rest; see `core.states`, [Note: state formats].
     """
 
@@ -112,6 +113,7 @@ class Plan:
     loss_chunk_tokens: int | None = None
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN
     splits_masters: bool = False
+    drops_masters: bool = False
     state_format: StateFormat = StateFormat.GIVEN
 
     def __post_init__(self) -> None:
@@ -121,6 +123,10 @@ class Plan:
             raise PlanError(f"prefetch counts visits ahead and cannot be {self.prefetch}")
         if self.splits_masters and self.compute_dtype is ComputeDtype.GIVEN:
             raise PlanError("there are no masters to split: splits_masters needs compute_dtype='bfloat16'")
+        if self.drops_masters and (self.compute_dtype is ComputeDtype.GIVEN or self.splits_masters):
+            raise PlanError(
+                "drops_masters needs compute_dtype='bfloat16' and splits_masters=false: there are no masters then"
+            )
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise PlanError(f"loss_chunk_tokens must be at least 1, not {self.loss_chunk_tokens}")
         if self.calls and self.calls[0].joins_previous:
@@ -210,7 +216,7 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype, "state_format": StateFormat,
 }  # fmt: skip
-_BOOLEANS = {"joins_previous", "is_atomic", "splits_masters"}
+_BOOLEANS = {"joins_previous", "is_atomic", "splits_masters", "drops_masters"}
 _OPTIONAL = {"tail", "loss_chunk_tokens"}
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+WITHOUT_MASTERS = "bf16-weights-sr"
+"""What `fit(allow=...)` calls bf16 weights that are rounded stochastically and have no masters."""
+
 _MASTERED = ("float32", "bfloat16")
 
 

@@ -11,7 +11,8 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 | prefetch     | 1; with everything away also 0 and 3                                                                   |
 | tail         | with several microbatches, layer-major: the calls after the last repeated one                          |
 | update       | in backward, unless the norm of all gradients must be known first                                      |
-| masters      | where there are any: whole, or split (what the bf16 weight does not say), where states go              |
+| masters      | where there are any: whole, or split (what the bf16 weight does not say), where states go; none, if    |
+|              | stochastic rounding is allowed                                                                         |
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MasterForms:
+    """Which plans with masters may be looked at: those that keep them (whole or split), and those that do without."""
+
+    kept: bool = True
+    dropped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Homes:
     name: str
     tier: Tier = Tier.DEVICE
@@ -52,7 +61,12 @@ class _Fate:
 
 
 def list_candidates(
-    profile: Profile, *, microbatches: int, tiers: tuple[Tier, ...], clips_norm: bool
+    profile: Profile,
+    *,
+    microbatches: int,
+    tiers: tuple[Tier, ...],
+    clips_norm: bool,
+    masters: MasterForms = MasterForms(),
 ) -> Iterator[Candidate]:
     """All candidates for one number of microbatches, simplest first.
 
@@ -61,6 +75,7 @@ def list_candidates(
         microbatches: into how many slices the batch is cut.
         tiers: where things may go, besides the device.
         clips_norm: gradients are clipped by their global norm.
+        masters: how they may be, where the profile has any.
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
@@ -88,9 +103,12 @@ def list_candidates(
                     compute_dtype=ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN,
                 )
                 name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
-                yield Candidate(name=name, plan=plan)
-                if has_masters:
+                if not has_masters or masters.kept:
+                    yield Candidate(name=name, plan=plan)
+                if has_masters and masters.kept:
                     yield Candidate(name=f"{name}, masters split", plan=replace(plan, splits_masters=True))
+                if has_masters and masters.dropped:
+                    yield Candidate(name=f"{name}, no masters", plan=replace(plan, drops_masters=True))
 
 
 def decided_calls(trace: TraceProfile) -> frozenset[int]:

@@ -20,12 +20,13 @@ from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan, Tier
+from memfit.core.precision import WITHOUT_MASTERS
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
-from memfit.planning.candidates import Candidate, list_candidates
+from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.prediction.bytes import STAGING_BYTES, flat_weight_bytes, master_home_bytes, trace_of
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
@@ -100,6 +101,7 @@ class _Question:
     host_bytes: int | None
     disk_bytes: int | None
     staging_bytes: int
+    masters: MasterForms
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
@@ -135,7 +137,8 @@ def choose_plan(
         budget: of the device; without a limit everything fits.
         hardware: speeds and capacities.
         allow: names of changes that the user permits; "batch-statistics" lets a batch be cut although the model computes
-            statistics over it. Other names change nothing here: every candidate is exact or reordered.
+            statistics over it. "bf16" permits plans with masters, "bf16-weights-sr" plans that do without, where the profile is of weights in
+            bf16. Other names change nothing here.
         clips_norm: gradients are clipped by their global norm.
         has_disk: homes on disk may be used.
         has_host: homes in host memory may be used (only where the hardware has a link to it).
@@ -155,6 +158,7 @@ def choose_plan(
         host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
         disk_bytes=hardware.disk_bytes if disk_bytes is None else disk_bytes,
         staging_bytes=staging_bytes,
+        masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
     )
     tiers = tuple(
         tier
@@ -187,7 +191,9 @@ def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *
     count = 1
     while count <= (max(1, profile.batch_rows) if may_split else 1):
         if -(-profile.batch_rows // count) in profile.traces:
-            for candidate in list_candidates(profile, microbatches=count, tiers=tiers, clips_norm=question.clips_norm):
+            for candidate in list_candidates(
+                profile, microbatches=count, tiers=tiers, clips_norm=question.clips_norm, masters=question.masters
+            ):
                 priced.append(_price(len(priced), candidate, profile, question))
         count *= 2
     if not priced:

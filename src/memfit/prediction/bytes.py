@@ -86,7 +86,9 @@ def flat_master_bytes(block: BlockProfile) -> int:
 
 
 def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
-    """Bytes that a block's masters rest in: all of them, or what the weights do not say already."""
+    """Bytes that a block's masters rest in: all of them, what the weights do not say already, or none."""
+    if plan.drops_masters:
+        return 0
     if not plan.splits_masters:
         return flat_master_bytes(block)
     return split_layout([(p.nbytes, p.master_nbytes) for p in block.parameters])[1]

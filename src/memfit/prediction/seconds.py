@@ -106,8 +106,8 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
         "state": (homes.state_home, profile.state_bytes.get(profiled.name, 0)),
     }
     has_masters = flat_master_bytes(profiled) > 0
-    # A split master is read together with the weight that says its upper bits.
-    reads_weight = not is_visiting and (plan.splits_masters or not has_masters)
+    # A split master is read together with the weight that says its upper bits; without masters, the weight is all there is.
+    reads_weight = not is_visiting and (plan.splits_masters or plan.drops_masters or not has_masters)
     if has_masters:
         sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
     for category, (home, nbytes) in sizes.items():
@@ -131,7 +131,8 @@ def _update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware
     trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
     seconds = trained / hardware.update_elements_per_s + encoded / hardware.codec_elements_per_s
-    return seconds + (trained / SPLIT_ELEMENTS_PER_S if plan.splits_masters else 0.0)
+    # Noise and rounding cost about what splitting does.
+    return seconds + (trained / SPLIT_ELEMENTS_PER_S if plan.splits_masters or plan.drops_masters else 0.0)
 
 
 class Clock:

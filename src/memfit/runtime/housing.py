@@ -23,6 +23,7 @@ from memfit.core.plan import Plan, Tier
 from memfit.core.units import MIB
 from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Tickets
+from memfit.runtime.rounded import RoundedMasters
 from memfit.runtime.saved import HostStore, ScratchStore, TierStore
 from memfit.runtime.split import SplitMasters, rest_nbytes
 from memfit.runtime.states import BlockStates
@@ -99,7 +100,7 @@ class House:
             states = self.states.get(block.index)
             if homes.weight_home is Tier.DISK:
                 regions[f"{block.name}/weight"] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
-            if block.has_masters and homes.state_home is Tier.DISK:
+            if block.has_masters and homes.state_home is Tier.DISK and not self.plan.drops_masters:
                 regions[f"{block.name}/master"] = RegionSpec(
                     nbytes=self._master_bytes(block), slots=slots, tag="master"
                 )
@@ -173,7 +174,9 @@ class House:
             homes = self.plan.block(block.name)
             home = self._home(block.nbytes, homes.weight_home, f"{block.name}/weight")
             masters: ByteHome | None = None
-            if block.has_masters:
+            if block.has_masters and self.plan.drops_masters:
+                masters = RoundedMasters(block, home)
+            elif block.has_masters:
                 masters = self._home(self._master_bytes(block), homes.state_home, f"{block.name}/master")
                 if self.plan.splits_masters:
                     masters = SplitMasters(block, home, masters)

@@ -25,6 +25,7 @@ import torch
 
 from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.homes.base import ByteHome, Ticket, Tickets
+from memfit.runtime.noise import RoundingNoise, round_stochastically
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.states import BlockStates, StatePiece
 from memfit.runtime.trees import typed_view
@@ -73,6 +74,7 @@ class UpdateWorker:
         states: by block index.
         gradients: where gradients are.
         is_beside: False runs each update inside `submit` (used where overlapping cannot help).
+        noise: weights are rounded stochastically from what the update made; None: to nearest.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class UpdateWorker:
         gradients: GradientHomes,
         *,
         is_beside: bool = True,
+        noise: RoundingNoise | None = None,
     ) -> None:
         self._driver = driver
         self._trained = frozenset(driver.names)
@@ -90,6 +93,7 @@ class UpdateWorker:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], UpdateTicket] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_beside = is_beside
+        self._noise = noise
         self.updated_blocks: list[int] = []
 
     def submit(self, block: BlockWeights) -> Ticket:
@@ -182,8 +186,9 @@ class UpdateWorker:
         leaving = states.write(slot, piece.first, piece.count, new)
         if piece.is_last:
             states.keep_numbers(slot, new)
-        leaving += _write_masters(block, piece, weight) if block.has_masters else _write_weight(block, piece, weight)
-        return leaving
+        if block.has_masters:
+            return leaving + _write_masters(block, piece, weight, self._noise)
+        return leaving + _write_weight(block, piece, weight)
 
 
 def _write_weight(block: BlockWeights, piece: _Piece, weight: torch.Tensor) -> list[Ticket]:
@@ -195,12 +200,16 @@ def _write_weight(block: BlockWeights, piece: _Piece, weight: torch.Tensor) -> l
     return [_write(home, slot.offset_bytes, piece.first, weight)]
 
 
-def _write_masters(block: BlockWeights, piece: _Piece, master: torch.Tensor) -> list[Ticket]:
+def _write_masters(
+    block: BlockWeights, piece: _Piece, master: torch.Tensor, noise: RoundingNoise | None
+) -> list[Ticket]:
     """Takes a new piece of a master home, and the weight rounded from it to wherever weights are."""
     masters, home, slot = block.master_home, block.home, piece.slot
     assert masters is not None and home is not None
     leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece.first, master)]
     flat = master.as_strided((piece.count,), (1,))
+    if noise is not None and slot.dtype is torch.bfloat16:
+        flat = round_stochastically(flat, noise.bits(f"{slot.name}/weight", piece.first, piece.count, flat.device))
     place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
     weight = flat.to(slot.dtype) if place is None else place.copy_(flat)
     if block.travels:
