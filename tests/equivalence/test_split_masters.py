@@ -78,6 +78,27 @@ def test_split_masters_train_as_whole_ones_bit_for_bit(name: str, variant: str, 
     found.check(f"{name}, {variant}")
 
 
+def test_a_model_born_empty_with_split_masters_trains_as_one_built_plainly_with_whole_ones(tmp_path: Path) -> None:
+    plan = replace(plans.BY_NAME["disk-recompute-4"].plan(profile_by_name("llama")), compute_dtype=BF16)
+    trained: list[dict[str, torch.Tensor]] = []
+    for is_born in (False, True):
+        case = zoo.ZOO["llama"]()
+        model = memfit.empty(lambda: zoo.ZOO["llama"]().model) if is_born else case.model
+        optimizer = adamw()(model)
+        job = memfit.fit(
+            model, optimizer, case.loss, case.batch(0), plan=replace(plan, splits_masters=is_born),
+            allow=case.allow | {"bf16"}, weight=case.weight, directory=tmp_path / f"homes-{is_born}",
+        )  # fmt: skip
+        with job:
+            torch.manual_seed(1)
+            for index in range(2):
+                job.step(case.batch(index))
+        trained.append(clone_all(model.named_parameters()))
+    found = Differences()
+    found.compare_all("master", trained[1], trained[0])
+    found.check("llama")
+
+
 def test_what_is_changed_between_steps_becomes_the_master_and_the_rest_keeps_its_digits(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.Linear(65, 7, bias=False))
     _with_ties(model)

@@ -9,14 +9,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import memfit
 from equivalence import plans, zoo
-from equivalence.with_memfit import fit_variant
+from equivalence.with_memfit import fit_variant, profile_by_name
+from memfit.core.precision import ComputeDtype
 from memfit.runtime.allocator import Allocator, install
 from memfit.verification.meters import ProcessMeter
 
@@ -71,14 +73,21 @@ def resident_bytes() -> int:
     return ProcessMeter().resident_bytes().private_bytes
 
 
-def train_flat(variant: str, steps: int, directory: Path) -> tuple[list[Footprint], list[int]]:
-    """Trains the zoo's GPT-2 and looks after each step."""
+def train_flat(
+    variant: str, steps: int, directory: Path, *, is_bf16: bool = False
+) -> tuple[list[Footprint], list[int]]:
+    """Trains the zoo's GPT-2 and looks after each step; in bf16 it is born empty and its masters are split."""
     allocator = install()
     case = zoo.ZOO["gpt2"]()
+    chosen = plans.BY_NAME[variant]
+    if is_bf16:
+        case = replace(case, model=memfit.empty(lambda: zoo.ZOO["gpt2"]().model), allow=case.allow | {"bf16"})
+        plan = replace(chosen.plan(profile_by_name("gpt2")), compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True)
+        chosen = replace(chosen, plan=lambda _: plan)
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
     found: list[Footprint] = []
     resident: list[int] = []
-    job = fit_variant("gpt2", plans.BY_NAME[variant], directory, limit="8GiB")(case, optimizer)
+    job = fit_variant("gpt2", chosen, directory, limit="8GiB")(case, optimizer)
     try:
         for step in range(steps):
             job.step(case.batch(step % 4))
@@ -89,9 +98,9 @@ def train_flat(variant: str, steps: int, directory: Path) -> tuple[list[Footprin
     return found, resident
 
 
-def assert_flat(variant: str, steps: int, directory: Path) -> None:
+def assert_flat(variant: str, steps: int, directory: Path, *, is_bf16: bool = False) -> None:
     """Everything is equal from the third step on; resident memory stays within 1 %, or 2 MiB of a small process."""
-    found, resident = train_flat(variant, steps, directory)
+    found, resident = train_flat(variant, steps, directory, is_bf16=is_bf16)
     first = found[FIRST_FLAT_STEP - 1]
     changed = [(step + 1, f) for step, f in enumerate(found) if step + 1 >= FIRST_FLAT_STEP and f != first]
     assert not changed, f"step {FIRST_FLAT_STEP} left {first}, step {changed[0][0]} left {changed[0][1]}"
@@ -152,6 +161,11 @@ def test_streamed_training_is_flat_from_the_third_step_on(variant: str, tmp_path
 @pytest.mark.parametrize("variant", SHORT_STEPS)
 def test_300_steps_of_streamed_training_are_flat(variant: str, tmp_path: Path) -> None:
     assert_flat(variant, LONG_STEPS, tmp_path)
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(LONG_STEPS, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_training_in_bf16_with_split_masters_of_a_model_born_empty_is_flat(steps: int, tmp_path: Path) -> None:
+    assert_flat("disk-recompute-4", steps, tmp_path, is_bf16=True)
 
 
 def test_a_closed_job_leaves_no_files_threads_or_descriptors(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""A model whose training state is several times the limit trains in bf16 from birth, below it, as seen by another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+MIB = 1 << 20
+LAYERS, WIDTH = 14, 1024
+PARAMETERS = 8 * WIDTH * WIDTH * LAYERS
+# What the process may hold above what it holds with all libraries in use.
+ROOM = 200 * MIB
+
+_CHILD = """
+import json, sys
+import torch
+from torch import nn
+import memfit
+from memfit.api.machine import prepare_process
+from memfit.runtime.allocator import install
+
+layers, width, room, directory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Tower(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def loss(model, batch):
+    return (model(batch).float() - batch).square().mean()
+
+def job_of(count, limit):
+    torch.manual_seed(0)
+    model = memfit.empty(lambda: Tower(count))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return memfit.fit(model, optimizer, loss, batch, limit=limit, allow={"bf16"}, directory=directory)
+
+meter = prepare_process()
+batch = torch.randn(4, width)
+first = job_of(2, "8GiB")  # libraries, threads and code are there from here on
+first.step(batch)
+first.close(restore=False)
+del first
+install().trim()
+limit = meter.resident_bytes().whole_bytes + room
+job = job_of(layers, limit)
+losses = [job.step(batch).loss for _ in range(3)]
+print(json.dumps({
+    "limit": limit, "losses": losses, "measured": job.proof().measured_peak_bytes, "predicted": job.predicted_peak_bytes,
+    "dtype": job.plan.compute_dtype, "splits": job.plan.splits_masters,
+}))
+job.close(restore=False)
+"""
+
+
+class _Watch:
+    """The largest VmHWM that a process shows to another."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = Path(f"/proc/{pid}/status")
+        self._is_over = threading.Event()
+        self.peak_bytes = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.02):
+            try:
+                lines = self._path.read_text().splitlines()
+            except (FileNotFoundError, ProcessLookupError):
+                return
+            self.peak_bytes = max(
+                [self.peak_bytes, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))]
+            )
+
+    def stop(self) -> int:
+        self._is_over.set()
+        self._thread.join()
+        return self.peak_bytes
+
+
+def test_a_model_born_empty_trains_in_bf16_below_a_limit_of_a_fraction_of_its_state(tmp_path: Path) -> None:
+    arguments = [str(LAYERS), str(WIDTH), str(ROOM), str(tmp_path / "homes")]
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    watch = _Watch(child.pid)
+    output, errors = child.communicate()
+    seen = watch.stop()
+    assert child.returncode == 0, errors
+    found = json.loads(output)
+    # Weights, gradients and two moments in fp32; the weights alone in bf16 would not fit.
+    assert 16 * PARAMETERS > 8 * ROOM
+    assert 2 * PARAMETERS > ROOM
+    assert found["dtype"] == "bfloat16"
+    assert found["losses"][-1] < found["losses"][0]
+    assert max(found["measured"], found["predicted"], seen) <= found["limit"]
+    assert seen >= 0.9 * found["measured"]
