@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.runtime.split import join, split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -99,6 +102,81 @@ def test_training_on_a_gpu_equals_plain_pytorch_bit_for_bit(
         assert torch.equal(theirs, ours), name
         for key, value in plain_optimizer.state[theirs].items():
             assert torch.equal(value, optimizer.state[ours][key]), (name, key)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_bf16_training_on_a_gpu_equals_masters_and_sums_kept_by_hand(
+    tier: Tier, splits: bool, microbatches: int, tmp_path: Path
+) -> None:
+    """Weights in bf16 rounded from fp32 masters, gradients of microbatches added in fp32, AdamW on the masters."""
+    plain, _, (rows, labels) = _made()
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in plain.named_parameters()}
+    by_hand = torch.optim.AdamW(masters.values(), lr=1e-2)
+    plain.bfloat16()
+    sums: dict[str, torch.Tensor] = {}
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        stream = memfit.microbatch_streams(microbatches)
+        parts = zip(*(t.tensor_split(microbatches) for t in (rows.bfloat16(), labels)), strict=True)
+        for m, part in enumerate(parts):
+            with stream(m):
+                loss = _loss(plain, part)
+                (loss if microbatches == 1 else loss * (len(part[0]) / ROWS)).backward()
+            for name, p in plain.named_parameters():
+                assert p.grad is not None
+                sums[name] = p.grad.float() if m == 0 else sums[name] + p.grad
+                p.grad = None
+                masters[name].grad = sums[name]
+        by_hand.step()
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(masters[name])
+
+    model, optimizer, batch = _made()
+    plan = _plan(tier, Saved.RECOMPUTE, microbatches)(memfit.profile(model, optimizer, _loss, batch))
+    plan = replace(plan, compute_dtype=ComputeDtype.BFLOAT16, splits_masters=splits)
+    torch.manual_seed(1)
+    with memfit.fit(model, optimizer, _loss, batch, plan=plan, allow={"bf16"}, directory=tmp_path / "homes") as job:
+        for _ in range(STEPS):
+            assert job.step(batch).departures == ()
+    for name, ours in model.named_parameters():
+        assert torch.equal(masters[name], ours), name
+        for key, value in by_hand.state[masters[name]].items():
+            assert torch.equal(value, optimizer.state[ours][key]), (name, key)
+
+
+def test_a_model_born_empty_on_a_gpu_trains_as_one_built_plainly(tmp_path: Path) -> None:
+    trained: list[dict[str, torch.Tensor]] = []
+    for is_born in (False, True):
+        plain, _, batch = _made()
+        model = memfit.empty(lambda: _made()[0]) if is_born else plain
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = replace(
+            _plan(Tier.HOST, Saved.RECOMPUTE, 4)(memfit.profile(model, optimizer, _loss, batch)),
+            compute_dtype=ComputeDtype.BFLOAT16,
+            splits_masters=True,
+        )
+        torch.manual_seed(1)
+        with memfit.fit(model, optimizer, _loss, batch, plan=plan, allow={"bf16"}, directory=tmp_path / "homes") as job:
+            for _ in range(STEPS):
+                job.step(batch)
+        trained.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, wanted in trained[0].items():
+        assert torch.equal(trained[1][name], wanted), name
+
+
+def test_masters_are_split_and_joined_on_a_gpu_as_on_the_cpu() -> None:
+    upper = torch.arange(1 << 16, dtype=torch.int64).unsqueeze(1) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = (upper | lower).reshape(-1).to(torch.int32).view(torch.float32)
+    weight, difference, marks = split(master.cuda())
+    again = torch.empty_like(master, device="cuda")
+    join(weight, difference, marks, again)
+    is_nan = master.isnan()
+    assert torch.equal(again.cpu().isnan(), is_nan)
+    assert torch.equal(again.cpu().view(torch.int32)[~is_nan], master.view(torch.int32)[~is_nan])
 
 
 def test_the_limit_is_held_by_the_device_and_an_impossible_one_is_refused() -> None:
