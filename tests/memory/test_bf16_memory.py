@@ -58,6 +58,8 @@ first.close(restore=False)
 del first
 install().trim()
 limit = meter.resident_bytes().whole_bytes + room
+meter.reset_peak()
+print("begins", flush=True)
 job = job_of(layers, limit)
 losses = [job.step(batch).loss for _ in range(3)]
 print(json.dumps({
@@ -103,10 +105,12 @@ def test_a_model_born_empty_trains_in_bf16_below_a_limit_of_a_fraction_of_its_st
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
     )
+    assert child.stdout is not None
+    begins = child.stdout.readline()  # the libraries' own warming up is over
     watch = _Watch(child.pid)
     output, errors = child.communicate()
     seen = watch.stop()
-    assert child.returncode == 0, errors
+    assert (child.returncode, begins) == (0, "begins\n"), errors
     found = json.loads(output)
     # Weights, gradients and two moments in fp32; the weights alone in bf16 would not fit.
     assert 16 * PARAMETERS > 8 * ROOM
