@@ -66,7 +66,7 @@ SIZES = {
         learning_rate=2e-4,
     ),
     "llama": Size(
-        family="llama", layers=32, width=3072, heads=24, vocabulary=32_000, rows=4, tokens=256, limit="4GiB", steps=3,
+        family="llama", layers=33, width=3072, heads=24, vocabulary=32_000, rows=4, tokens=256, limit="4GiB", steps=3,
         learning_rate=1e-4, inner=8_704,
     ),
     "small": Size(

@@ -1,0 +1,65 @@
+"""What the shell is told is what `fit` does: one choice, in every dtype that is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.api.advice import advise
+from memfit.core.errors import UsageError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
+
+MACHINE = Hardware(
+    device="cpu", flops_per_s=1e9, bf16_flops_per_s=1e12, device_bytes=1 << 36, disk_bytes=1 << 36,
+    disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
+)  # fmt: skip
+
+
+def _problem() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters()), torch.randn(8, 256)
+
+
+def _loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return (model(rows).float() - rows).square().mean()
+
+
+@pytest.mark.parametrize("allow", [frozenset[str](), frozenset({"bf16"})], ids=["exact", "bf16"])
+def test_advice_is_what_fit_chooses(allow: frozenset[str], tmp_path: Path) -> None:
+    model, optimizer, rows = _problem()
+    advice = advise(model, optimizer, _loss, rows, limit="64GiB", allow=allow, hardware=MACHINE)
+    with memfit.fit(
+        model, optimizer, _loss, rows, limit="64GiB", allow=allow, hardware=MACHINE, enforce=False,
+        directory=tmp_path / "homes",
+    ) as job:  # fmt: skip
+        assert advice.plan == job.plan
+        assert advice.profile.blocks == job.profile.blocks
+        assert advice.reason.split(": predicted")[0] == job.reason.split(": predicted")[0]
+    assert advice.plan.compute_dtype is (ComputeDtype.BFLOAT16 if allow else ComputeDtype.GIVEN)
+
+
+def test_a_given_plan_is_priced_in_its_own_dtype() -> None:
+    model, optimizer, rows = _problem()
+    plan = Plan(compute_dtype=ComputeDtype.BFLOAT16)
+    advice = advise(model, optimizer, _loss, rows, plan=plan, allow={"bf16"}, hardware=MACHINE)
+    assert {p.dtype for b in advice.profile.blocks for p in b.parameters} == {"bfloat16"}
+    assert advice.hardware.flops_per_s == MACHINE.bf16_flops_per_s
+    split = advise(
+        model, optimizer, _loss, rows, plan=Plan(compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True),
+        allow={"bf16"}, hardware=MACHINE,
+    )  # fmt: skip
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert advice.timeline.peak_bytes - split.timeline.peak_bytes == pytest.approx(weights * 15 / 8, rel=0.1)
+
+
+def test_a_given_plan_in_bf16_is_refused_where_that_is_not_allowed() -> None:
+    model, optimizer, rows = _problem()
+    with pytest.raises(UsageError, match=r'allow=\{"bf16"\}'):
+        advise(model, optimizer, _loss, rows, plan=Plan(compute_dtype=ComputeDtype.BFLOAT16), hardware=MACHINE)
