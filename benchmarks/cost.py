@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/cost.py --pairs 10 --out cost.json     # hours
     .venv/bin/python benchmarks/cost.py --small --pairs 3              # minutes
     .venv/bin/python benchmarks/cost.py --only disk-4 --pairs 3        # one part
+    .venv/bin/python benchmarks/cost.py --only disk-16 --order layer-major
 
 Each part steps its configurations in turn, each in a process of its own, and reports medians of ratios within a round:
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 PARTS = ("resident", "recompute", "disk")
 MICROBATCHES = (4, 16)
+ORDERS = ("layer-major", "microbatch-major")
 BUFFERS = 4  # for visits: what `fit` takes where it fits and helps
 SMALL = common.Shape(layers=4, vocabulary=8192, rows=16, tokens=64)
 Run = dict[str, list[common.Step]]
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [f"{part}-{k}" for part in PARTS for k in MICROBATCHES]
     parser.add_argument("--only", action="append", choices=names, help="this part (may be repeated)")
+    parser.add_argument("--order", choices=ORDERS, help="of the disk parts, only this one (both together hold 16 GB)")
     parser.add_argument("--pairs", type=int, default=10, help="rounds")
     parser.add_argument("--small", action="store_true", help="4 layers, vocabulary 8192, 64 tokens a row")
     parser.add_argument("--tokens", type=int, help="tokens a row (default 256; 64 with --small)")
@@ -69,7 +72,7 @@ def main() -> None:
         part, _, count = name.partition("-")
         directory = Path(tempfile.mkdtemp(prefix="memfit-cost-", dir=arguments.directory))
         try:
-            rows = measure(part, int(count), shape, arguments.pairs, directory)
+            rows = measure(part, int(count), shape, arguments.pairs, directory, order=arguments.order)
         finally:
             shutil.rmtree(directory)
         found["parts"][name] = rows
@@ -109,9 +112,12 @@ REFERENCES = {
 """What a configuration is compared with, beside plain."""
 
 
-def measure(part: str, microbatches: int, shape: common.Shape, pairs: int, directory: Path) -> list[dict[str, Any]]:
-    """One part: a row a configuration."""
-    names = CONFIGURATIONS[part]
+def measure(
+    part: str, microbatches: int, shape: common.Shape, pairs: int, directory: Path, *, order: str | None = None
+) -> list[dict[str, Any]]:
+    """One part: a row a configuration; of the disk parts, those of one order if it is given."""
+    others = () if order is None else tuple(other for other in ORDERS if other != order)
+    names = tuple(name for name in CONFIGURATIONS[part] if not name.endswith(others))
     request = {"microbatches": microbatches, "shape": asdict(shape), "directory": str(directory)}
     counted = {name: _count(name, request) for name in names if not name.startswith("memfit")}
     with ExitStack() as stack:
