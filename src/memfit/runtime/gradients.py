@@ -21,7 +21,7 @@ import torch
 
 from memfit.runtime.homes.base import ByteHome, Ticket, Tickets
 from memfit.runtime.trees import typed_view
-from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
+from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot, begin_write_masters
 
 
 class GradientHomes:
@@ -139,7 +139,7 @@ class GradientHomes:
                 _add_home(gradient, home, slot)
             if self._keeps_norms:
                 self._norms[slot.name] = torch.linalg.vector_norm(gradient)
-            tickets += _write(gradient, home, slot)
+            tickets += begin_write_masters(home, slot, gradient)
             self._held.add(slot.name)
         self._leaving = Tickets(tickets)
 
@@ -250,20 +250,6 @@ def _add_home(gradient: torch.Tensor, home: ByteHome, slot: Slot) -> None:
         offset = slot.master_offset_bytes + start * size
         home.read(offset, piece.numel() * size, staged.untyped_storage()).wait()
         piece.add_(staged)
-
-
-def _write(gradient: torch.Tensor, home: ByteHome, slot: Slot) -> list[Ticket]:
-    """Begins to take a dense gradient home; of a narrower one all but the last piece of 2 MiB are home on return."""
-    if gradient.dtype == slot.master_dtype:
-        first = int(gradient.storage_offset()) * gradient.element_size()
-        return [home.write(slot.master_offset_bytes, slot.master_nbytes, gradient.untyped_storage(), first)]
-    tickets: list[Ticket] = []
-    flat, size = _flat(gradient), slot.master_dtype.itemsize
-    for start in range(0, slot.numel, PIECE_ELEMENTS):
-        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
-        Tickets(tickets).wait()
-        tickets = [home.write(slot.master_offset_bytes + start * size, piece.numel() * size, piece.untyped_storage())]
-    return tickets
 
 
 def _dense(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from memfit.core.layout import flat_layout
 from memfit.core.plan import Tier
 from memfit.core.states import Moment, StateFormat, moment_of, records_of
-from memfit.runtime.homes.base import DONE, ByteHome, Ticket, Tickets
+from memfit.runtime.homes.base import DONE, ByteHome, Ticket, Tickets, write_tensor
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import StateTensor
 from memfit.runtime.state_codecs import StateCodec, codec_of
@@ -170,7 +170,7 @@ class BlockStates:
             if value is None:
                 continue
             assert self.home is not None
-            offset, nbytes, dtype, shape = _range(state, first, count)
+            offset, _, dtype, shape = _range(state, first, count)
             resting = None if self.home.memory is None else typed_view(self.home.memory, offset, dtype, shape)
             if state.codec is not None:
                 dense = resting if resting is not None else torch.empty(shape, dtype=dtype, device=value.device)
@@ -182,8 +182,7 @@ class BlockStates:
             else:
                 dense = value.contiguous()
             if resting is None:
-                start = int(dense.storage_offset()) * dense.element_size()
-                tickets.append(self.home.write(offset, nbytes, dense.untyped_storage(), start))
+                tickets.append(write_tensor(self.home, offset, dense))
         return tickets
 
     def keep_numbers(self, slot: Slot, values: Mapping[str, Any]) -> None:

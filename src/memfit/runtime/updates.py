@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from memfit.runtime.gradients import GradientHomes
-from memfit.runtime.homes.base import ByteHome, Ticket, Tickets
+from memfit.runtime.homes.base import ByteHome, Ticket, Tickets, write_tensor
 from memfit.runtime.noise import RoundingNoise, round_stochastically
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.states import BlockStates, StatePiece
@@ -197,7 +197,7 @@ def _write_weight(block: BlockWeights, piece: _Piece, weight: torch.Tensor) -> l
     assert home is not None
     if not block.travels or (home.memory is not None and not block.is_here):
         return []
-    return [_write(home, slot.offset_bytes, piece.first, weight)]
+    return [_write(home, slot.offset_bytes, piece, weight)]
 
 
 def _write_masters(
@@ -206,21 +206,19 @@ def _write_masters(
     """Takes a new piece of a master home, and the weight rounded from it to wherever weights are."""
     masters, home, slot = block.master_home, block.home, piece.slot
     assert masters is not None and home is not None
-    leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece.first, master)]
+    leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece, master)]
     flat = master.as_strided((piece.count,), (1,))
     if noise is not None and slot.dtype is torch.bfloat16:
         flat = round_stochastically(flat, noise.bits(f"{slot.name}/weight", piece.first, piece.count, flat.device))
     place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
     weight = flat.to(slot.dtype) if place is None else place.copy_(flat)
     if block.travels:
-        leaving.append(_write(home, slot.offset_bytes, piece.first, weight))
+        leaving.append(_write(home, slot.offset_bytes, piece, weight))
     return leaving
 
 
-def _write(home: ByteHome, offset_bytes: int, first: int, dense: torch.Tensor) -> Ticket:
-    size = dense.element_size()
-    start = int(dense.storage_offset()) * size
-    return home.write(offset_bytes + first * size, dense.numel() * size, dense.untyped_storage(), start)
+def _write(home: ByteHome, offset_bytes: int, piece: _Piece, dense: torch.Tensor) -> Ticket:
+    return write_tensor(home, offset_bytes + piece.first * dense.element_size(), dense)
 
 
 def _is_like(states: BlockStates, slot: Slot, key: str) -> bool:

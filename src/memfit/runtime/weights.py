@@ -26,7 +26,7 @@ from memfit.core.layout import flat_layout
 from memfit.core.plan import Tier
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.runtime.guard import mark_away, mark_present
-from memfit.runtime.homes.base import ByteHome, Ticket
+from memfit.runtime.homes.base import ByteHome, Ticket, Tickets, write_tensor
 from memfit.runtime.trees import new_storage, typed_view
 
 # 2 MiB of fp32: fits a core's cache with its gradient and moments, and is a whole number of pages.
@@ -183,8 +183,7 @@ class BlockWeights:
                 else:
                     is_ready = tuple(p.stride()) == slot.stride and p.dtype == slot.dtype
                     dense = p.data if is_ready else _dense_copy(p.data, slot.stride, slot.dtype)
-                    first = int(dense.storage_offset()) * dense.element_size()
-                    home.write(slot.offset_bytes, slot.nbytes, dense.untyped_storage(), first).wait()
+                    write_tensor(home, slot.offset_bytes, dense).wait()
                     del dense
                 p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
         # `set_` wants the storage at full size; its pages are not touched before they are given back.
@@ -285,16 +284,21 @@ def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dty
 
 def write_masters(home: ByteHome, slot: Slot, values: torch.Tensor) -> None:
     """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB where dtype or memory order differ."""
-    if values.dtype == slot.master_dtype and tuple(values.stride()) == slot.stride:
-        first = int(values.storage_offset()) * values.element_size()
-        home.write(slot.master_offset_bytes, slot.master_nbytes, values.untyped_storage(), first).wait()
-        return
     dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
-    flat = dense.as_strided((slot.numel,), (1,))
-    size = slot.master_dtype.itemsize
+    Tickets(begin_write_masters(home, slot, dense)).wait()
+
+
+def begin_write_masters(home: ByteHome, slot: Slot, dense: torch.Tensor) -> list[Ticket]:
+    """Begins to write what is in the memory order of a parameter to the place of its master; widened, all but the last piece of 2 MiB are home on return."""
+    if dense.dtype == slot.master_dtype:
+        return [write_tensor(home, slot.master_offset_bytes, dense)]
+    tickets: list[Ticket] = []
+    flat, size = dense.as_strided((slot.numel,), (1,)), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
-        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype, copy=True)
-        home.write(slot.master_offset_bytes + start * size, piece.numel() * size, piece.untyped_storage()).wait()
+        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
+        Tickets(tickets).wait()
+        tickets = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
+    return tickets
 
 
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:

@@ -71,3 +71,9 @@ class ByteHome(Protocol):
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
         """Begins to copy a range of a storage into the home; the storage must live and stay unchanged until the ticket is done."""
         ...
+
+
+def write_tensor(home: ByteHome, offset: int, dense: torch.Tensor) -> Ticket:
+    """Begins to copy a dense tensor's bytes, in memory order, into the home from an offset on; see `ByteHome.write`."""
+    start = int(dense.storage_offset()) * dense.element_size()
+    return home.write(offset, dense.numel() * dense.element_size(), dense.untyped_storage(), start)
