@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def generate(model: Any, *, samples: bool) -> Tensor:
         eos_token_id=zoo.VOCABULARY - 1,
         output_scores=True,
         return_dict_in_generate=True,
+        use_cache=True,
         **options,
     )
     scores = torch.stack(found.scores)
@@ -120,6 +122,127 @@ def test_a_job_generates_between_steps_and_trains_on_as_if_it_had_not(tmp_path: 
     assert losses[0] == losses[1]
     for mine, theirs in zip(cases[0].model.parameters(), cases[1].model.parameters(), strict=True):
         assert same_bits(mine.detach(), theirs.detach())
+
+
+def say(model: Any, number: int, how: str) -> Tensor:
+    """Tokens for one or two prompts of a length of their own, that end when they end."""
+    generator = torch.Generator().manual_seed(number)
+    prompt = torch.randint(1, zoo.VOCABULARY - 1, (1 + number % 2, 4 + number), generator=generator)
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"do_sample": False},
+        "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+        "beams": {"do_sample": False, "num_beams": 3},
+    }
+    return model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=5,
+        min_new_tokens=2,
+        pad_token_id=0,
+        eos_token_id=zoo.VOCABULARY - 1,
+        use_cache=True,
+        **ways[how],
+    )
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_caches_that_travel_and_requests_together_give_the_tokens_of_transformers(name: str) -> None:
+    plain, ours = spread(zoo.ZOO[name]().model).eval(), spread(zoo.ZOO[name]().model)
+    with memfit.infer(ours, cache_limit=0) as session:
+        for how in ("greedy", "sampled", "beams"):
+            torch.manual_seed(1)
+            expected = say(plain, 1, how)
+            torch.manual_seed(1)
+            assert torch.equal(say(ours, 1, how), expected), how
+        read, written = session.cache_moved_bytes
+        assert read > 0 and written > 0
+        torch.manual_seed(2)
+        streams = memfit.microbatch_streams(3)
+        answers: list[Tensor] = []
+        for number in range(3):
+            with streams(number):
+                answers.append(say(plain, number, "sampled"))
+        torch.manual_seed(2)
+        got = session.together([lambda n=n: say(ours, n, "sampled") for n in range(3)])
+        for mine, theirs in zip(got, answers, strict=True):
+            assert torch.equal(mine, theirs)
+        assert session.together([]) == []
+
+
+def test_requests_together_take_the_weights_of_one() -> None:
+    model = spread(zoo.llama().model)
+    read: dict[int, int] = {}
+    with memfit.infer(model) as session:
+        for count in (1, 1, 4):  # the first learns the order
+            before = session.read_bytes
+            session.together([lambda: say(model, 2, "greedy") for _ in range(count)])
+            read[count] = session.read_bytes - before
+    assert read[4] == read[1] > 0
+
+
+def test_a_cache_layer_that_is_read_outside_comes_and_stays_usable_after_the_context() -> None:
+    from transformers import DynamicCache
+
+    plain, ours = spread(zoo.llama().model).eval(), spread(zoo.llama().model)
+    tokens = torch.randint(1, zoo.VOCABULARY - 1, (2, 6))
+    theirs, mine = DynamicCache(config=plain.config), DynamicCache(config=ours.config)  # type: ignore[arg-type]
+    with torch.no_grad():
+        plain(tokens, past_key_values=theirs, use_cache=True)
+    with memfit.infer(ours, cache_limit=0) as session:
+        session.model(tokens, past_key_values=mine, use_cache=True)
+        first: Any = mine.layers[0]
+        assert first.__dict__["keys"].untyped_storage().nbytes() == 0  # it went when the last ones came
+        assert first.get_seq_length() == 6
+        assert first.__dict__["keys"].untyped_storage().nbytes() == 0  # its length is no reason to bring it
+        held = first.keys
+        assert torch.equal(held, theirs.layers[0].keys)
+        assert all(torch.equal(a.values, b.values) for a, b in zip(mine.layers, theirs.layers, strict=True))
+        assert torch.equal(held, theirs.layers[0].keys)  # somebody holds it: it stayed
+        twin = copy.deepcopy(mine)
+        assert [type(layer) for layer in twin.layers] == [type(layer) for layer in theirs.layers]
+        assert all(torch.equal(a.keys, b.keys) for a, b in zip(twin.layers, theirs.layers, strict=True))
+        mine.crop(-2)
+        theirs.crop(-2)
+    assert [type(layer) for layer in mine.layers] == [type(layer) for layer in theirs.layers]
+    for a, b in zip(mine.layers, theirs.layers, strict=True):
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_the_price_of_a_token_is_what_its_keys_and_values_take(name: str) -> None:
+    from memfit.api.inference import _cache_bytes_per_token
+
+    model: Any = zoo.ZOO[name]().model.eval()
+    tokens = torch.randint(1, zoo.VOCABULARY - 1, (2, 7))
+    with torch.no_grad():
+        extra = {"decoder_input_ids": tokens} if name == "t5" else {}
+        cache = model(input_ids=tokens, use_cache=True, **extra).past_key_values
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if name == "t5" else [cache]
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
+    price = _cache_bytes_per_token(model)
+    assert price is not None
+    assert nbytes == 2 * 7 * price * len(parts)
+
+
+def test_an_error_in_one_request_ends_all_and_the_model_goes_on() -> None:
+    model = spread(zoo.gpt2().model)
+    seen: list[str] = []
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    def patient() -> None:
+        try:
+            say(model, 0, "greedy")
+        finally:
+            seen.append("ended")
+
+    with memfit.infer(model) as session:
+        with pytest.raises(RuntimeError, match="no"):
+            session.together([patient, fails, patient])
+        assert seen == ["ended"]  # the third had not begun
+        expected = say(model, 0, "greedy")
+        assert torch.equal(session.together([lambda: say(model, 0, "greedy")])[0], expected)
 
 
 def test_limits_and_directories_that_cannot_be_are_refused(tmp_path: Path) -> None:

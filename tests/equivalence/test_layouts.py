@@ -75,8 +75,7 @@ def test_weights_in_shards_go_in_and_out_as_transformers_reads_and_writes_them(n
     kind: Any = type(source)
     plain = kind.from_pretrained(tmp_path / "theirs").train()
     model = born(lambda: zoo.ZOO[name]().model, draws=False)
-    start = fit_from if name in ("resnet", "t5") else lambda *args: on_disk_job(*args, tmp_path / "homes")
-    with start(model, case, tmp_path / "theirs") as job:
+    with on_disk_job(model, case, tmp_path / "theirs", tmp_path / "homes") as job:
         job.save(tmp_path / "ours", max_shard_bytes="20KB")
     assert_same_model(model, plain)
     assert ties(model) == ties(plain)

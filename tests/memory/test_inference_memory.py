@@ -102,3 +102,34 @@ def test_evaluation_of_a_job_streams_in_the_same_memory_at_any_depth(allocator: 
         peaks[depth] = allocator.stats().peak_bytes - before
         job.close(restore=False)
     assert abs(peaks[4] - peaks[64]) <= 4 * KIB, peaks
+
+
+def llama(depth: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=depth, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def test_generation_takes_the_same_memory_at_depth_4_and_32_when_caches_travel(allocator: Allocator) -> None:
+    peaks: dict[tuple[int, bool], int] = {}
+    prompt = torch.ones(8, 40, dtype=torch.int64)
+    for depth, travels in ((4, True), (32, True), (32, False)):
+        model = memfit.empty(lambda depth=depth: llama(depth))
+        with memfit.infer(model, cache_limit=0 if travels else None) as session:
+            for _ in range(2):  # the first brings libraries and threads
+                gc.collect()
+                before = allocator.stats().live_bytes
+                allocator.reset_peak()
+                session.model.generate(  # type: ignore[operator]
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False, pad_token_id=0
+                )
+            peaks[depth, travels] = allocator.stats().peak_bytes - before
+            layer_cache = 8 * 43 * (session.cache_bytes_per_token or 0) // depth
+    assert abs(peaks[4, True] - peaks[32, True]) <= 16 * KIB, peaks
+    # All but two or three of the layers' caches are what it saves.
+    assert peaks[32, False] - peaks[32, True] >= 27 * layer_cache, peaks

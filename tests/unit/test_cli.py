@@ -66,7 +66,7 @@ def test_a_limit_that_nothing_fits_is_one_message_with_the_smallest_that_would()
     ("arguments", "message"),
     [
         (("plan", "--recipe", "nothing"), "no recipe is called 'nothing'"),
-        (("plan",), "name one of MODULE:FUNCTION, --recipe and --transformers; none of them"),
+        (("plan",), "name one of MODULE:FUNCTION, --recipe and --model; none of them"),
         (("profile", *RECIPE, "--transformers", "x"), "2 of them were given"),
         (("plan", *RECIPE, "--limit", "8g"), "cannot read the size '8g'"),
         (("plan", "--transformers", "nowhere.json"), "nowhere.json is no configuration"),

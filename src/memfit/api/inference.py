@@ -5,10 +5,11 @@ In: a model, or a directory with one. Out: a context inside which the model's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,17 @@ from memfit.api.splitting import evaluating
 from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.limits import Limits
 from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.core.units import format_bytes
-from memfit.profiling.blocks import BlockMap, find_blocks
+from memfit.core.units import format_bytes, parse_bytes
+from memfit.profiling.blocks import find_blocks
 from memfit.recipes.pretrained import pretrained_builder
 from memfit.runtime.birth import build_empty
+from memfit.runtime.caches import TravellingCaches
 from memfit.runtime.guard import is_away
 from memfit.runtime.housing import House
+from memfit.runtime.modules import ModuleNotes
+from memfit.runtime.saved import HostStore, ScratchStore, TierStore
 from memfit.runtime.sites import Site
+from memfit.runtime.store import DiskIO, ScratchFile
 from memfit.runtime.streaming import WeightStream
 from memfit.runtime.weights import BlockWeights
 
@@ -39,13 +44,65 @@ class Inference:
     Attributes:
         model: call it, or its `generate`.
         weight_bytes: the most that weights take on the device at any time: those of two successive calls, and those that stay.
+        cache_limit_bytes: what caches of keys and values may take on the device before their layers go home; None: as much as they need.
     """
 
-    def __init__(self, model: nn.Module, weight_bytes: int, machine: Machine, house: House) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        weight_bytes: int,
+        machine: Machine,
+        house: House,
+        weights: WeightStream,
+        caches: TravellingCaches | None,
+    ) -> None:
         self.model = model
         self.weight_bytes = weight_bytes
+        self.cache_limit_bytes = None if caches is None else caches.limit_bytes
         self._machine = machine
         self._house = house
+        self._weights = weights
+        self._caches = caches
+
+    def together(self, requests: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs several requests side by side, so that weights travel once for all of them: all pass a block before any is at the next.
+
+            answers = session.together([lambda p=p: session.model.generate(p, max_new_tokens=50) for p in prompts])
+
+        Each request computes what it computes alone, bit for bit, whatever the shapes of the others (no padding). Requests that draw random numbers: with more than
+        one, the m-th draws as `memfit.microbatch_streams(len(requests))` has it, or from the seed that it sets itself.
+
+        Memory: the weights of two successive blocks; the activations of one request inside a block, and of all at its entry; the caches of all.
+
+        Args:
+            requests: functions without arguments that call the model.
+
+        Returns:
+            What they return, in their order.
+
+        Raises:
+            Whatever a request raises: the others end with it.
+        """
+        types = ("cpu", "cuda") if self._machine.device.type == "cuda" else ("cpu",)
+        return self._weights.together(list(requests), device_types=types, modules=ModuleNotes(self.model))
+
+    @property
+    def cache_bytes_per_token(self) -> int | None:
+        """What keys and values of one token of one row take in all layers, by the configuration of a transformers model; None where it does not say.
+
+        An encoder's tokens take as much as the decoder's in the layers that look at them. Models that keep less for some layers (sliding windows) take less.
+        """
+        return _cache_bytes_per_token(self.model)
+
+    @property
+    def cache_peak_bytes(self) -> int | None:
+        """The most that caches took on the device so far, where they are counted (`cache_limit_bytes`)."""
+        return None if self._caches is None else self._caches.peak_bytes
+
+    @property
+    def cache_moved_bytes(self) -> tuple[int, int]:
+        """(read, written) bytes of caches that went home and came back."""
+        return (0, 0) if self._caches is None else (self._caches.moved_bytes[0], self._caches.moved_bytes[1])
 
     @property
     def measured_peak_bytes(self) -> int:
@@ -65,6 +122,7 @@ def infer(
     limit: int | str | None = None,
     weights: str | Path | None = None,
     blocks: Sequence[str | nn.Module] | None = None,
+    cache_limit: int | str | None = None,
     directory: str | Path | None = None,
     enforce: bool = True,
 ) -> Iterator[Inference]:
@@ -74,15 +132,19 @@ def infer(
             tokens = session.model.generate(prompt, max_new_tokens=50)
 
     Inside, gradients are off and the model is in evaluation mode. What it computes is what it computes plainly, bit for bit. Weights travel once a forward pass, for
-    all rows of a batch: a batch of requests costs the disk what one request costs. Activations and the cache of keys and values are the program's own and count.
+    all rows of a batch, and for all requests of `session.together`. Activations are the program's own and count. Caches of keys and values (transformers'
+    dynamic ones) are on the device up to `cache_limit`; beyond it their layers go home, to disk or to host memory beside a GPU, and come with their turn.
 
-    Memory: the weights of two successive blocks, and those that no module's call brackets; activations. The same at any depth.
+    Memory: the weights of two successive blocks, and those that no module's call brackets; activations; caches up to their limit, at least those of two layers.
+    The same at any depth.
 
     Args:
         model: a module, in memory or built by `memfit.empty`; or a directory as `save_pretrained` writes it, whose model is built without its weights.
         limit: as in `memfit.fit`. None: nothing is enforced, and weights stream all the same.
         weights: a directory of safetensors files to take the weights from; for a directory as `model`, that one.
         blocks: names or modules that are to be the blocks.
+        cache_limit: bytes of keys and values on the device. None: under a limit half of what it leaves beside weights, process and reserve (the other half is for
+            activations); without one all of them. `session.cache_bytes_per_token` is their price.
         directory: where homes on disk are made; temporary by default. They take the model's bytes once.
         enforce: as in `memfit.fit`.
 
@@ -100,7 +162,8 @@ def infer(
     machine = Machine(device_of(model), Limits.read(limit, None, None), is_emulated=False)
     block_map = find_blocks(model, blocks)
     parts = [BlockWeights(i, block.name, block.parameters) for i, block in enumerate(block_map.blocks)]
-    weight_bytes = _most_weights(block_map, parts)
+    sites = [Site(name=site.name, module=site.module, blocks=site.blocks) for site in block_map.sites]
+    weight_bytes = most_weights(sites, parts, {i for i, block in enumerate(block_map.blocks) if block.is_spanning})
     _check_fits(machine, model, weight_bytes)
     plan = Plan(blocks={block.name: _ON_DISK for block in block_map.blocks if not block.is_spanning})
     interrupts = Interrupts()
@@ -120,9 +183,11 @@ def infer(
         machine.forget_peak()
         if enforce:
             machine.arm()
-        sites = [Site(name=site.name, module=site.module, blocks=site.blocks) for site in block_map.sites]
-        with stream(model, sites, parts, machine, interrupts):
-            yield Inference(model, weight_bytes, machine, house)
+        allowed = None if cache_limit is None else parse_bytes(cache_limit)
+        with stream(
+            model, sites, parts, machine, house, interrupts, weight_bytes, cache_limit=allowed, directory=directory
+        ) as session:
+            yield session
 
 
 @contextmanager
@@ -131,37 +196,93 @@ def stream(
     sites: Sequence[Site],
     blocks: Sequence[BlockWeights],
     machine: Machine,
+    house: House,
     interrupts: Interrupts,
-) -> Iterator[None]:
+    weight_bytes: int,
+    *,
+    cache_limit: int | None,
+    directory: str | Path | None,
+) -> Iterator[Inference]:
     """Forward passes of the user's own inside the limit: evaluation mode, no gradients, weights streamed, interrupts between two visits.
 
     Raises:
         LimitBreachError: the limit.
     """
-    with (
-        interrupts.held(),
-        machine.phases("inference"),
-        torch.no_grad(),
-        evaluating(model),
-        WeightStream(sites, blocks, observe=interrupts.check) as weights,
-    ):
+    travelling = sum(block.nbytes for block in blocks if block.travels)
+    resident = sum(block.nbytes for block in blocks) - travelling
+    if cache_limit is None and machine.armed_bytes is not None:
+        coming = max(0, weight_bytes - resident)
+        cache_limit = max(0, machine.armed_bytes - machine.meter.live_bytes() - coming) // 2
+    with ExitStack() as stack:
+        stack.enter_context(interrupts.held())
+        stack.enter_context(machine.phases("inference"))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        caches = None
+        if cache_limit is not None:
+            caches = TravellingCaches(_cache_rests(machine, directory, stack), cache_limit)
+        weights = WeightStream(sites, blocks, caches=caches, observe=interrupts.check)
         try:
-            yield
+            with weights:
+                yield Inference(model, weight_bytes, machine, house, weights, caches)
         except torch.OutOfMemoryError as error:
-            limit = machine.limits.device_bytes
             raise LimitBreachError(
-                f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at {weights.at}: {str(error).splitlines()[0]} Weights take "
-                "two blocks at most; the rest is activations and the cache of keys and values. Try fewer rows or tokens, or a larger limit",
+                _breach_text(error, machine, weights.at, weight_bytes, caches),
                 phase="inference",
                 where=weights.at,
                 torn=False,
             ) from error
 
 
-def _most_weights(block_map: BlockMap, parts: Sequence[BlockWeights]) -> int:
-    """Bytes of the blocks that stay, and of the two calls that need most together."""
-    stays = {i for i, block in enumerate(block_map.blocks) if block.is_spanning}
-    needs = {frozenset(site.blocks) - stays for site in block_map.sites}
+def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> TierStore:
+    """Host memory beside a device, else a scratch file."""
+    if machine.has_host:
+        side = torch.cuda.Stream(machine.device) if machine.device.type == "cuda" else None
+        host = HostStore(machine.device, stream=side, ledger=machine.host_ledger)
+        stack.callback(host.close)
+        return host
+    io = DiskIO()
+    stack.callback(io.close)
+    return ScratchStore(stack.enter_context(ScratchFile(machine.disk_directory(directory), io, tag="cache")))
+
+
+def _breach_text(
+    error: BaseException, machine: Machine, at: str, weight_bytes: int, caches: TravellingCaches | None
+) -> str:
+    limit = machine.limits.device_bytes
+    held = f"weights {format_bytes(weight_bytes)} at most"
+    if caches is not None:
+        held += f", caches of keys and values {format_bytes(caches.here_bytes)}"
+    return (
+        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at {at}: {str(error).splitlines()[0]} Weights take two blocks at most "
+        f"({held}); the rest is activations. Try fewer rows or tokens at a time, a smaller cache_limit, or a larger limit"
+    )
+
+
+def _cache_bytes_per_token(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    if not callable(getattr(config, "get_text_config", None)):
+        return None
+    text: Any = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_decoder_layers", None) or getattr(text, "num_hidden_layers", None)
+    heads = getattr(text, "num_attention_heads", None)
+    width = getattr(text, "hidden_size", None)
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)):
+        return None
+    size = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or width // heads
+    kept = getattr(text, "num_key_value_heads", None) or heads
+    return 2 * layers * kept * size * next(p for p in model.parameters() if p.is_floating_point()).dtype.itemsize
+
+
+def most_weights(sites: Sequence[Site], parts: Sequence[BlockWeights], stays: Collection[int]) -> int:
+    """Bytes of the blocks that stay, and of the two calls that need most together.
+
+    Args:
+        sites: the call sites.
+        parts: by the sites' block indices.
+        stays: indices of blocks that live on the device.
+    """
+    needs = {frozenset(site.blocks) - frozenset(stays) for site in sites}
     pairs = [a | b for a, b in combinations(needs, 2)] or list(needs)
     return sum(parts[i].nbytes for i in stays) + max((sum(parts[i].nbytes for i in pair) for pair in pairs), default=0)
 

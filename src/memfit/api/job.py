@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memfit.api.inference import stream
+from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
@@ -33,7 +33,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
-from memfit.core.units import format_bytes
+from memfit.core.units import format_bytes, parse_bytes
 from memfit.runtime.engine import Engine, Outcome, Work
 from memfit.runtime.frames import CallFrames
 from memfit.runtime.homes import ByteHome, DiskHome
@@ -436,7 +436,7 @@ class Job:
         return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
 
     @contextmanager
-    def inference(self) -> Iterator[None]:
+    def inference(self, *, cache_limit: int | str | None = None) -> Iterator[Inference]:
         """Lets the model's own `forward` and `generate` be called: no gradients, evaluation mode, weights streamed.
 
         Two blocks at a time are here, beside those that live on the device.
@@ -444,7 +444,13 @@ class Job:
             with job.inference():
                 tokens = model.generate(prompt, max_new_tokens=50)
 
-        Activations and the cache of keys and values are the program's own; the limit holds. What is changed in weights inside is lost.
+        Activations are the program's own; the limit holds. What is changed in weights inside is lost.
+
+        Args:
+            cache_limit: as in `memfit.infer`.
+
+        Yields:
+            What `memfit.infer` yields: the model, `together` for several requests, the caches' figures.
 
         Raises:
             LimitBreachError: the limit; the job goes on. UsageError: the job is closed. TornStepError: the weights are no step's.
@@ -453,8 +459,18 @@ class Job:
         self._keep_changes()
         self._is_stepping = True
         try:
-            with stream(self._parts.model, self._parts.sites, self._blocks, self._machine, self._interrupts):
-                yield
+            with stream(
+                self._parts.model,
+                self._parts.sites,
+                self._blocks,
+                self._machine,
+                self._house,
+                self._interrupts,
+                most_weights(self._parts.sites, self._blocks, {b.index for b in self._blocks if not b.travels}),
+                cache_limit=None if cache_limit is None else parse_bytes(cache_limit),
+                directory=self._parts.directory,
+            ) as session:
+                yield session
         finally:
             self._is_stepping = False
 

@@ -13,9 +13,9 @@ from memfit.cli.source import (
     AllowOption,
     BatchOption,
     FunctionArgument,
+    ModelOption,
     RecipeOption,
     SequenceOption,
-    TransformersOption,
     find_source,
 )
 from memfit.core.errors import UsageError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def plan(
     function: FunctionArgument = None,
     recipe: RecipeOption = None,
-    transformers: TransformersOption = None,
+    model: ModelOption = None,
     batch: BatchOption = 8,
     sequence: SequenceOption = 512,
     limit: Annotated[
@@ -43,7 +43,7 @@ def plan(
     """Chooses the fastest plan that fits the limit; shows the reason, the ladder of plans beside it, the schedule."""
     console = open_console()
     with console.status("planning"):
-        source = find_source(function, recipe, transformers, batch, sequence)
+        source = find_source(function, recipe, model, batch, sequence)
         from memfit.api.advice import advise
 
         advice = advise(

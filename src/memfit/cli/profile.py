@@ -11,9 +11,9 @@ from memfit.cli.output import open_console, print_table
 from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
+    ModelOption,
     RecipeOption,
     SequenceOption,
-    TransformersOption,
     find_source,
 )
 from memfit.core.units import format_bytes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def profile(
     function: FunctionArgument = None,
     recipe: RecipeOption = None,
-    transformers: TransformersOption = None,
+    model: ModelOption = None,
     batch: BatchOption = 8,
     sequence: SequenceOption = 512,
     largest: Annotated[int, typer.Option(min=0, help="How many of the largest saved tensors to list.")] = 8,
@@ -33,7 +33,7 @@ def profile(
     """Shows what plain training would take, without training: weights, gradients, states, activations, by block."""
     console = open_console()
     with console.status("tracing a step"):
-        source = find_source(function, recipe, transformers, batch, sequence)
+        source = find_source(function, recipe, model, batch, sequence)
         from memfit.api import profile as profile_step
 
         found = profile_step(source.model, source.optimizer, source.loss, source.sample)

@@ -13,9 +13,9 @@ from memfit.cli.source import (
     AllowOption,
     BatchOption,
     FunctionArgument,
+    ModelOption,
     RecipeOption,
     SequenceOption,
-    TransformersOption,
     find_source,
 )
 from memfit.core.units import format_bytes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def report(
     function: FunctionArgument = None,
     recipe: RecipeOption = None,
-    transformers: TransformersOption = None,
+    model: ModelOption = None,
     batch: BatchOption = 8,
     sequence: SequenceOption = 512,
     plan: Annotated[Path | None, typer.Option(help="A plan (JSON), as memfit plan --json writes it.")] = None,
@@ -39,7 +39,7 @@ def report(
     """Shows what a step under a plan is predicted to hold and to wait for."""
     console = open_console()
     with console.status("predicting"):
-        source = find_source(function, recipe, transformers, batch, sequence)
+        source = find_source(function, recipe, model, batch, sequence)
         from memfit.api.advice import advise
 
         advice = advise(

@@ -24,18 +24,23 @@ FunctionArgument = Annotated[
     ),
 ]
 RecipeOption = Annotated[str | None, typer.Option("--recipe", help="A built-in recipe, such as gpt2-small.")]
-TransformersOption = Annotated[
+ModelOption = Annotated[
     Path | None,
-    typer.Option("--transformers", help="A config.json of a causal language model; its weights are not needed."),
+    typer.Option(
+        "--model",
+        "--transformers",
+        metavar="DIR_OR_CONFIG",
+        help="A causal language model of transformers: a config.json, or a directory as save_pretrained writes it.",
+    ),
 ]
-BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences a step, with --transformers.")]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences a step, with --model.")]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         "--allow", help="A change of arithmetic that plans may use, such as bf16 or int8-state. May be repeated."
     ),
 ]
-SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --transformers.")]
+SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --model.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +54,21 @@ class Source:
     sample: Any
 
 
-def find_source(
-    function: str | None, recipe: str | None, transformers: Path | None, batch: int, sequence: int
-) -> Source:
+def find_source(function: str | None, recipe: str | None, model: Path | None, batch: int, sequence: int) -> Source:
     """Builds what the options name.
 
     Raises:
         UsageError: none or several are named, or it cannot be built.
     """
-    named = [option for option in (function, recipe, transformers) if option is not None]
+    named = [option for option in (function, recipe, model) if option is not None]
     if len(named) != 1:
         raise UsageError(
-            f"name one of MODULE:FUNCTION, --recipe and --transformers; {len(named) or 'none'} of them {'was' if len(named) < 2 else 'were'} given"
+            f"name one of MODULE:FUNCTION, --recipe and --model; {len(named) or 'none'} of them {'was' if len(named) < 2 else 'were'} given"
         )
     if recipe is not None:
         return _from_recipe(recipe)
-    if transformers is not None:
-        return _from_config(transformers, batch, sequence)
+    if model is not None:
+        return _from_config(model, batch, sequence)
     assert function is not None
     return _from_function(function)
 

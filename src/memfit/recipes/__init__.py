@@ -8,7 +8,8 @@ the byte-pair vocabulary was trained on it and lies in `data/`. Nothing is downl
 
 from __future__ import annotations
 
+from memfit.recipes.causal import causal_recipe
 from memfit.recipes.gpt import RECIPES, Recipe, find_recipe
 from memfit.recipes.text import CorpusError, TokenWindows, read_tokens
 
-__all__ = ["RECIPES", "CorpusError", "Recipe", "TokenWindows", "find_recipe", "read_tokens"]
+__all__ = ["RECIPES", "CorpusError", "Recipe", "TokenWindows", "causal_recipe", "find_recipe", "read_tokens"]

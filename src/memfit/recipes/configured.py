@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,61 @@ class ConfiguredRun:
         return causal_language_loss(model, batch)
 
 
+def causal_config(path: str | Path, *, sequence_length: int) -> Any:
+    """The configuration of a causal language model, made ready for training: no cache, weights in fp32.
+
+    Args:
+        path: a `config.json`, or a directory with one.
+        sequence_length: tokens of a sequence that are predicted.
+
+    Raises:
+        UsageError: no such file, not a configuration, not of a causal language model, or sequences longer than it takes.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    file = config_file(path)
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        config: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {error})"
+        ) from error
+    named = list(getattr(config, "architectures", None) or ())
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    if causal is None or (named and named != [causal.__name__]):
+        raise UsageError(
+            f"{file} describes {named[0] if named else type(config).__name__}, which is no causal language model: the command line trains those on text. "
+            "From Python any model can be trained: memfit.empty, memfit.fit(weights=directory)"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and sequence_length > longest:
+        raise UsageError(f"sequences of {sequence_length} tokens: {file} takes at most {longest}")
+    config.use_cache = False
+    config.dtype = torch.float32
+    return config
+
+
+def config_file(path: str | Path) -> Path:
+    """`path`, or the `config.json` in it."""
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+
+
+def build_causal(config: Any) -> nn.Module:
+    """The model of a configuration, in training mode."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UsageError(
+            f"transformers cannot build a model of this configuration ({type(error).__name__}: {error})"
+        ) from error
+    # transformers cannot tell it from every class's name; see `causal_language_loss`.
+    model.loss_type = "ForCausalLM"
+    return model.train()
+
+
 def build_configured(path: str | Path, *, batch_size: int, sequence_length: int) -> ConfiguredRun:
     """Builds the model that a configuration describes, from shapes alone.
 
@@ -41,29 +97,14 @@ def build_configured(path: str | Path, *, batch_size: int, sequence_length: int)
         sequence_length: tokens of a sequence that are predicted.
 
     Raises:
-        UsageError: no such file, not a configuration, not of a causal language model, or sequences longer than it takes.
+        UsageError: see `causal_config`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if batch_size < 1 or sequence_length < 1:
         raise UsageError(f"a batch of {batch_size} sequences of {sequence_length} tokens: give at least 1 of each")
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        config.use_cache = False
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {error})"
-        ) from error
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and sequence_length > longest:
-        raise UsageError(f"sequences of {sequence_length} tokens: {file} takes at most {longest}")
-    # transformers cannot tell it from every class's name; see `causal_language_loss`.
-    model.loss_type = "ForCausalLM"
-    _hollow(model.train())
+    config = causal_config(path, sequence_length=sequence_length)
+    with torch.device("meta"):
+        model = build_causal(config)
+    _hollow(model)
     return ConfiguredRun(
         model=model,
         optimizer=build_adamw(model, learning_rate=1e-4),

@@ -1,7 +1,7 @@
 """The text and its byte-pair tokens, with nothing imported but the standard library and `tokenizers`.
 
-In: the standard library's `.py` files of the running interpreter, and the merges in `data/`. Out: text, or token
-numbers as raw 16-bit integers on standard output. Run as a script it is the short-lived child process of
+In: files of text, or the standard library's `.py` files of the running interpreter; a tokenizer, or the merges in `data/`. Out: text, or token
+numbers as raw 16-bit (32-bit with a tokenizer) integers on standard output. Run as a script it is the short-lived child process of
 `memfit.recipes.text`: so the tokenizer's memory, and that of a million token objects, goes back to the operating
 system before training starts.
 
@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,34 +118,68 @@ def build_tokenizer(vocabulary_size: int, merges_path: Path = MERGES_PATH) -> To
     return tokenizer
 
 
+_PART_BYTES = 1 << 20
+
+
+def iterate_files(paths: Iterable[Path]) -> Iterator[tuple[str, bool]]:
+    """Yields UTF-8 files in parts of about 1 MiB that end with a line, each with whether it is its file's last.
+
+    Raises:
+        OSError: a file that cannot be read. UnicodeDecodeError: one that is not UTF-8.
+    """
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            lines = file.readlines(_PART_BYTES)
+            while lines:
+                coming = file.readlines(_PART_BYTES)
+                yield "".join(lines), not coming
+                lines = coming
+
+
 def iterate_tokens(
     vocabulary_size: int, *, token_limit: int | None = None, root: Path | None = None
 ) -> Iterator[array[int]]:
-    """Yields the corpus as token numbers, some files at a time, each file followed by the end-of-text mark.
+    """Yields the corpus as token numbers, each file followed by the end-of-text mark; see `encode_texts`, `build_tokenizer`, `iterate_text`."""
+    texts = ((text, True) for text in iterate_text(root))
+    return encode_texts(build_tokenizer(vocabulary_size), texts, token_limit=token_limit)
 
-    Memory: the tokens of 8 files at a time, as `tokenizers` keeps them (some tens of megabytes).
+
+def encode_texts(
+    tokenizer: Tokenizer,
+    texts: Iterable[tuple[str, bool]],
+    *,
+    token_limit: int | None = None,
+    end: int = 0,
+    kind: str = "h",
+) -> Iterator[array[int]]:
+    """Yields texts as token numbers, some at a time.
+
+    Memory: the tokens of 8 texts at a time, as `tokenizers` keeps them (some tens of megabytes).
 
     Args:
-        vocabulary_size: see `build_tokenizer`.
+        tokenizer: see `build_tokenizer`.
+        texts: each with whether a document ends with it: then the end-of-text mark follows.
         token_limit: stop after so many tokens; all of them where `None`.
-        root: see `iterate_text`.
+        end: number of the mark.
+        kind: of the integers, as `array` names it.
 
     Yields:
-        Arrays of 16-bit integers of the machine's byte order.
+        Arrays of integers of the machine's byte order.
     """
-    tokenizer = build_tokenizer(vocabulary_size)
     left = sys.maxsize if token_limit is None else token_limit
-    batch: list[str] = []
+    batch: list[tuple[str, bool]] = []
 
     def encode() -> array[int]:
-        numbers = array("h")
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        numbers = array(kind)
+        encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        for encoding, (_, ends) in zip(encodings, batch, strict=True):
             numbers.extend(encoding.ids)
-            numbers.append(0)
+            if ends:
+                numbers.append(end)
         batch.clear()
         return numbers[:left]
 
-    for text in iterate_text(root):
+    for text in texts:
         batch.append(text)
         if len(batch) == _FILES_AT_ONCE:
             numbers = encode()
@@ -158,12 +192,24 @@ def iterate_tokens(
 
 
 def main() -> None:
-    """Writes the corpus to standard output as 16-bit integers of the machine's byte order."""
+    """Writes text to standard output as token numbers: integers of the machine's byte order, 16-bit ones, with a tokenizer 32-bit ones."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--vocabulary-size", type=int, required=True)
     parser.add_argument("--token-limit", type=int)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--end", type=int, default=0)
+    parser.add_argument("files", type=Path, nargs="*")
     arguments = parser.parse_args()
-    for numbers in iterate_tokens(arguments.vocabulary_size, token_limit=arguments.token_limit):
+    if arguments.tokenizer is None:
+        tokenizer, kind = build_tokenizer(arguments.vocabulary_size), "h"
+    else:
+        from tokenizers import Tokenizer
+
+        tokenizer, kind = Tokenizer.from_file(str(arguments.tokenizer)), "i"
+    texts = iterate_files(arguments.files) if arguments.files else ((text, True) for text in iterate_text())
+    for numbers in encode_texts(tokenizer, texts, token_limit=arguments.token_limit, end=arguments.end, kind=kind):
+        if numbers and max(numbers) >= arguments.vocabulary_size:
+            sys.exit(f"the tokenizer gives the token {max(numbers)}, the model knows {arguments.vocabulary_size}")
         sys.stdout.buffer.write(numbers.tobytes())
     sys.stdout.buffer.flush()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,10 @@ class Recipe:
     """Model and batch -> mean loss in nats a token, a scalar."""
     batches: Callable[[int], Iterator[Tensor]]
     """Seed -> endless batches of `(batch_size, sequence_length + 1)` token numbers. Reads the text at the call."""
+    is_large: bool = False
+    """The model is to be built by `memfit.empty`."""
+    weights: Path | None = None
+    """A directory of files that its weights are read from; None: its own initialisation."""
 
     @property
     def tokens_per_step(self) -> int:

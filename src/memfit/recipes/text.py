@@ -12,11 +12,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from jaxtyping import Int16, Int64
+from jaxtyping import Int, Int64
 from torch import Tensor
 
 from memfit.core.errors import MemfitError, UsageError
@@ -27,39 +28,56 @@ class CorpusError(MemfitError, RuntimeError):
     """The recipes' text could not be read or turned into tokens."""
 
 
-def read_tokens(vocabulary_size: int, *, token_limit: int | None = None) -> Int16[Tensor, " tokens"]:
-    """Reads the corpus (see `memfit.recipes.corpus.iterate_text`) as token numbers.
+def read_tokens(
+    vocabulary_size: int,
+    *,
+    token_limit: int | None = None,
+    files: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+    end: int = 0,
+) -> Int[Tensor, " tokens"]:
+    """Reads files of text, or the corpus (see `memfit.recipes.corpus.iterate_text`), as token numbers.
 
     Costs about three CPU-seconds and no memory after it but the tokens that are touched: 2 bytes each, outside torch's allocator.
     While it runs, the child process takes some 150 MiB for the whole corpus.
 
     Args:
-        vocabulary_size: from 257 to 16,384; a smaller one is a prefix of the larger.
+        vocabulary_size: from 257 to 16,384; a smaller one is a prefix of the larger. With a tokenizer: what the model knows.
         token_limit: read only the first so many tokens.
+        files: UTF-8 text to read instead of the corpus.
+        tokenizer: a `tokenizer.json` to use instead of the built-in byte pairs.
+        end: stands behind each file.
 
     Returns:
-        Token numbers in the order of the files; 0 stands between two files.
+        Token numbers in the order of the files, as 16-bit integers; with a tokenizer as 32-bit ones.
 
     Raises:
-        UsageError: the extra `memfit[transformers]` is not installed, or the token limit is not positive.
+        UsageError: the extra `memfit[transformers]` is not installed, the token limit is not positive, or a file is not there.
         CorpusError: the child process failed; the message carries its last words.
     """
     if importlib.util.find_spec("tokenizers") is None:
         raise UsageError("the built-in recipes need the package tokenizers: pip install 'memfit[transformers]'")
     if token_limit is not None and token_limit < 1:
         raise UsageError(f"a token limit of {token_limit}: give at least 1, or None for the whole corpus")
+    for path in files if tokenizer is None else [*files, tokenizer]:
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}: name files of UTF-8 text")
     # -P keeps the script's own folder out of the import path, where its neighbours' names could shadow packages.
     command = [sys.executable, "-P", corpus.__file__, "--vocabulary-size", str(vocabulary_size)]
     if token_limit is not None:
         command += ["--token-limit", str(token_limit)]
+    if tokenizer is not None:
+        command += ["--tokenizer", str(tokenizer)]
+    command += ["--end", str(end), "--", *(str(path) for path in files)]
+    dtype = torch.int16 if tokenizer is None else torch.int32
     # Through a file that stays, without a name, as long as the tensor: of a mapped file only the pages that batches touch are resident.
     with tempfile.NamedTemporaryFile(prefix="memfit-tokens-") as output:
         child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, check=False)
         if child.returncode != 0:
             last_words = child.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["(it said nothing)"]
             raise CorpusError(f"the tokenizer process ended with status {child.returncode}: {last_words[0]}")
-        size = os.fstat(output.fileno()).st_size // torch.int16.itemsize
-        return torch.from_file(output.name, shared=True, size=size, dtype=torch.int16)
+        size = os.fstat(output.fileno()).st_size // dtype.itemsize
+        return torch.from_file(output.name, shared=True, size=size, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +90,7 @@ class TokenWindows:
     batch.
     """
 
-    tokens: Int16[Tensor, " tokens"]
+    tokens: Int[Tensor, " tokens"]
     """The corpus."""
     batch_size: int
     """Windows in a batch."""
