@@ -71,6 +71,7 @@ class Training:
     prepare: Callable[[nn.Module], Any] = lambda model: None
     after_step: Callable[[nn.Module], Any] = lambda model: None
     batches: Callable[[zoo.Case], Iterator[zoo.Batch]] | None = None
+    steps: int = STEPS
 
     def report(self) -> CensusReport:
         case = zoo.ZOO[self.name]()
@@ -81,10 +82,10 @@ class Training:
         fit = fit_with(Plan(), self.directory)
         if self.variant is not None:
             fit = fit_variant(self.name, plans.BY_NAME[self.variant], self.directory, limit="8GiB")
-        batches = self.batches(case) if self.batches is not None else (case.batch(step) for step in range(STEPS))
+        batches = self.batches(case) if self.batches is not None else (case.batch(step) for step in range(self.steps))
         job: Any = fit(case, optimizer)
         with job:
-            for batch, _ in zip(batches, range(STEPS), strict=True):
+            for batch, _ in zip(batches, range(self.steps), strict=True):
                 job.step(batch)
                 self.after_step(case.model)
             return job.census()
@@ -211,12 +212,13 @@ def test_a_cycle_is_named_and_collected(tmp_path: Path) -> None:
 class CachedRows(Dataset[Mapping[str, Tensor]]):
     """Keeps what it has read, and reads everything anew."""
 
-    def __init__(self, batch: Callable[[int], zoo.Batch]) -> None:
+    def __init__(self, batch: Callable[[int], zoo.Batch], length: int = STEPS) -> None:
         self.batch = batch
+        self.length = length
         self.cache: list[zoo.Batch] = []
 
     def __len__(self) -> int:
-        return STEPS
+        return self.length
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         self.cache.append(self.batch(index))
@@ -236,6 +238,80 @@ def test_a_growing_list_in_a_dataset_is_named(is_held_by_the_loop_alone: bool, t
     leak = only_leak(Training(tmp_path, batches=batches).report())
     assert any("CachedRows.cache" in holder.name for holder in leak.holders), leak.text
     assert f"{HERE}:{line_of('self.cache: list')}" in leak.text
+
+
+# --- in a running job ----------------------------------------------------------------------------------------------------------------
+
+
+def _kept_graph(directory: Path) -> Training:
+    sizes: list[Tensor] = []
+
+    def graph_keeping_loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
+        output = model(batch["inputs"])
+        sizes.append(output.detach().requires_grad_().square().exp().mean())
+        return nn.functional.mse_loss(output, batch["targets"])
+
+    return Training(directory, loss=graph_keeping_loss)
+
+
+def _hook_closure(directory: Path) -> Training:
+    def prepare(model: nn.Module) -> None:
+        outputs: list[Tensor] = []
+
+        def planted_hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            outputs.append(output.detach().clone())
+
+        model.get_submodule("1").register_forward_hook(planted_hook)
+
+    return Training(directory, prepare=prepare)
+
+
+def _bound_method(directory: Path) -> Training:
+    def prepare(model: nn.Module) -> None:
+        model.get_submodule("0").register_forward_hook(Recorder().record)
+
+    return Training(directory, prepare=prepare)
+
+
+def _growing_dataset(directory: Path) -> Training:
+    def batches(case: zoo.Case) -> Iterator[zoo.Batch]:
+        return iter(DataLoader(CachedRows(case.batch, 12), batch_size=None))
+
+    return Training(directory, batches=batches)
+
+
+RUNNING: dict[str, tuple[Callable[[Path], Training], str, str]] = {
+    "a kept loss": (lambda d: Training(d, loss=keep_loss), "held by history[...]", "history: list[Tensor] = []"),
+    "a kept graph": (
+        _kept_graph,
+        "sizes[...]",
+        "def graph_keeping_loss(",
+    ),
+    "a hook over a list": (_hook_closure, "a forward hook of '1'", "def planted_hook("),
+    "a bound method": (_bound_method, "through the bound method Recorder.record", "self.recorded: list"),
+    "a cycle": (
+        lambda d: Training(d, after_step=lambda model: Node(torch.zeros(1000))),
+        "Node.successor",
+        "class Node",
+    ),
+    "a dataset's list": (_growing_dataset, "CachedRows.cache", "self.cache: list"),
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("leak", RUNNING)
+def test_a_running_job_warns_of_a_leak_once_at_its_line(leak: str, tmp_path: Path) -> None:
+    make, words, line = RUNNING[leak]
+    training = make(tmp_path)
+    training.steps = 12
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MemfitWarning)
+        training.report()
+    told = [w for w in caught if issubclass(w.category, MemfitWarning)]
+    assert any(words in str(w.message) for w in told), [str(w.message) for w in told]
+    assert len({str(w.message).splitlines()[1] for w in told}) == len(told)  # each holder once
+    text = "\n".join(f"{w.filename}:{w.lineno}: {w.message}" for w in told)
+    assert f"{HERE}:{line_of(line)}" in text, text
 
 
 # --- clean -----------------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,64 @@ def test_a_closed_job_dies_by_reference_count(name: str, variant: str, tmp_path:
     assert (after.live_bytes, after.live_blocks, after.limit_bytes) == (before.live_bytes, before.live_blocks, None)
 
 
+def _infer(name: str, directory: Path) -> list[weakref.ref[object]]:
+    import memfit
+
+    model: Any = zoo.ZOO[name]().model
+    prompt = torch.ones(2, 4, dtype=torch.int64)
+
+    def say() -> torch.Tensor:
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=3,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=True,
+        )
+
+    with memfit.infer(model, directory=directory / "homes", cache_limit=0, limit="8GiB") as session:
+        say()
+        session.together([say, say])
+    return [weakref.ref(session), weakref.ref(model), weakref.ref(session._weights), weakref.ref(session._caches)]
+
+
+def _generate_in_a_job(name: str, directory: Path) -> list[weakref.ref[object]]:
+    case = zoo.ZOO[name]()
+    model: Any = case.model
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
+    job: Any = fit_variant(name, plans.BY_NAME["disk-recompute-4"], directory, limit="8GiB")(case, optimizer)
+    prompt = torch.ones(2, 4, dtype=torch.int64)
+    for step in range(2):
+        job.step(case.batch(step))
+        with job.inference() as session:
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=3,
+                do_sample=False,
+                pad_token_id=0,
+                use_cache=True,
+            )
+    report = job.census()
+    job.close()
+    return [weakref.ref(job), weakref.ref(case.model), weakref.ref(session), weakref.ref(report)]
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("use", [_infer, _generate_in_a_job])
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+def test_what_generates_dies_by_reference_count(name: str, use: Any, tmp_path: Path) -> None:
+    allocator = install()
+    for turn in ("first", "second"):
+        (tmp_path / turn).mkdir()
+        before = allocator.stats()
+        alive = use(name, tmp_path / turn)
+        after = allocator.stats()
+    assert [reference() for reference in alive] == [None] * len(alive)
+    assert (after.live_bytes, after.live_blocks, after.limit_bytes) == (before.live_bytes, before.live_blocks, None)
+
+
 def test_a_dropped_job_dies_with_its_model(tmp_path: Path) -> None:
     allocator = install()
     for turn in ("first", "second"):

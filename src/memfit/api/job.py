@@ -279,7 +279,8 @@ class Job:
                 self._steps += 1
         finally:
             self._is_stepping = False
-        self._census.note_step()
+        if self._census.note_step():
+            self._census.warn_once(self.census())
         return self._result(batch, outcome, time.perf_counter() - began)
 
     def _run_step(self, prepared: Prepared, parts: Sequence[Any], factors: Sequence[float] | None) -> Outcome:

@@ -7,7 +7,8 @@ Live bytes and blocks have no noise: after a few steps they are the same at the 
 microseconds, and that is all that `note_step` does while they are flat. When they first grow, it looks at the tensors that live (0.1 s), and these
 are the *baseline*: what is made later and survives is what grows. It looks again each time the growth has doubled, so a run of n steps pays for at most
 log n looks, and every tensor has an age: the look that saw it first. Batches in flight come and go between looks; only a holder with tensors older than the
-last step is named, and only one that gained them at several looks is called a leak.
+last step is named, and only one that gained them at several looks is called a leak. From the fourth look on (about the tenth step of a steady leak) whoever
+runs the steps is told that a report is worth its second, and warns of each leak once.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ WARM_UP_STEPS = 3
 """The first steps see lazy library state and the first filling of the optimizer's states; what the third leaves, all later ones do."""
 
 _KEPT_COUNTS = 256
+_LOOKS_BEFORE_ALARM = 4
 
 
 class Meter(Protocol):
@@ -149,20 +151,37 @@ class Census:
         self._looked_at = (0, 0)  # growth in bytes and blocks when it last looked
         self._baseline_step: int | None = None
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._looks = 0
+        self._told: set[str] = set()
 
-    def note_step(self) -> None:
-        """A step has ended. About 10 microseconds; 0.1 s when live memory has grown and doubled its growth since the last look."""
+    def note_step(self) -> bool:
+        """A step has ended. About 10 microseconds; 0.1 s when live memory has grown and doubled its growth since the last look.
+
+        Returns:
+            It has doubled often enough that a report is worth its time; see `warn_once`.
+        """
         self._step += 1
         count = StepCount(step=self._step, live_bytes=self._meter.live_bytes(), live_blocks=self._meter.live_blocks())
         self._counts.append(count)
         if self._step < WARM_UP_STEPS:
-            return
+            return False
         before = self._least or (count.live_bytes, count.live_blocks)
         self._least = (min(before[0], count.live_bytes), min(before[1], count.live_blocks))
         grown = self._growth(count)
         if any(new > 0 and new >= 2 * old for new, old in zip(grown, self._looked_at, strict=True)):
             self._looked_at = (max(grown[0], self._looked_at[0]), max(grown[1], self._looked_at[1]))
             self._look()
+            self._looks += 1
+            return self._looks >= _LOOKS_BEFORE_ALARM
+        return False
+
+    def warn_once(self, report: CensusReport) -> None:
+        """Warns of the leaks of a report that were not warned of before, each by its nearest holder."""
+        for leak in report.leaks:
+            holder = leak.holders[0]
+            if holder.name not in self._told:
+                self._told.add(holder.name)
+                _warn_at(f"memory leak: {leak.text}", holder.place)
 
     def report(
         self,
