@@ -28,7 +28,7 @@ from memfit.api.splitting import (
     split,
 )
 from memfit.core.errors import DoesNotFitError, LimitBreachError, StoreError, TornStepError, UsageError
-from memfit.core.plan import Order, Plan
+from memfit.core.plan import Order, Plan, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
@@ -36,6 +36,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.runtime.engine import Engine, Outcome, Work
 from memfit.runtime.frames import CallFrames
+from memfit.runtime.guard import is_away
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
 from memfit.runtime.inputs import casting_inputs
@@ -150,6 +151,7 @@ class Job:
         self._torn: str | None = None
         self._is_closed = False
         self._in_weights = 0
+        self._was_whole = not any(is_away(p) for p in parts.model.parameters())
         driver = parts.driver
         self._blocks = tuple(
             BlockWeights(i, name, parameters, parts.plan.compute_dtype)
@@ -636,23 +638,44 @@ class Job:
 
     # --- the end ----------------------------------------------------------------------------------------------------------------
 
-    def close(self, *, restore: bool = True) -> None:
+    def close(self, *, restore: bool | None = None) -> None:
         """Gives the user an ordinary, complete model and optimizer back, where they fit; temporary files are deleted.
 
         Weights that computed in bf16 come back as their fp32 masters, whatever the dtype in which the model came.
 
-        Memory: all weights and optimizer states at once, on the model's device.
+        Memory: all weights and optimizer states at once, on the model's device; the limit is off from here on.
 
         Args:
-            restore: False gives nothing back: weights that are away are gone with their files (save before).
+            restore: True gives everything back, whatever it takes. False gives nothing back: weights that are away are gone with their files (save before).
+                None: everything, but a model that was never whole in memory (`memfit.empty`) only where that stays under the limit.
 
         Raises:
+            DoesNotFitError: such a model is larger than the limit, and it was not said what is to become of it. Nothing is lost: the job goes on.
             StoreError: something could not be read, or files could not be removed. What could be read is given back; repeat `close` when the disk is
             there again, or give the rest up with `restore=False`.
         """
+        if restore is None and not self._has_ended:
+            self._check_restorable()
+        restore = restore is not False
         self._is_closed = True
         with self._interrupts.held():
             self._end(restore=restore)
+
+    def _check_restorable(self) -> None:
+        limit = self._machine.limits.device_bytes
+        if self._was_whole or limit is None or not self._parts.enforces or not self._has_begun:
+            return
+        coming = sum(b.master_nbytes if b.has_masters else b.nbytes for b in self._blocks if b.travels)
+        coming += sum(s.nbytes for s in self._states.values() if s.home is not None and s.home.tier is not Tier.DEVICE)
+        coming += max(block.nbytes for block in self._blocks)  # one is here twice for a moment
+        held = self._machine.base_bytes() + self._machine.meter.live_bytes()
+        if held + coming > limit:
+            raise DoesNotFitError(
+                f"the model was never whole in memory: its weights and optimizer states would take {format_bytes(coming)} beside the {format_bytes(held)} that "
+                f"are held, above the limit of {format_bytes(limit)}. The job goes on. Save it and say job.close(restore=False), or bring everything back "
+                "past the limit with job.close(restore=True)",
+                smallest_limit_bytes=held + coming,
+            )
 
     def undo(self) -> None:
         """As `close`, for a fit that is refused before its first step: weights come back in the dtype in which they came."""
@@ -692,8 +715,14 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except DoesNotFitError as refusal:
+            if error is None:
+                raise
+            self.close(restore=False)
+            error.add_note(f"the job was closed without giving the model back: {refusal}")
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
