@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from memfit.api.machine import Machine
-from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16
+from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
@@ -83,6 +83,8 @@ def choose(
     dtypes = [ComputeDtype.GIVEN]
     if ("bf16" in allow or WITHOUT_MASTERS in allow) and unfit_for_bf16(problem.model) is None:
         dtypes.append(ComputeDtype.BFLOAT16)
+    if "fp16" in allow and hardware.device != "cpu" and unfit_for_fp16(problem.model) is None:
+        dtypes.append(ComputeDtype.FLOAT16)  # a CPU gains no speed from fp16: there such a plan must be given
     formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
     choices: list[Choice] = []
     refusals: list[DoesNotFitError] = []
@@ -102,6 +104,7 @@ def choose(
                     speeds,
                     allow=frozenset(allow),
                     clips_norm=clips_norm,
+                    compute=compute,
                     splits_allowed=may_split,
                     has_host=machine.has_host,
                     host_bytes=machine.limits.host_bytes,
@@ -122,7 +125,9 @@ def _words(found: PlanChoice, plan: Plan) -> str:
     words = [found.reason]
     if plan.loss_chunk_tokens is not None:
         words.append(f"The loss runs in chunks of {plan.loss_chunk_tokens} tokens.")
-    if plan.compute_dtype is not ComputeDtype.GIVEN:
+    if plan.scales_losses:
+        words.append("The forward runs under autocast to fp16, and losses are scaled.")
+    elif plan.compute_dtype is not ComputeDtype.GIVEN:
         kept = "rounded from fp32 masters" if not plan.drops_masters else "without masters, rounded stochastically"
         words.append(f"Weights compute in bf16, {kept}.")
     if plan.state_format is not StateFormat.GIVEN:

@@ -73,9 +73,11 @@ def fit(
             does not add up over rows (the contract is then plain accumulation). "bf16" permits weights that compute in bf16, rounded from fp32
             masters that the optimizer updates, with gradients that add up in fp32 (bitwise FSDP2's mixed precision on one rank); `job.close()` gives the
             masters back. While such a job lives, the model's own forward and its layers' get floating arguments cast to bf16. "bf16-weights-sr"
-            permits the same without masters: the bf16 weights are all there is, rounded stochastically when they are updated. "int8-state", "int4-state",
-            "fp8-state" and "bf16-state" permit optimizer states that rest in so many bits (never those of embeddings, of small tensors, or
-            step counts); `optimizer.state_dict()`, `job.save` and `job.close()` give them decoded to fp32.
+            permits the same without masters: the bf16 weights are all there is, rounded stochastically when they are updated. "fp16" permits plans that run
+            the loss function under autocast to fp16 and scale losses dynamically, as `torch.amp.GradScaler` does it; a step whose gradients overflow
+            updates nothing (`StepResult.is_skipped`, `job.loss_scaler`). "int8-state", "int4-state", "fp8-state" and "bf16-state" permit optimizer states
+            that rest in so many bits (never those of embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
+            `job.close()` give them decoded to fp32.
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
         weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.

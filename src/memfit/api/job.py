@@ -40,6 +40,7 @@ from memfit.runtime.guard import is_away
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
 from memfit.runtime.inputs import casting_inputs
+from memfit.runtime.loss_scaling import LossScaler, in_half
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.rounded import RoundedMasters
@@ -68,6 +69,7 @@ class StepResult:
         seconds: of this step, measured.
         peak_bytes: measured peak of the step: of the process without a GPU, else of the device.
         departures: what the model did that its trace did not foresee; each was served.
+        is_skipped: a gradient overflowed in fp16: nothing was updated, and the loss scale was lowered.
         is_finite: False when the loss (or norm) is NaN or infinite: the update was made all the same, as plain PyTorch does.
     """
 
@@ -80,6 +82,7 @@ class StepResult:
     peak_bytes: int
     departures: tuple[str, ...]
     is_finite: bool
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +150,8 @@ class Job:
         self._machine = parts.machine
         self._prepared = {parts.signature: parts.prepared}
         self._steps = 0
+        self.loss_scaler = LossScaler() if parts.plan.scales_losses else None
+        """The dynamic loss scale of a plan that computes in fp16; a checkpoint may keep its `state_dict`. None for other plans."""
         self._census = Census(parts.machine.meter)
         self._torn: str | None = None
         self._is_closed = False
@@ -285,15 +290,22 @@ class Job:
             self._census.warn_once(self.census())
         return self._result(batch, outcome, time.perf_counter() - began)
 
+    @property
+    def _loss(self) -> Callable[[nn.Module, Any], Any]:
+        """The user's, as the plan runs it."""
+        loss = self._parts.loss
+        return loss if self.loss_scaler is None else in_half(loss, self._machine.device.type)
+
     def _run_step(self, prepared: Prepared, parts: Sequence[Any], factors: Sequence[float] | None) -> Outcome:
-        model, loss = self._parts.model, self._parts.loss
+        model, loss, scaler = self._parts.model, self._loss, self.loss_scaler
         for _, slot in self._place.values():
             slot.parameter.grad = None
         self._updates.updated_blocks.clear()
         self._noise.step = self._steps
         numbers = {index: dict(states.numbers) for index, states in self._states.items()}
         try:
-            self._parts.driver.begin_step()
+            if scaler is None:
+                self._parts.driver.begin_step()
             self._house.gradients.begin_step()
             self._frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
             work = Work(
@@ -301,14 +313,19 @@ class Job:
                 shares=factors,
                 streams=draw_streams(prepared.microbatches),
                 max_norm=self._parts.max_grad_norm,
+                scale=None if scaler is None else scaler.scale,
+                begin_updates=None if scaler is None else self._parts.driver.begin_step,
             )
             with training_setting(model, self.plan.loss_chunk_tokens):
                 outcome = self._engine.run(prepared.schedule, work, tail=_tail(self.plan))
+            if scaler is not None:
+                scaler.update(has_overflowed=outcome.is_skipped)
             self._house.commit()
         except BaseException as error:
             self._fail(error, "step", numbers)
             raise
-        self._parts.driver.end_step()
+        if not outcome.is_skipped:
+            self._parts.driver.end_step()
         return outcome
 
     def _fail(self, error: BaseException, phase: str, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
@@ -390,6 +407,7 @@ class Job:
             seconds=seconds,
             peak_bytes=self._machine.last_peak_bytes(),
             departures=tuple(outcome.departures),
+            is_skipped=outcome.is_skipped,
             is_finite=_is_finite(total) and (norm is None or _is_finite(norm)),
         )
 
@@ -418,7 +436,7 @@ class Job:
         prepared = self._prepare(batch)
         parts = split(batch, prepared.microbatches)
         factors = shares(parts, self._parts.weight)
-        model, loss = self._parts.model, self._parts.loss
+        model, loss = self._parts.model, self._loss
         work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
         with (
             self._interrupts.held(),
@@ -489,7 +507,7 @@ class Job:
         if pieces is None:
             return
         whole, parts = pieces
-        model, loss = self._parts.model, self._parts.loss
+        model, loss = self._parts.model, self._loss
         profile = self._parts.prepared.profile
         results: list[list[Any]] = []
         with (
@@ -504,7 +522,13 @@ class Job:
                 schedule = build_forward(self.plan, profile, len(batches))
                 work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
                 results.append(self._engine.evaluate(schedule, work))
-        compare_split(results[0][0], results[1], parts, self._parts.weight, is_rounded=self._is_bf16)
+        compare_split(
+            results[0][0],
+            results[1],
+            parts,
+            self._parts.weight,
+            is_rounded=self.plan.compute_dtype is not ComputeDtype.GIVEN,
+        )
 
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.api.machine import device_of
 from memfit.api.setting import training_setting
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
@@ -24,12 +25,21 @@ from memfit.profiling.blocks import BlockMap
 from memfit.profiling.trace import profile_step
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.inputs import casting_inputs
+from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.states import embedding_names, stored_bytes
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
 ALLOWANCES = frozenset(
-    {"exact", "reordered", "nonadditive-loss", "bf16", WITHOUT_MASTERS, *(one.allowance for one in STATE_FORMATS)}
+    {
+        "exact",
+        "reordered",
+        "nonadditive-loss",
+        "bf16",
+        "fp16",
+        WITHOUT_MASTERS,
+        *(one.allowance for one in STATE_FORMATS),
+    }
 )
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
 
@@ -74,7 +84,10 @@ class Problem:
             )
         is_bf16 = compute is ComputeDtype.BFLOAT16
         states = {name: nbytes for name, (nbytes, _) in self._state_sizes(compute, StateFormat.GIVEN).items()}
-        arguments = (self.model, first_of(self.loss), batch, self.block_map)
+        loss = first_of(
+            self.loss if compute is not ComputeDtype.FLOAT16 else in_half(self.loss, device_of(self.model).type)
+        )
+        arguments = (self.model, loss, batch, self.block_map)
         sizes = sorted({-(-rows // k) for k in counts})
         with (
             training_setting(self.model, chunk_tokens),
@@ -170,15 +183,24 @@ def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> Non
         )
     if plan.compute_dtype is ComputeDtype.GIVEN:
         return
-    needed = WITHOUT_MASTERS if plan.drops_masters else "bf16"
+    is_half = plan.compute_dtype is ComputeDtype.FLOAT16
+    needed = "fp16" if is_half else WITHOUT_MASTERS if plan.drops_masters else "bf16"
     if needed not in allow:
-        how = " without masters" if plan.drops_masters else ""
+        how = "fp16" if is_half else "bf16 without masters" if plan.drops_masters else "bf16"
         raise UsageError(
-            f'the plan computes in bf16{how}, which changes the arithmetic: fit(..., allow={{"{needed}"}}) permits it'
+            f'the plan computes in {how}, which changes the arithmetic: fit(..., allow={{"{needed}"}}) permits it'
         )
-    problem = unfit_for_bf16(model)
+    problem = unfit_for_fp16(model) if is_half else unfit_for_bf16(model)
     if problem is not None:
         raise UnsupportedError(problem)
+
+
+def unfit_for_fp16(model: nn.Module) -> str | None:
+    """Why the model cannot compute in fp16 under autocast; None if it can."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            return f"the parameter {name!r} is fp16: loss scaling needs fp32 weights, whose gradients are fp32 (model.float() first)"
+    return None
 
 
 def unfit_for_bf16(model: nn.Module) -> str | None:

@@ -18,8 +18,12 @@ reload, accumulate, update) return at once; whoever needs the result waits for i
 | drop C5 m0          | the device bytes of what was offloaded are given up                         | the offload              |
 | reload C5 m0        | starts bringing it back                                                     |                          |
 | accumulate B3       | block 3's gradient on the device is added into its home and leaves          |                          |
+| scale               | from here on, what losses begin with is multiplied with the loss scale      |                          |
+| unscale             | from here on, updates and norms multiply gradients with its inverse         | all accumulates          |
+| check               | if a gradient is infinite or NaN, the updates that follow do nothing        | all accumulates          |
 | norm                | the global gradient norm and the clip factor become known                   | all accumulates          |
-| update B3           | starts the optimizer on block 3, where its master weight lives              | accumulate of B3, norm   |
+| update B3           | starts the optimizer on block 3, where its master weight lives              | accumulate of B3, norm,  |
+|                     |                                                                             | check                    |
 | clear B3            | block 3's gradient on the device is given up                                | update of B3             |
 | release B3          | block 3's bytes on the device are given up                                  | update of B3             |
 | commit              | the step is complete: homes flip to the new state                           | all updates              |
@@ -159,6 +163,30 @@ class Accumulate:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Losses are scaled from here on."""
+
+    def __str__(self) -> str:
+        return "scale"
+
+
+@dataclass(frozen=True)
+class Unscale:
+    """Gradients count as divided by the loss scale from here on."""
+
+    def __str__(self) -> str:
+        return "unscale"
+
+
+@dataclass(frozen=True)
+class Check:
+    """It becomes known whether all gradients are finite; if not, the step's updates are skipped."""
+
+    def __str__(self) -> str:
+        return "check"
+
+
+@dataclass(frozen=True)
 class Norm:
     """The global gradient norm becomes known."""
 
@@ -205,6 +233,9 @@ Action = (
     | Drop
     | Reload
     | Accumulate
+    | Scale
+    | Unscale
+    | Check
     | Norm
     | Update
     | Clear
@@ -328,6 +359,9 @@ _PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[Sequence[str]], Action]]] =
     (re.compile(r"drop C(\d+) m(\d+)"), lambda g: Drop(int(g[0]), int(g[1]))),
     (re.compile(r"reload C(\d+) m(\d+)"), lambda g: Reload(int(g[0]), int(g[1]))),
     (re.compile(r"accumulate B(\d+)"), lambda g: Accumulate(int(g[0]))),
+    (re.compile(r"scale"), lambda _: Scale()),
+    (re.compile(r"unscale"), lambda _: Unscale()),
+    (re.compile(r"check"), lambda _: Check()),
     (re.compile(r"norm"), lambda _: Norm()),
     (re.compile(r"update B(\d+)"), lambda g: Update(int(g[0]))),
     (re.compile(r"clear B(\d+)"), lambda g: Clear(int(g[0]))),

@@ -66,7 +66,8 @@ def list_candidates(
     microbatches: int,
     tiers: tuple[Tier, ...],
     clips_norm: bool,
-    masters: MasterForms = MasterForms(),
+    masters: MasterForms | None = None,
+    compute: ComputeDtype | None = None,
 ) -> Iterator[Candidate]:
     """All candidates for one number of microbatches, simplest first.
 
@@ -75,14 +76,20 @@ def list_candidates(
         microbatches: into how many slices the batch is cut.
         tiers: where things may go, besides the device.
         clips_norm: gradients are clipped by their global norm.
-        masters: how they may be, where the profile has any.
+        masters: how they may be, where the profile has any; None: kept.
+        compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
     has_masters = any(p.master_nbytes for b in profile.blocks for p in b.parameters)
+    forms = MasterForms() if masters is None else masters
+    given = ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN
+    chosen_dtype = given if compute is None else compute
     orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
     for order in orders:
-        waits = clips_norm or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
+        waits = (
+            clips_norm or chosen_dtype is ComputeDtype.FLOAT16 or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
+        )
         for fate in _fates(trace, chosen, tiers):
             # A call that changes what it was given (a key-value cache) cannot be run again.
             again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
@@ -100,14 +107,14 @@ def list_candidates(
                     tail=find_tail(trace) if is_layer_major else None,
                     update=UpdateTime.AFTER_BACKWARD if clips_norm else UpdateTime.IN_BACKWARD,
                     prefetch=homes.prefetch,
-                    compute_dtype=ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN,
+                    compute_dtype=chosen_dtype,
                 )
                 name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
-                if not has_masters or masters.kept:
+                if not has_masters or forms.kept:
                     yield Candidate(name=name, plan=plan)
-                if has_masters and masters.kept:
+                if has_masters and forms.kept:
                     yield Candidate(name=f"{name}, masters split", plan=replace(plan, splits_masters=True))
-                if has_masters and masters.dropped:
+                if has_masters and forms.dropped:
                     yield Candidate(name=f"{name}, no masters", plan=replace(plan, drops_masters=True))
 
 

@@ -20,7 +20,7 @@ from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan, Tier
-from memfit.core.precision import WITHOUT_MASTERS
+from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.shape import describe_step
@@ -102,6 +102,7 @@ class _Question:
     disk_bytes: int | None
     staging_bytes: int
     masters: MasterForms
+    compute: ComputeDtype | None
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
@@ -123,6 +124,7 @@ def choose_plan(
     *,
     allow: Collection[str] = frozenset(),
     clips_norm: bool = False,
+    compute: ComputeDtype | None = None,
     has_disk: bool = True,
     has_host: bool = False,
     splits_allowed: bool = True,
@@ -140,6 +142,7 @@ def choose_plan(
             statistics over it. "bf16" permits plans with masters, "bf16-weights-sr" plans that do without, where the profile is of weights in
             bf16. Other names change nothing here.
         clips_norm: gradients are clipped by their global norm.
+        compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
         has_disk: homes on disk may be used.
         has_host: homes in host memory may be used (only where the hardware has a link to it).
         splits_allowed: the loss adds up over microbatches.
@@ -159,6 +162,7 @@ def choose_plan(
         disk_bytes=hardware.disk_bytes if disk_bytes is None else disk_bytes,
         staging_bytes=staging_bytes,
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
+        compute=compute,
     )
     tiers = tuple(
         tier
@@ -192,7 +196,12 @@ def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *
     while count <= (max(1, profile.batch_rows) if may_split else 1):
         if -(-profile.batch_rows // count) in profile.traces:
             for candidate in list_candidates(
-                profile, microbatches=count, tiers=tiers, clips_norm=question.clips_norm, masters=question.masters
+                profile,
+                microbatches=count,
+                tiers=tiers,
+                clips_norm=question.clips_norm,
+                masters=question.masters,
+                compute=question.compute,
             ):
                 priced.append(_price(len(priced), candidate, profile, question))
         count *= 2

@@ -24,6 +24,7 @@ from memfit.core.schedule import (
     Accumulate,
     Action,
     Backward,
+    Check,
     Clear,
     Commit,
     Drop,
@@ -36,6 +37,7 @@ from memfit.core.schedule import (
     Schedule,
     Seed,
     Start,
+    Unscale,
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
@@ -195,7 +197,7 @@ class DeviceBytes:
                 self._totals["gradient"] -= self.gradients.pop(b, 0)
             case Update():
                 before["staging"] = self.staging_bytes
-            case Norm() | Commit():
+            case Norm() | Unscale() | Check() | Commit():
                 self._flush()
         return self._moment(before)
 

@@ -26,6 +26,7 @@ from memfit.core.schedule import (
     Accumulate,
     Action,
     Backward,
+    Check,
     Clear,
     Commit,
     Drop,
@@ -36,6 +37,7 @@ from memfit.core.schedule import (
     Release,
     Reload,
     Schedule,
+    Unscale,
     Update,
 )
 from memfit.core.shape import StepShape
@@ -192,7 +194,7 @@ class Clock:
                 self._wait("update", [b])
             case Clear(block=b):
                 self._wait("update", [b])
-            case Norm():
+            case Norm() | Unscale() | Check():
                 self._wait_all("accumulate")
             case Commit():
                 self._wait_all("accumulate")

@@ -97,7 +97,7 @@ def _block_profile(block: Block, spanning: frozenset[str], compute: ComputeDtype
 def _tensor_profile(name: str, parameter: nn.Parameter, compute: ComputeDtype) -> TensorProfile:
     given = str(parameter.dtype).removeprefix("torch.")
     weight, master = stored_dtypes(given, compute)
-    has_master = compute is not ComputeDtype.GIVEN
+    has_master = compute.has_masters
     return TensorProfile(
         name=name,
         shape=tuple(parameter.shape),

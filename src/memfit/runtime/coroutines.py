@@ -32,6 +32,7 @@ class ThreadState:
 
     grad_enabled: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    is_autocast_cached: bool
     saved_tensor_hooks: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     function_modes: tuple[Any, ...]
@@ -43,6 +44,7 @@ class ThreadState:
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
+            is_autocast_cached=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks=_take_saved_tensor_hooks(),
             dispatch_modes=_take_dispatch_modes(),
             function_modes=_take_function_modes(),
@@ -55,6 +57,7 @@ class ThreadState:
         for device, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.is_autocast_cached)
         for pack, unpack in reversed(self.saved_tensor_hooks):
             _saved_hooks._push_saved_tensors_default_hooks(pack, unpack)
         for mode in self.dispatch_modes:

@@ -27,6 +27,7 @@ from memfit.core.schedule import (
     Accumulate,
     Action,
     Backward,
+    Check,
     Clear,
     Commit,
     Drop,
@@ -36,9 +37,11 @@ from memfit.core.schedule import (
     Offload,
     Release,
     Reload,
+    Scale,
     Schedule,
     Seed,
     Start,
+    Unscale,
     Update,
 )
 from memfit.runtime.coroutines import Coroutine, can_pause
@@ -74,12 +77,14 @@ class Outcome:
         losses: one a microbatch, detached, as the user's function returned them (mean or sum).
         shares: what each was multiplied with.
         norm: global gradient norm, if it was asked for.
+        is_skipped: a gradient was infinite or NaN in a step that scales its losses: nothing was updated.
         departures: texts of what the schedule did not foresee.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     norm: torch.Tensor | None = None
+    is_skipped: bool = False
     departures: list[str] = field(default_factory=list)
 
 
@@ -92,12 +97,16 @@ class Work:
         shares: what each microbatch's loss is multiplied with; None for one microbatch: the loss as it is.
         streams: random streams, None entries for the user's own.
         max_norm: clip gradients to this global norm.
+        scale: losses are multiplied with it, gradients divided by it.
+        begin_updates: called when it is known that the updates will be made, in a step that scales its losses.
     """
 
     run: Callable[[int], Any]
     shares: Sequence[float] | None
     streams: Sequence[RandomStream | None]
     max_norm: float | None = None
+    scale: float | None = None
+    begin_updates: Callable[[], None] | None = None
 
 
 class FrameFactory(Protocol):
@@ -190,6 +199,7 @@ class Engine:
             Whatever the user's code or a transfer raised; the coroutines are ended, and blocks and gradients are as `recover` leaves them.
         """
         self._reset()
+        self._settling.begin()
         self._serial += 1
         self._schedule, self._work, self._tail = schedule, work, tail
         self._position_of = {a: i for i, a in enumerate(schedule.actions) if isinstance(a, Backward)}
@@ -260,6 +270,7 @@ class Engine:
         self._opened.clear()
         self._recomputing = 0
         self._work: Work | None = None
+        self._loss_scale: float | None = None
         self._schedule: Schedule | None = None
         self._tail: int | None = None
         self._aliases = TailAliases((), set())
@@ -297,6 +308,8 @@ class Engine:
                 self._visits.release(b)
             case Offload() | Drop() | Reload():
                 self._move_activations(action)
+            case Scale() | Unscale() | Check():
+                self._scale(action)
             case Norm():
                 assert self._work is not None
                 self.outcome.norm = self._settling.norm(self._work.max_norm)
@@ -304,6 +317,19 @@ class Engine:
                 self._settling.do(action)
         if self._observe is not None:
             self._observe(action)
+
+    def _scale(self, action: Scale | Unscale | Check) -> None:
+        """See `runtime.loss_scaling`, [Note: fp16 as GradScaler does it]."""
+        assert self._work is not None and self._work.scale is not None
+        match action:
+            case Scale():
+                self._loss_scale = self._work.scale
+            case Unscale():
+                self._settling.unscale(self._work.scale)
+            case Check():
+                self.outcome.is_skipped = not self._settling.check()
+                if not self.outcome.is_skipped and self._work.begin_updates is not None:
+                    self._work.begin_updates()
 
     def _compute(self, action: Start | Forward | Seed | Backward) -> None:
         match action:
@@ -398,6 +424,7 @@ class Engine:
             results,
             None if given is None else [given[m] for m in microbatches],
             may_share_counts=not self._is_cut or len(self._coroutines) == 1,
+            scale=self._loss_scale,
         )
         self.outcome.losses += [loss.detach().clone() for loss in seeds.losses]
         self.outcome.shares += [1.0 if share is None else share for share in seeds.shares]

@@ -15,7 +15,8 @@ dtype, piece by piece: no widened copy of a whole gradient is made. Homes hold s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -35,6 +36,7 @@ class GradientHomes:
         homes: by block index; blocks without an entry keep gradients in `.grad`.
         keeps_norms: norms of single gradients are taken on the way (for clipping).
         keeps_gradients: device gradients outlive `clear` until the next step, for `read`.
+        keeps_peaks: the largest magnitudes of single gradients are taken on the way (for the check of fp16).
         adds_apart: gradients come by `receive`; see [Note: gradients of low-precision weights].
 
     Attributes:
@@ -50,6 +52,7 @@ class GradientHomes:
         keeps_norms: bool,
         keeps_gradients: bool = False,
         adds_apart: bool = False,
+        keeps_peaks: bool = False,
     ) -> None:
         self.adds_apart = adds_apart
         self.is_receiving = False
@@ -60,6 +63,9 @@ class GradientHomes:
         self._keeps_norms = keeps_norms
         self._held: set[str] = set()
         self._norms: dict[str, torch.Tensor] = {}
+        self._keeps_peaks = keeps_peaks
+        self._peaks: dict[str, torch.Tensor] = {}
+        self._unscale = 1.0
         self._clipped: set[str] = set()
         self._leaving: Ticket | None = None
         self.scale: torch.Tensor | None = None
@@ -70,6 +76,8 @@ class GradientHomes:
         self._sums.clear()
         self._held.clear()
         self._norms.clear()
+        self._peaks.clear()
+        self._unscale = 1.0
         self._clipped.clear()
         if self._kept is not None:
             self._kept.clear()
@@ -139,6 +147,8 @@ class GradientHomes:
                 _add_home(gradient, home, slot)
             if self._keeps_norms:
                 self._norms[slot.name] = torch.linalg.vector_norm(gradient)
+            if self._keeps_peaks and gradient.numel():
+                self._peaks[slot.name] = torch.linalg.vector_norm(gradient, math.inf)
             tickets += begin_write_masters(home, slot, gradient)
             self._held.add(slot.name)
         self._leaving = Tickets(tickets)
@@ -167,11 +177,28 @@ class GradientHomes:
                     if gradient is not None:
                         norms[slot.name] = torch.linalg.vector_norm(gradient)
         found = [norms[name] for name in order if name in norms]
-        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
+        return torch.linalg.vector_norm(torch.stack(found)) * self._unscale if found else torch.tensor(0.0)
+
+    def unscale(self, scale: float) -> None:
+        """From now on gradients count as divided by the loss scale."""
+        self._unscale = _inverse(scale)
+        self.scale = torch.tensor(self._unscale)
+
+    def is_finite(self, names: Collection[str]) -> bool:
+        """No gradient of these parameters holds an infinity or a NaN."""
+        self.wait()
+        peaks = [peak for name, peak in self._peaks.items() if name in names]
+        for block in self._blocks:
+            for slot in block.slots if block.index not in self._homes else ():
+                gradient = self._on_device(slot) if slot.name in names else None
+                if gradient is not None and gradient.numel():
+                    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+                    peaks.append(torch.linalg.vector_norm(dense, math.inf))
+        return not peaks or bool(torch.stack(peaks).isfinite().all())
 
     def set_clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """From now on the update multiplies gradients with the clip factor (`clip_grads_with_norm_`'s formula)."""
-        self.scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        """From now on the update multiplies gradients with the clip factor (`clip_grads_with_norm_`'s formula), and with what unscales them."""
+        self.scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * self._unscale
 
     def has(self, slot: Slot) -> bool:
         """The parameter received a gradient in this step."""
@@ -232,6 +259,11 @@ class GradientHomes:
             if self._kept is not None and gradient is not None:
                 self._kept[slot.name] = gradient
             self._give_up(slot)
+
+
+def _inverse(scale: float) -> float:
+    """As `GradScaler` takes it: in double precision, rounded to fp32."""
+    return float(torch.tensor(1.0 / scale, dtype=torch.float32))
 
 
 def _add_in_pieces(total: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -86,6 +86,7 @@ class House:
                 keeps_norms=keeps_norms,
                 keeps_gradients=keeps_gradients,
                 # A norm is taken of what the update gets: of gradients in the masters' dtype.
+                keeps_peaks=plan.scales_losses,
                 adds_apart=has_masters and (plan.microbatches > 1 or keeps_norms),
             )
         except BaseException:

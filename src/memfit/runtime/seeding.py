@@ -29,13 +29,16 @@ class Seeds:
     factors: list[torch.Tensor | None]
 
 
-def seed(results: Sequence[Any], shares: Sequence[float] | None, *, may_share_counts: bool) -> Seeds:
+def seed(
+    results: Sequence[Any], shares: Sequence[float] | None, *, may_share_counts: bool, scale: float | None = None
+) -> Seeds:
     """Losses and factors of microbatches that have run forward.
 
     Args:
         results: scalars, or pairs (sum, count).
         shares: one a scalar result; None for one microbatch: the loss as it is.
         may_share_counts: these are all microbatches of the step, so that the total of their counts is known.
+        scale: factors are multiplied with it.
 
     Raises:
         UsageError: a loss is no differentiable scalar; or it comes with a count, and others' counts are not known yet.
@@ -56,11 +59,15 @@ def seed(results: Sequence[Any], shares: Sequence[float] | None, *, may_share_co
     return Seeds(
         losses=losses,
         shares=list(found),
-        factors=[
-            None if share is None else torch.tensor(share, dtype=loss.dtype, device=loss.device).reshape(loss.shape)
-            for loss, share in zip(losses, found, strict=True)
-        ],
+        factors=[_factor(loss, share, scale) for loss, share in zip(losses, found, strict=True)],
     )
+
+
+def _factor(loss: torch.Tensor, share: float | None, scale: float | None) -> torch.Tensor | None:
+    if share is None and scale is None:
+        return None
+    product = (1.0 if share is None else share) * (1.0 if scale is None else scale)
+    return torch.tensor(product, dtype=loss.dtype, device=loss.device).reshape(loss.shape)
 
 
 def check_loss(loss: Any) -> None:

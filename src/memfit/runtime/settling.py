@@ -26,6 +26,9 @@ class Settling:
         updates: the worker; None likewise.
         parameter_order: names in the model's order (norms are summed in it).
         depart: is told what the schedule did not foresee.
+
+    Attributes:
+        skips: a gradient was found infinite or NaN: updates do nothing.
     """
 
     def __init__(
@@ -42,6 +45,11 @@ class Settling:
         self._parameter_order = tuple(parameter_order)
         self._depart = depart
         self._updating: dict[int, Ticket] = {}
+        self.skips = False
+
+    def begin(self) -> None:
+        """A run begins: nothing is skipped."""
+        self.skips = False
 
     def do(self, action: Accumulate | Update | Clear | Commit) -> None:
         """One action."""
@@ -53,11 +61,15 @@ class Settling:
                 assert self._updates is not None
                 self._gradients.accumulate(self._blocks[b])  # what came after its own accumulate; mostly nothing
                 self._gradients.wait()
+                if self.skips:
+                    return
                 self._updating[b] = self._updates.submit(self._blocks[b])
             case Clear(b):
                 self.wait(b)
                 self._gradients.clear(self._blocks[b])
             case Commit():
+                if self.skips:
+                    self._gradients.drop()
                 self._update_late()
                 for b in tuple(self._updating):
                     self.wait(b)
@@ -67,6 +79,19 @@ class Settling:
         ticket = self._updating.pop(b, None)
         if ticket is not None:
             ticket.wait()
+
+    def unscale(self, scale: float) -> None:
+        """Gradients count as divided by the loss scale."""
+        assert self._gradients is not None
+        self._gradients.unscale(scale)
+
+    def check(self) -> bool:
+        """Whether all gradients of what is updated are finite; if not, updates do nothing until the next run."""
+        assert self._gradients is not None and self._updates is not None
+        for block in self._blocks:
+            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+        self.skips = not self._gradients.is_finite(self._updates.trained)
+        return not self.skips
 
     def norm(self, max_norm: float | None) -> torch.Tensor:
         """The global norm of all gradients; with a most, updates clip to it from now on."""

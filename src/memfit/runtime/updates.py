@@ -96,6 +96,11 @@ class UpdateWorker:
         self._noise = noise
         self.updated_blocks: list[int] = []
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that the optimizer updates."""
+        return self._trained
+
     def submit(self, block: BlockWeights) -> Ticket:
         """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
         ticket = UpdateTicket()

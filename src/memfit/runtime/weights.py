@@ -90,7 +90,7 @@ class BlockWeights:
     ) -> None:
         self.index = index
         self.name = name
-        self.has_masters = compute_dtype is not ComputeDtype.GIVEN
+        self.has_masters = compute_dtype.has_masters
         dtypes = [_stored_dtypes(p.dtype, compute_dtype) for _, p in parameters]
         sizes = [
             (p.numel() * own.itemsize, p.numel() * full.itemsize)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from memfit.core.errors import PlanError
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
-from memfit.core.schedule import Action, Schedule, ScheduledCall
+from memfit.core.schedule import Action, Scale, Schedule, ScheduledCall
 from memfit.core.shape import describe_step
 from memfit.scheduling.activations import place_activations
 from memfit.scheduling.gradients import place_accumulates, place_updates, updates_in_backward
@@ -39,7 +39,8 @@ def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
         *place_accumulates(plan, order),
         *place_updates(plan, order, updates, clips_norm=clips_norm),
     ]
-    return _schedule(profile, plan.microbatches, merge(order, placed))
+    begin: tuple[Action, ...] = (Scale(),) if plan.scales_losses else ()
+    return _schedule(profile, plan.microbatches, (*begin, *merge(order, placed)))
 
 
 def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:

@@ -13,6 +13,7 @@ from memfit.core.schedule import (
     Accumulate,
     Action,
     Backward,
+    Check,
     Clear,
     Commit,
     Drop,
@@ -22,9 +23,11 @@ from memfit.core.schedule import (
     Offload,
     Release,
     Reload,
+    Scale,
     Schedule,
     Seed,
     Start,
+    Unscale,
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
@@ -95,6 +98,7 @@ class _Checker:
         self.updated: set[int] = set()
         self.cleared: set[int] = set()
         self.norm_known = False
+        self.scaling: list[str] = []
         self.committed = False
 
     def take(self, action: Action) -> None:
@@ -109,17 +113,34 @@ class _Checker:
                 self._move(action)
             case Accumulate() | Update() | Clear():
                 self._gradient(action)
+            case Scale() | Unscale() | Check():
+                self._scale(action)
             case Norm():
                 _require(self.clips_norm, "no norm is clipped in this step")
                 _require(not self.norm_known, "the norm is already known")
-                _require(self.passes.is_over, "backwards are still to come, so the gradients are not whole")
-                waiting = sorted(b for b in self.gradients if self._gradient_home(b) is not Tier.DEVICE)
-                _require(not waiting, f"gradients of blocks {waiting} have not gone home")
+                _require(not self.plan.scales_losses or "unscale" in self.scaling, "gradients are scaled")
+                self._require_whole_gradients()
                 self.norm_known = True
             case Commit():
                 if missing := self.missing(is_committing=True):
                     raise _IllegalError(missing)
                 self.committed = True
+
+    def _scale(self, action: Scale | Unscale | Check) -> None:
+        """Scale, then all backwards, then unscale, then check."""
+        _require(self.plan.scales_losses, "the plan scales no losses")
+        order = ["scale", "unscale", "check"]
+        _require(order[: len(self.scaling) + 1] == [*self.scaling, str(action)], f"it comes after {self.scaling}")
+        if isinstance(action, Scale):
+            _require(not self.passes.has_seeded, "a loss has already begun its backward")
+        else:
+            self._require_whole_gradients()
+        self.scaling.append(str(action))
+
+    def _require_whole_gradients(self) -> None:
+        _require(self.passes.is_over, "backwards are still to come, so the gradients are not whole")
+        waiting = sorted(b for b in self.gradients if self._gradient_home(b) is not Tier.DEVICE)
+        _require(not waiting, f"gradients of blocks {waiting} have not gone home")
 
     def missing(self, *, is_committing: bool = False) -> str | None:
         """What keeps the step from being complete; None if nothing does."""
@@ -146,6 +167,7 @@ class _Checker:
     def _compute(self, action: Start | Forward | Seed | Backward) -> None:
         if isinstance(action, Seed | Backward):
             _require(self.is_training, "a forward-only pass has no backward")
+            _require(not self.plan.scales_losses or bool(self.scaling), "the losses are not scaled yet")
         if reason := self.passes.refuse(action):
             raise _IllegalError(reason)
         self.passes.take(action)
@@ -213,6 +235,8 @@ class _Checker:
                 _require(not self.passes.contributes_later(block), "its gradient is not complete")
                 _require(is_home_device or block not in self.gradients, "its gradient has not gone home")
                 _require(self.norm_known or not self.clips_norm, "the norm is not known")
+                is_checked = "check" in self.scaling or not self.plan.scales_losses
+                _require(is_checked, "it is not known whether all gradients are finite")
                 if self.plan.update is UpdateTime.AFTER_BACKWARD:
                     _require(self.passes.is_over, "the plan updates after backward")
                 is_there = block in self.present or self.passes.is_over

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memfit.core.plan import Plan, Tier, UpdateTime
-from memfit.core.schedule import Accumulate, Action, Clear, Commit, Norm, Update
+from memfit.core.schedule import Accumulate, Action, Check, Clear, Commit, Norm, Unscale, Update
 from memfit.scheduling.orders import ComputeOrder, Phase, Placed
 
 
@@ -43,7 +43,7 @@ def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) ->
     That is the last backward that reads its weights, not only the last that adds to its gradient: a recompute that
     followed the update would see new weights.
     """
-    if clips_norm or plan.update is UpdateTime.AFTER_BACKWARD:
+    if clips_norm or plan.scales_losses or plan.update is UpdateTime.AFTER_BACKWARD:
         return {}
     shape = order.shape
     last = dict.fromkeys(shape.loose, order.stages[-1][-1])
@@ -64,7 +64,8 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
         placed.append(Placed(gap=position + 1, phase=Phase.UPDATE, action=Update(block)))
         gap = waiting_gap(order, ordinals[position], plan.prefetch) if position in ordinals else position + 1
         placed += [Placed(gap=gap, phase=Phase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
-    last: list[Action] = [Norm()] if clips_norm else []
+    last: list[Action] = [Unscale(), Check()] if plan.scales_losses else []
+    last += [Norm()] if clips_norm else []
     backlog: list[int] = []
     for block in (b for b in order.shape.trainable if b not in updates):
         last.append(Update(block))

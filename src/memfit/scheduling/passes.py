@@ -45,6 +45,11 @@ class Passes:
         """All backwards of the step have run."""
         return len(self._seeded) == self._microbatches and not self._pending and not self._joint_backwards()
 
+    @property
+    def has_seeded(self) -> bool:
+        """A backward has begun."""
+        return bool(self._seeded)
+
     def has_run(self, segment: int, microbatch: int) -> bool:
         """The segment went forward for this microbatch."""
         return self._progress.get(microbatch, 0) > segment

@@ -1,0 +1,107 @@
+"""fp16: the forward under autocast, and the scale that keeps small gradients above fp16's smallest number.
+
+In: what a step found of its gradients. Out: the scale of the next one. Scale, check and skip are actions of the schedule (`core.schedule`).
+
+[Note: fp16 as GradScaler does it]
+The contract is `torch.amp.GradScaler` with `torch.autocast(dtype=torch.float16)` around the loss function, on the same microbatches: weights and masters are one
+and stay in fp32; losses are multiplied with the scale; when all gradients are complete and scaled back, the update is made if they are finite, and skipped whole
+if one is not. No update begins before that is known, so that a skipped step changes nothing: neither weights nor states nor step counts, and neither the
+optimizer's hooks nor its schedulers hear of it. Scales are powers of two with torch's factors, so that scaling and unscaling round nothing, wherever they are
+done: unscaling is part of the update's pieces. Autocast's cache of casted weights is off: it would keep an fp16 copy of every weight until the forward ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.core.errors import UsageError
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+class LossScaler:
+    """The dynamic loss scale: halved when a gradient overflows, doubled after 2000 steps without. The rules and defaults of `torch.amp.GradScaler`.
+
+    Args:
+        init_scale: of the first step.
+        growth_factor: above 1.
+        backoff_factor: below 1.
+        growth_interval: steps without an overflow.
+
+    Attributes:
+        scale: of the next step.
+        skipped: steps that overflowed so far.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scale = init_scale
+        self.skipped = 0
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0
+
+    def update(self, *, has_overflowed: bool) -> None:
+        """After a step. Source: `torch._amp_update_scale_` (aten/src/ATen/native/cuda/AmpKernels.cu): the scale does not grow past fp32's largest number."""
+        if has_overflowed:
+            self.skipped += 1
+            self.scale = _fp32(self.scale * self._backoff_factor)
+            self._growth_tracker = 0
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self._growth_interval:
+            grown = _fp32(self.scale * self._growth_factor)
+            self.scale = grown if math.isfinite(grown) else self.scale
+            self._growth_tracker = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.amp.GradScaler.state_dict`: either loads the other's."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            UsageError: something else.
+        """
+        missing = sorted(set(self.state_dict()) - set(state))
+        if missing:
+            raise UsageError(f"this is not the state of a loss scaler: it has no {missing[0]!r}")
+        self.scale = float(state["scale"])
+        self._growth_factor = float(state["growth_factor"])
+        self._backoff_factor = float(state["backoff_factor"])
+        self._growth_interval = int(state["growth_interval"])
+        self._growth_tracker = int(state["_growth_tracker"])
+
+
+def in_half(loss: Loss, device_type: str) -> Loss:
+    """The same loss function, run under autocast to fp16."""
+
+    @wraps(loss)
+    def halved(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast(device_type, dtype=torch.float16, cache_enabled=False):
+            return loss(model, batch)
+
+    return halved
+
+
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
