@@ -63,3 +63,14 @@ def test_a_given_plan_in_bf16_is_refused_where_that_is_not_allowed() -> None:
     model, optimizer, rows = _problem()
     with pytest.raises(UsageError, match=r'allow=\{"bf16"\}'):
         advise(model, optimizer, _loss, rows, plan=Plan(compute_dtype=ComputeDtype.BFLOAT16), hardware=MACHINE)
+
+
+def test_a_model_built_empty_gets_the_advice_of_the_whole_one() -> None:
+    found: list[Plan] = []
+    for is_born in (False, True):
+        model, optimizer, rows = _problem()
+        if is_born:
+            model = memfit.empty(lambda: _problem()[0])
+            optimizer = torch.optim.AdamW(model.parameters())
+        found.append(advise(model, optimizer, _loss, rows, limit="64GiB", allow={"bf16"}, hardware=MACHINE).plan)
+    assert found[0] == found[1]

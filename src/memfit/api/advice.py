@@ -25,6 +25,7 @@ from memfit.core.timeline import Timeline
 from memfit.planning.rules import Rung
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
+from memfit.runtime.guard import is_away
 from memfit.scheduling.build import build_step
 from memfit.scheduling.check import check_schedule
 
@@ -76,7 +77,8 @@ def advise(
 ) -> Advice:
     """Chooses a plan as `fit` does, or takes the one that is given, and prices it. Nothing is trained and nothing moves.
 
-    A model whose weights have no bytes (storages of size 0) can be asked about as well; its loss is then taken to add up over microbatches.
+    A model whose weights have no bytes (built by `memfit.empty`, or storages of size 0) can be asked about as well; its loss is then taken to add up over
+    microbatches.
 
     Args:
         model: as in `fit`, like all the others.
@@ -96,9 +98,9 @@ def advise(
     check_arguments(model, loss, allow, max_grad_norm)
     machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
     problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, None))
-    is_hollow = any(p.numel() and not p.untyped_storage().nbytes() for p in model.parameters())
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    budget = machine.budget(0 if is_hollow else weight_bytes)
+    here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
+    has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
+    budget = machine.budget(sum(p.nbytes for p in here))
     probed = hardware or machine.probe(directory, probes_bf16="bf16" in allow)
     clips_norm = max_grad_norm is not None
     if plan is not None:
@@ -128,7 +130,8 @@ def advise(
         allow=allow,
         may_split=not whole.reads_batch_statistics,  # that the loss adds up is shown by `fit`, which runs it
         clips_norm=clips_norm,
-        load_bytes=0 if is_hollow else machine.load_bytes(model),
+        # How a model without bytes will be loaded is not known.
+        load_bytes=machine.load_bytes(model) if has_bytes else 0,
     )
     return Advice(
         plan=chosen.plan,
