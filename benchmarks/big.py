@@ -90,6 +90,7 @@ def main() -> int:
     )
     parser.add_argument("--plan", type=Path, help="take this plan instead of the one that fit chooses")
     parser.add_argument("--directory", type=Path, help="where homes are made (on the disk to be measured)")
+    parser.add_argument("--disk-limit", help="of homes; what is free if not given")
     parser.add_argument(
         "--output", type=Path, help="result file; by default under benchmarks/results, except for small"
     )
@@ -113,6 +114,7 @@ def main() -> int:
             plan=None if arguments.plan is None else arguments.plan.read_text(),
             bounds_every=arguments.bounds_every,
             output=output,
+            disk_limit=arguments.disk_limit,
         )
     print(summary(found))
     return 0
@@ -127,6 +129,7 @@ def run(
     bounds_every: int,
     output: Path | None,
     host_limit: str | None = None,
+    disk_limit: str | None = None,
 ) -> dict[str, Any]:
     """All rounds; the result so far is in `output` after each."""
     request = {"size": vars(size)}
@@ -137,6 +140,7 @@ def run(
         "allow": allow,
         "plan": plan,
         "host_limit": host_limit,
+        "disk_limit": disk_limit,
     }
     found: dict[str, Any] = {"size": vars(size), "rounds": []}
     with common.Worker(__file__, "train", training) as trainer, Outside(trainer.pid) as outside:
@@ -255,7 +259,15 @@ def _say(text: str) -> None:
 # --- the process that trains ----------------------------------------------------------------------------------------------------
 
 
-def _train(*, size: dict[str, Any], directory: str, allow: list[str], plan: str | None, host_limit: str | None) -> None:
+def _train(
+    *,
+    size: dict[str, Any],
+    directory: str,
+    allow: list[str],
+    plan: str | None,
+    host_limit: str | None,
+    disk_limit: str | None,
+) -> None:
     from dataclasses import asdict
 
     import memfit
@@ -286,7 +298,7 @@ def _train(*, size: dict[str, Any], directory: str, allow: list[str], plan: str 
     scheduler = build_warmup(optimizer, 20)
     job = memfit.fit(
         model, optimizer, causal_language_loss, sample, limit=shape.limit, allow=set(allow), plan=plan,
-        directory=Path(directory) / "homes", host_limit=host_limit,
+        directory=Path(directory) / "homes", host_limit=host_limit, disk_limit=disk_limit,
     )  # fmt: skip
 
     def step() -> dict[str, Any]:
