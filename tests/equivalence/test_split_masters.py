@@ -15,10 +15,11 @@ from equivalence.compare import Differences
 from equivalence.plain import adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
 from memfit.api.saving import load
-from memfit.core.errors import PlanError
+from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.prediction.predict import predict
+from memfit.runtime.split import SplitMasters
 
 BF16 = ComputeDtype.BFLOAT16
 
@@ -153,3 +154,31 @@ def test_there_must_be_masters_to_split() -> None:
         Plan(splits_masters=True)
     plan = Plan(splits_masters=True, compute_dtype=BF16)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_fit_that_fails_half_way_gives_the_weights_back_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Linear(48, 48), torch.nn.Linear(48, 48))
+    _with_ties(model)
+    before = clone_all(model.named_parameters())
+    disk = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
+    plan = Plan(blocks={"0": disk, "1": disk, "2": disk}, compute_dtype=BF16, splits_masters=True)
+    writes: list[int] = []
+    plain = SplitMasters.write
+
+    def fails(home: SplitMasters, *args: Any) -> Any:
+        writes.append(1)
+        if len(writes) == 4:
+            raise StoreError("the disk is full")
+        return plain(home, *args)
+
+    monkeypatch.setattr(SplitMasters, "write", fails)
+    with pytest.raises(StoreError, match="the disk is full"):
+        memfit.fit(
+            model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).float().square().mean(),
+            torch.randn(4, 48), plan=plan, allow={"bf16"}, directory=tmp_path / "homes",
+        )  # fmt: skip
+    found = Differences()
+    found.compare_all("weight", clone_all(model.named_parameters()), before)
+    found.check("a fit that failed")
