@@ -25,6 +25,7 @@ from torch import nn
 
 import memfit
 from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
 from memfit.core.states import StateFormat
 from memfit.recipes.gpt import build_adamw, build_warmup, causal_language_loss
 from memfit.recipes.text import TokenWindows, read_tokens
@@ -41,6 +42,12 @@ VARIANTS: dict[str, tuple[Plan, frozenset[str]]] = {
         for one in StateFormat
         if one is not StateFormat.GIVEN
     },
+    "bf16": (Plan(compute_dtype=ComputeDtype.BFLOAT16), frozenset({"bf16"})),
+    "bf16-weights-sr": (
+        Plan(compute_dtype=ComputeDtype.BFLOAT16, drops_masters=True),
+        frozenset({"bf16-weights-sr"}),
+    ),
+    "fp16": (Plan(compute_dtype=ComputeDtype.FLOAT16), frozenset({"fp16"})),
 }
 
 
