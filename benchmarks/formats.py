@@ -34,13 +34,13 @@ PLANS: dict[str, tuple[Plan, frozenset[str]]] = {
         for one in StateFormat
         if one is not StateFormat.GIVEN
     },
-    "bf16": (Plan(compute_dtype=BF16), frozenset({"bf16"})),
-    "bf16, masters split": (Plan(compute_dtype=BF16, splits_masters=True), frozenset({"bf16"})),
     "bf16-weights-sr": (Plan(compute_dtype=BF16, drops_masters=True), frozenset({"bf16-weights-sr"})),
     "bf16-weights-sr, int8-state": (
         Plan(compute_dtype=BF16, drops_masters=True, state_format=StateFormat.INT8),
         frozenset({"bf16-weights-sr", "int8-state"}),
     ),
+    "bf16": (Plan(compute_dtype=BF16), frozenset({"bf16"})),
+    "bf16, masters split": (Plan(compute_dtype=BF16, splits_masters=True), frozenset({"bf16"})),
 }
 PLACES = ("disk", "resident")
 ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)
@@ -80,7 +80,7 @@ def measure(name: str, place: str, directory: Path) -> dict[str, Any]:
 
 def print_table(found: dict[str, dict[str, Any]]) -> None:
     print(
-        "| format | at home on disk | read a step | written a step | resident, all on the device | largest deviation | update and step, CPU s |"
+        "| format | at home on disk | read a step | written a step | resident, all on the device | largest deviation | step with homes on disk, CPU s |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, places in found.items():
@@ -111,8 +111,8 @@ def main() -> None:
         return
     output: Path | None = arguments.output
     found: dict[str, dict[str, Any]] = json.loads(output.read_text()) if output is not None and output.exists() else {}
-    for name in () if arguments.table else PLANS:
-        for place in PLACES:
+    for place in () if arguments.table else PLACES:
+        for name in PLANS:
             if place in found.setdefault(name, {}):
                 continue
             command = [sys.executable, __file__, "--worker", name, place]
