@@ -83,6 +83,19 @@ FOUND = {
     "first call of the tail left out, clipped": Found(
         spec=_LEFT_OUT, plan=Plan(tail=1, update=UpdateTime.AFTER_BACKWARD), clips=True
     ),
+    # The block is fetched for the call that is left out, and updated while that visit, which nobody waits for, still arrives.
+    "left out with its weight on the way, updated meanwhile": Found(
+        spec=ModelSpec(
+            blocks=(_PLAIN, _PLAIN),
+            calls=(
+                CallSpec(block=0, source=0, is_optional=True),
+                CallSpec(block=1, source=1),
+                CallSpec(block=0, source=2),
+                CallSpec(block=1, source=3),
+            ),
+        ),
+        plan=Plan(blocks={name: BlockPlan(weight_home=Tier.DISK) for name in ("blocks.0", "blocks.1")}, prefetch=1),
+    ),
     # Code before the tail's first call reads a weight of that call: refused with the way out, which has to work.
     "tail reads what code before it reads": Found(
         spec=ModelSpec(blocks=(_PLAIN,), calls=(CallSpec(block=0, source=0, glue=Glue.READ_WEIGHT),)),

@@ -295,7 +295,8 @@ def _is_legal(spec: ModelSpec) -> bool:
     case = make_case(spec)
     with torch.random.fork_rng():
         try:
-            case.loss(case.model, case.batch(0)).backward()
+            for step in (0, 1):  # with the optional calls, and without
+                case.loss(case.model, case.batch(step)).backward()
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 return False

@@ -63,6 +63,8 @@ class Settling:
                 self._gradients.wait()
                 if self.skips:
                     return
+                # A visit that nobody waited for, because its call was left out: what still arrives would overwrite what is updated in place.
+                self._blocks[b].wait()
                 self._updating[b] = self._updates.submit(self._blocks[b])
             case Clear(b):
                 self.wait(b)
