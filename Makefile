@@ -20,12 +20,14 @@ FUZZ_EXAMPLES ?= 1000
 TRAIN_RECIPE ?= gpt2-small
 TRAIN_LIMIT ?= 1.25GiB
 TRAIN_STEPS ?= 10
+# Where the run is committed, step by step, and goes on from; empty: nowhere.
+TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
 .PHONY: help install lint format test fuzz train vocabulary clean
 
 help:
-	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT)"
+	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT); typed again, it goes on"
 	@echo "make test       lint, types and every test that needs no GPU"
 	@echo "make lint       ruff and pyright only"
 	@echo "make format     let ruff put the files in order"
@@ -70,7 +72,7 @@ fuzz: install
 	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 $(TEST_ARGS)
 
 train: install
-	$(PYTHON) -m memfit.cli train --recipe $(TRAIN_RECIPE) --limit $(TRAIN_LIMIT) --steps $(TRAIN_STEPS) $(TRAIN_ARGS)
+	$(PYTHON) -m memfit.cli train --recipe $(TRAIN_RECIPE) --limit $(TRAIN_LIMIT) --steps $(TRAIN_STEPS) $(if $(TRAIN_STORE),--store $(TRAIN_STORE)) $(TRAIN_ARGS)
 
 vocabulary: install
 	$(PYTHON) benchmarks/train_vocabulary.py

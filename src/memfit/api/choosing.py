@@ -61,6 +61,7 @@ def choose(
     may_split: bool,
     clips_norm: bool,
     load_bytes: int,
+    like: Plan | None = None,
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -75,6 +76,7 @@ def choose(
         may_split: the batch may be cut.
         clips_norm: gradients are clipped by their global norm.
         load_bytes: held while weights move home: no smaller limit is advised.
+        like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
 
     Raises:
         DoesNotFitError: no plan does.
@@ -86,6 +88,8 @@ def choose(
     if "fp16" in allow and hardware.device != "cpu" and unfit_for_fp16(problem.model) is None:
         dtypes.append(ComputeDtype.FLOAT16)  # a CPU gains no speed from fp16: there such a plan must be given
     formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
+    if like is not None:
+        dtypes, formats = [like.compute_dtype], [like.state_format]
     choices: list[Choice] = []
     refusals: list[DoesNotFitError] = []
     for compute, chunk in product(dtypes, chunks):
@@ -106,6 +110,7 @@ def choose(
                     clips_norm=clips_norm,
                     compute=compute,
                     splits_allowed=may_split,
+                    like=like,
                     has_host=machine.has_host,
                     host_bytes=machine.limits.host_bytes,
                     disk_bytes=machine.limits.disk_bytes,

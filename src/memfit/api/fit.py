@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from memfit.api.choosing import Choice, choose, microbatch_counts
+from memfit.api.commits import check_model, stored_plan, stored_reason
 from memfit.api.job import Job, JobParts, Prepared
 from memfit.api.machine import Machine, device_of
 from memfit.api.problem import Loss, Problem, check_arguments, check_precision, driver_of, read_plan
-from memfit.api.sources import Bring, bring_from, open_sources
+from memfit.api.sources import Bring, Forget, bring_from, forget_in, open_sources
 from memfit.api.splitting import Weigh, signature_of
-from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
@@ -28,7 +30,9 @@ from memfit.profiling.blocks import find_blocks
 from memfit.profiling.trace import arrange_blocks
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.guard import is_away
+from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
+from memfit.runtime.store import Durability
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 
@@ -47,6 +51,10 @@ def fit(
     weight: Callable[[Any], float] | None = None,
     blocks: Sequence[str | nn.Module] | None = None,
     directory: str | Path | None = None,
+    store: str | Path | None = None,
+    resume: str | Path | None = None,
+    durability: Durability = "step",
+    on_breach: Literal["error", "replan"] = "error",
     host_limit: int | str | None = None,
     disk_limit: int | str | None = None,
     enforce: bool = True,
@@ -82,6 +90,15 @@ def fit(
         weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
         directory: where homes on disk are made; by default a temporary directory that is deleted at the end.
+        store: a directory that the run is committed to, step by step, and that it goes on from if it holds a run already: then weights, optimizer states,
+            settings, random numbers and the state of registered objects are the run's (`job.steps` says how far it is), and so is the plan, where none is
+            given and it still fits. The model's own values are given up. Takes two slots of every weight and state on disk, claimed now.
+        resume: the same, and a directory without a run is refused.
+        durability: "step": each step survives a kill and a power cut from the moment on that the next one begins. N: every N-th does. "exit": only what
+            `close` commits, and the beginning.
+        on_breach: "error": a step that meets the limit raises `LimitBreachError`. "replan": it is made again, with the same batch and random numbers, from
+            the last commit under a tighter plan, at most three times; `job.breaches` and a warning tell it with its cause. Needs `store=`, and
+            durability "step".
         host_limit: the same for host memory beside a device.
         disk_limit: the same for files.
         enforce: arm the limit in the allocator, so that passing it is an error at the allocation. Otherwise it is only reported.
@@ -95,15 +112,23 @@ def fit(
 
     Raises:
         UsageError: arguments that cannot be; UnsupportedError: a model, loss or optimizer that memfit would change; DoesNotFitError: no plan
-        fits; PlanError: a plan that is not legal; StoreError: the directory.
+        fits; PlanError: a plan that is not legal; StoreError: the directory, its disk, or a store of another model, dtype or optimizer, with the
+        difference; StoreInUseError: a live job has the store.
     """
     check_arguments(model, loss, allow, max_grad_norm)
     limits = Limits.read(limit, host_limit, disk_limit)
     machine = Machine(device_of(model), limits, is_emulated=emulate_device)
+    home = directory or store or resume
     with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as stack:
         driver = driver_of(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else read_plan(plan)
+        _check_on_breach(on_breach, store or resume, durability)
+        giving_up = stack.enter_context(ExitStack())
+        run = _open_run(store, resume, durability, giving_up)
+        if run is not None and run.is_resumed:
+            check_model(run, model)
+            weights = None  # they are the run's
         sources = open_sources(model, weights, stack)
         here = [p for p in model.parameters() if not is_away(p)]
         budget = machine.budget(sum(p.nbytes for p in here))
@@ -111,12 +136,13 @@ def fit(
         load_bytes = machine.load_bytes(model, leaves=lacks_room)
         aside: WeightsAside | None = None
         if lacks_room:
-            aside = stack.enter_context(WeightsAside(here, Machine.disk_directory(directory)))
+            aside = stack.enter_context(WeightsAside(here, Machine.disk_directory(home)))
             machine.forget_peak()
             sources.insert(0, aside)  # what was put aside comes back before files overwrite it
         task = _Task(
             problem=Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside),
             bring=bring_from(sources),
+            forget=forget_in(sources),
             sample=sample,
             load_bytes=load_bytes,
             machine=machine,
@@ -125,30 +151,86 @@ def fit(
             allow=frozenset(allow),
             max_grad_norm=max_grad_norm,
             directory=directory,
+            run=run,
             keeps_gradients=keep_gradients,
             enforces=enforce,
+            replans=on_breach == "replan",
+            probe=cache(lambda: hardware or machine.probe(home, probes_bf16="bf16" in allow)),
         )
-        if given is not None:
-            _check_tiers(given, machine)
-            check_precision(given, model, task.allow)
-            found = task.problem.profile_for(given, sample)
-            if given.microbatches > 1:
-                _check_statistics(found)
-            return task.checked_job(given, "given by the user", found, budget)
-        found = task.problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
-        if budget.limit_bytes is None:
-            return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
-        probed = hardware or machine.probe(directory, probes_bf16="bf16" in task.allow)
-        may_split = not found.reads_batch_statistics
-        chosen = task.choose(found, budget, probed, may_split=may_split)
+        job = _plan_job(task, given, budget)
         try:
-            return task.checked_job(chosen.plan, chosen.reason, chosen.profile, budget)
-        except UnsupportedError:
-            if chosen.plan.microbatches == 1:
-                raise
-        # The loss does not add up over rows: plans that cut the batch are out.
-        chosen = task.choose(found, budget, probed, may_split=False)
-        return task.job(chosen.plan, chosen.reason, chosen.profile, budget)
+            job.begin_run()
+        except BaseException:
+            job.undo()
+            raise
+        giving_up.pop_all()  # the directory is the job's now
+        return job
+
+
+def _plan_job(task: _Task, given: Plan | None, budget: Budget) -> Job:
+    """The job of the given plan, of the run's own, or of the fastest that fits."""
+    sample = task.sample
+    if given is not None:
+        return task.checked_job(given, "given by the user", task.trace(given), budget)
+    own = _plan_of_run(task, budget)
+    if own is not None:
+        return own
+    found = task.problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
+    if budget.limit_bytes is None and task.like is None:
+        return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
+    probed = task.hardware()
+    may_split = not found.reads_batch_statistics
+    chosen = task.choose(found, budget, probed, may_split=may_split)
+    try:
+        return task.checked_job(chosen.plan, chosen.reason, chosen.profile, budget)
+    except UnsupportedError:
+        if chosen.plan.microbatches == 1:
+            raise
+    # The loss does not add up over rows: plans that cut the batch are out.
+    chosen = task.choose(found, budget, probed, may_split=False)
+    return task.job(chosen.plan, chosen.reason, chosen.profile, budget)
+
+
+def _check_on_breach(on_breach: str, where: str | Path | None, durability: Durability) -> None:
+    if on_breach not in ("error", "replan"):
+        raise UsageError(f'on_breach is "error" or "replan", not {on_breach!r:.80}')
+    if on_breach == "replan" and (where is None or durability != "step"):
+        raise UsageError(
+            'on_breach="replan" makes a step again from the commit of the step before: name a directory with store=, and keep durability="step"'
+        )
+
+
+def _open_run(
+    store: str | Path | None, resume: str | Path | None, durability: Durability, stack: ExitStack
+) -> RunStore | None:
+    """The directory of the run, given up by the stack; None where nothing is committed."""
+    if store is not None and resume is not None:
+        raise UsageError("fit takes store= (go on from there, or begin there) or resume= (go on from there), not both")
+    where = store if resume is None else resume
+    if where is None:
+        if durability != "step":
+            raise UsageError(
+                f"durability={durability!r} says how often a run is committed: name its directory with store="
+            )
+        return None
+    run = RunStore(where, durability=durability, must_exist=resume is not None)
+    stack.callback(run.close)
+    return run
+
+
+def _plan_of_run(task: _Task, budget: Budget) -> Job | None:
+    """The job of a resumed run under the plan that it had, whose arithmetic it goes on with; None if there is none, or it does not fit here."""
+    run, plan = task.run, task.like
+    if run is None or plan is None:
+        return None
+    homes = {h for b in plan.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)}
+    if Tier.HOST in homes and not task.machine.has_host:
+        return None
+    found = task.trace(plan)
+    peak = _prepared(found, plan, clips_norm=task.clips_norm).timeline.peak_bytes
+    if budget.tensor_bytes is not None and peak > budget.tensor_bytes:
+        return None
+    return task.checked_job(plan, stored_reason(run), found, budget)
 
 
 def profile(
@@ -218,6 +300,7 @@ class _Task:
 
     problem: Problem
     bring: Bring | None
+    forget: Forget
     sample: Any
     load_bytes: int
     machine: Machine
@@ -226,8 +309,53 @@ class _Task:
     allow: frozenset[str]
     max_grad_norm: float | None
     directory: str | Path | None
+    run: RunStore | None
     keeps_gradients: bool
     enforces: bool
+    replans: bool
+    probe: Callable[[], Hardware]
+
+    @property
+    def like(self) -> Plan | None:
+        """The plan of a resumed run, whose formats it goes on in."""
+        return stored_plan(self.run) if self.run is not None and self.run.is_resumed else None
+
+    def hardware(self) -> Hardware:
+        """What the machine can do; what the run has claimed of the disk it need not find free."""
+        probed = self.probe()
+        claimed = self.run.nbytes if self.run is not None and self.run.is_resumed else 0
+        return replace(probed, disk_bytes=probed.disk_bytes + claimed)
+
+    def trace(self, plan: Plan) -> Profile:
+        """The profile of the sample under a plan that is decided.
+
+        Raises:
+            PlanError, UsageError, UnsupportedError: the machine, what is allowed, or the model does not go with the plan.
+        """
+        _check_tiers(plan, self.machine)
+        check_precision(plan, self.problem.model, self.allow)
+        found = self.problem.profile_for(plan, self.sample)
+        if plan.microbatches > 1:
+            _check_statistics(found)
+        return found
+
+    def replan(self, batch: Any, margin_bytes: int) -> JobParts:
+        """The fastest plan that fits beside what is allocated now.
+
+        Args:
+            batch: that must fit.
+            margin_bytes: to be left free besides.
+
+        Raises:
+            DoesNotFitError: none does.
+        """
+        task = replace(self, sample=batch, problem=replace(self.problem, aside=None), bring=None)
+        budget = self.machine.budget(0)
+        held = self.machine.meter.live_bytes() + margin_bytes
+        budget = replace(budget, reserve_bytes=budget.reserve_bytes + held)
+        found = task.problem.profile(batch, microbatch_counts(batch), chunk_tokens=None)
+        chosen = task.choose(found, budget, self.hardware(), may_split=not found.reads_batch_statistics)
+        return task.parts(chosen.plan, chosen.reason, chosen.profile, budget)
 
     @property
     def clips_norm(self) -> bool:
@@ -247,10 +375,15 @@ class _Task:
             may_split=may_split,
             clips_norm=self.clips_norm,
             load_bytes=self.load_bytes,
+            like=self.like,
         )
 
     def job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:
         """The job of a plan: everything moves home."""
+        return Job(self.parts(plan, reason, found, budget))
+
+    def parts(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> JobParts:
+        """What a job of a plan is made of."""
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
@@ -259,32 +392,34 @@ class _Task:
         rows = -(-found.batch_rows // plan.microbatches)
         is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces
         ready = _prepared(found, plan, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
-        return Job(
-            JobParts(
-                model=problem.model,
-                loss=problem.loss,
-                weight=self.weight,
-                optimizer=self.optimizer,
-                driver=problem.driver,
-                machine=self.machine,
-                plan=plan,
-                reason=reason,
-                prepare=prepare,
-                prepared=ready,
-                signature=signature_of(self.sample),
-                blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
-                sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
-                casts=problem.casts,
-                predicted_peak_bytes=max(
-                    ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes,
-                    self.load_bytes,
-                ),
-                max_grad_norm=self.max_grad_norm,
-                directory=self.directory,
-                keeps_gradients=self.keeps_gradients,
-                enforces=self.enforces,
-                bring=self.bring,
-            )
+        return JobParts(
+            model=problem.model,
+            loss=problem.loss,
+            weight=self.weight,
+            optimizer=self.optimizer,
+            driver=problem.driver,
+            machine=self.machine,
+            plan=plan,
+            reason=reason,
+            prepare=prepare,
+            prepared=ready,
+            signature=signature_of(self.sample),
+            blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
+            sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
+            casts=problem.casts,
+            predicted_peak_bytes=max(
+                ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes,
+                self.load_bytes,
+            ),
+            max_grad_norm=self.max_grad_norm,
+            directory=self.directory,
+            keeps_gradients=self.keeps_gradients,
+            enforces=self.enforces,
+            bring=self.bring,
+            run=self.run,
+            forget=self.forget,
+            replan=self.replan if self.replans else None,
+            checks_split="nonadditive-loss" not in self.allow,
         )
 
     def checked_job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:

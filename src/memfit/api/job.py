@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from memfit.api.breaches import TRIES, BreachReport, clear_frames, margin_bytes
+from memfit.api.commits import CommitReport, Commits, run_identity
 from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine
+from memfit.api.run_state import give_random, take_random
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
 from memfit.api.setting import training_setting
 from memfit.api.splitting import (
@@ -27,7 +31,15 @@ from memfit.api.splitting import (
     signature_of,
     split,
 )
-from memfit.core.errors import DoesNotFitError, LimitBreachError, StoreError, TornStepError, UsageError
+from memfit.core.errors import (
+    DoesNotFitError,
+    LimitBreachError,
+    MemfitError,
+    MemfitWarning,
+    StoreError,
+    TornStepError,
+    UsageError,
+)
 from memfit.core.plan import Order, Plan, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import CallProfile, Profile
@@ -44,6 +56,7 @@ from memfit.runtime.loss_scaling import LossScaler, in_half
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.rounded import RoundedMasters
+from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
 from memfit.runtime.split import SplitMasters
 from memfit.runtime.states import BlockStates, StateRest, embedding_names
@@ -111,6 +124,10 @@ class Prepared:
         return self.profile.traces[self.rows].calls
 
 
+Replan = Callable[[Any, int], "JobParts"]
+"""A batch that must fit, and bytes to leave free besides -> the parts of a job under another plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobParts:
     """What `fit` hands over."""
@@ -135,6 +152,10 @@ class JobParts:
     keeps_gradients: bool
     enforces: bool
     bring: Callable[[Iterable[nn.Parameter]], None] | None = None
+    run: RunStore | None = None
+    forget: Callable[[Iterable[nn.Parameter]], None] | None = None
+    replan: Replan | None = None
+    checks_split: bool = True
 
 
 class Job:
@@ -144,19 +165,28 @@ class Job:
     """
 
     def __init__(self, parts: JobParts) -> None:
-        self.plan = parts.plan
-        self.reason = parts.reason
-        self._parts = parts
         self._machine = parts.machine
-        self._prepared = {parts.signature: parts.prepared}
-        self._steps = 0
-        self.loss_scaler = LossScaler() if parts.plan.scales_losses else None
-        """The dynamic loss scale of a plan that computes in fp16; a checkpoint may keep its `state_dict`. None for other plans."""
+        self._steps_here = 0
         self._census = Census(parts.machine.meter)
         self._torn: str | None = None
         self._is_closed = False
         self._in_weights = 0
         self._was_whole = not any(is_away(p) for p in parts.model.parameters())
+        self.loss_scaler = LossScaler() if parts.plan.scales_losses else None
+        """The dynamic loss scale of a plan that computes in fp16; part of every commit. None for other plans."""
+        self._has_ended = False
+        self._is_stepping = False
+        self._has_started = False
+        self._interrupts = Interrupts()
+        self.breaches: list[BreachReport] = []
+        self._assemble(parts)
+
+    def _assemble(self, parts: JobParts, before: Commits | None = None) -> None:
+        """All that follows from a plan. `before`: the commits of the plan that this one takes the place of."""
+        self.plan = parts.plan
+        self.reason = parts.reason
+        self._parts = parts
+        self._prepared = {parts.signature: parts.prepared}
         driver = parts.driver
         self._blocks = tuple(
             BlockWeights(i, name, parameters, parts.plan.compute_dtype)
@@ -184,14 +214,18 @@ class Job:
             keeps_gradients=parts.keeps_gradients,
             keeps_norms=parts.max_grad_norm is not None,
             host_ledger=parts.machine.host_ledger,
+            run=parts.run,
+            model=parts.model,
+            identity=run_identity(parts.model, parts.optimizer, parts.plan),
         )
+        self._commits: Commits | None = None
         self._running = ExitStack()
-        self._has_ended = False
-        self._is_stepping = False
         self._has_begun = False
-        self._interrupts = Interrupts()
         self._owed: set[str] = set()
         try:
+            self._commits = None if parts.run is None else self._open_commits(parts.run)
+            if self._commits is not None and before is not None:
+                self._commits.carry_on(before)
             self._begin(parts)
         except BaseException:
             self._is_closed = True
@@ -201,18 +235,26 @@ class Job:
     def _begin(self, parts: JobParts) -> None:
         """Everything moves home. If that fails, `_end` gives back what had moved."""
         driver = parts.driver
-        self._house.move_in(parts.bring)
+        resumed = self._commits if self._commits is not None and self._commits.run.is_resumed else None
+        if resumed is None:
+            self._house.move_in(parts.bring)
+        else:
+            resumed.check()
+            self._house.take_up(parts.forget, has_weights=resumed.has_weights)
         callbacks = OwnerCallbacks(
             gather_state=self._gather_state, scatter_state=self._scatter_state, zero_grad=self._zero_grad
         )
         for name, state in driver.adopt(callbacks):
             block, slot = self._place[name]
             try:
-                self._states[block.index].put(slot, state)
+                if resumed is None:
+                    self._states[block.index].put(slot, state)
             except BaseException:
                 driver.restore(name, state)
                 raise
             self._owed.add(name)
+        if resumed is not None:
+            resumed.take_up()
         self._house.first_commit()
         # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
         is_beside = parts.machine.device.type != "cpu" or self._house.uses_disk
@@ -245,6 +287,29 @@ class Job:
             self._machine.arm()
         self._has_begun = True
 
+    def _open_commits(self, run: RunStore) -> Commits:
+        parts = self._parts
+        return Commits(
+            run,
+            self._house,
+            machine=parts.machine,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            blocks=self._blocks,
+            states=self._states,
+            plan=parts.plan,
+            reason=parts.reason,
+            max_grad_norm=parts.max_grad_norm,
+            noise=self._noise,
+            scaler=self.loss_scaler,
+        )
+
+    def begin_run(self) -> None:
+        """For `fit`, at its end: commits a new run's first version, or puts the random numbers of a resumed one where they were."""
+        if self._commits is not None:
+            self._commits.begin()
+        self._has_started = True
+
     @property
     def _is_bf16(self) -> bool:
         return self.plan.compute_dtype is ComputeDtype.BFLOAT16
@@ -266,26 +331,97 @@ class Job:
             TornStepError: an earlier step was interrupted while it updated in place. KeyboardInterrupt: at the next action; a second Ctrl-C at once.
         """
         with self._interrupts.held():
-            return self._step(batch)
+            self._check_usable()
+            self._check_unchanged()
+            if self._commits is not None:
+                self._commits.check_registered()
+            self._keep_changes()
+            self._seal()
+            if self._parts.replan is None:
+                return self._step(batch)
+            return self._step_or_replan(batch, self._parts.replan)
+
+    def _step_or_replan(self, batch: Any, replan: Replan) -> StepResult:
+        """A step; where it meets the limit, the same step under a tighter plan. See [Note: replanning] in `api.breaches`."""
+        found: list[BreachReport] = []
+        for attempt in range(1, TRIES + 2):
+            before = take_random()
+            try:
+                result = self._step(batch)
+            except LimitBreachError as error:
+                if attempt > TRIES:
+                    error.add_note(f"{TRIES} tighter plans met the limit as well")
+                    raise
+                found.append(self._make_tighter(error, batch, attempt, replan))
+                give_random(before)
+            else:
+                self.breaches += found
+                for report in found:
+                    warnings.warn(report.in_words(), MemfitWarning, stacklevel=3)
+                return replace(result, departures=(*result.departures, *(report.in_words() for report in found)))
+        raise AssertionError("the loop returns or raises")
+
+    def _make_tighter(self, error: LimitBreachError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
+        """Gives up everything but the store, and takes the run up again under a plan that needs less.
+
+        Raises:
+            LimitBreachError: the breach itself, where no tighter plan fits; the job is closed, the last commit is whole.
+        """
+        parts, commits = self._parts, self._commits
+        assert commits is not None
+        limit = self._machine.limits.device_bytes or 0
+        peak = self._prepared[signature_of(batch)].timeline.peak_bytes
+        self._running.close()
+        for block in self._blocks:
+            block.give_up()
+        for states in self._states.values():
+            states.home = None
+        parts.driver.release()
+        self._house.close()
+        commits.run.go_back()
+        clear_frames(error)
+        foreign_bytes = self._machine.meter.live_bytes()
+        try:
+            tighter = replan(batch, margin_bytes(limit, attempt))
+            if tighter.prepared.timeline.peak_bytes >= peak:
+                raise DoesNotFitError(f"the tightest plan that fits is predicted to take no less: {tighter.reason}")
+            self._torn = None
+            self._assemble(tighter, commits)
+            if tighter.plan.microbatches > 1 and parts.plan.microbatches == 1 and tighter.checks_split:
+                self.check_split(batch)
+        except (MemfitError, torch.OutOfMemoryError) as other:
+            error.add_note(
+                f"no tighter plan took its place ({type(other).__name__}: {other}). The job is closed; step {commits.run.committed.step} is whole in "
+                f"{commits.run.directory}"
+            )
+            self._is_closed = True
+            self._end(restore=False)
+            raise error from other
+        return BreachReport(
+            step=self.steps + 1,
+            cause=str(error),
+            foreign_bytes=foreign_bytes,
+            before=parts.plan,
+            after=tighter.plan,
+            reason=tighter.reason,
+        )
 
     def _step(self, batch: Any) -> StepResult:
-        self._check_usable()
-        self._check_unchanged()
-        self._keep_changes()
         began = time.perf_counter()
         prepared = self._prepare(batch)
         parts = split(batch, prepared.microbatches)
         factors = shares(parts, self._parts.weight)
-        phase = "first step" if self._steps == 0 else "steady"
-        if self._steps < 2:
+        phase = "first step" if self._steps_here == 0 else "steady"
+        if self._steps_here < 2:
             self._machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
         self._is_stepping = True
         try:
             with self._machine.phases(phase):
                 outcome = self._run_step(prepared, parts, factors)
-                self._steps += 1
+                self._steps_here += 1
         finally:
             self._is_stepping = False
+        self._note()
         if self._census.note_step():
             self._census.warn_once(self.census())
         return self._result(batch, outcome, time.perf_counter() - began)
@@ -301,7 +437,7 @@ class Job:
         for _, slot in self._place.values():
             slot.parameter.grad = None
         self._updates.updated_blocks.clear()
-        self._noise.step = self._steps
+        self._noise.step = self.steps
         numbers = {index: dict(states.numbers) for index, states in self._states.items()}
         try:
             if scaler is None:
@@ -320,12 +456,16 @@ class Job:
                 outcome = self._engine.run(prepared.schedule, work, tail=_tail(self.plan))
             if scaler is not None:
                 scaler.update(has_overflowed=outcome.is_skipped)
+            self._house.note_changed(self._updates.updated_blocks)
             self._house.commit()
         except BaseException as error:
             self._fail(error, "step", numbers)
             raise
         if not outcome.is_skipped:
             self._parts.driver.end_step()
+        if self._commits is not None:
+            scale = self._house.gradients.scale
+            self._commits.clip = None if scale is None else float(scale)
         return outcome
 
     def _fail(self, error: BaseException, phase: str, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
@@ -338,8 +478,7 @@ class Job:
         except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
             error.add_note(f"a gradient could not be written either: {other}")
         if self._house.forget_step():
-            self._steps += 1
-            error.add_note(f"step {self._steps} had been committed when this came: it counts")
+            error.add_note(f"step {self.steps} had been committed when this came: it counts")
             return
         for block in self._blocks:
             block.release()
@@ -350,7 +489,7 @@ class Job:
         if is_torn:
             names = [self._blocks[b].name for b in self._updates.updated_blocks]
             self._torn = (
-                f"step {self._steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
+                f"step {self.steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
                 + (f" and {len(names) - 1} more blocks" if len(names) > 1 else "")
             )
         if isinstance(error, torch.OutOfMemoryError):
@@ -454,6 +593,7 @@ class Job:
         else:
             losses = tuple(float(r) for r in results)
         mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
+        self._note()
         return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
 
     @contextmanager
@@ -494,6 +634,7 @@ class Job:
                 yield session
         finally:
             self._is_stepping = False
+            self._note()
 
     def check_split(self, sample: Any) -> None:
         """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
@@ -558,17 +699,85 @@ class Job:
         finally:
             for block in fetched:
                 block.release()
+            self._note()
 
     def _write_home(self, changed: Sequence[BlockWeights], before: Mapping[int, Sequence[int]]) -> None:
+        self._house.note_changed(block.index for block in changed)
         try:
             for block in changed:
                 ticket = block.write_home(before[block.index])
                 if ticket is not None:
                     ticket.wait()
             self._keep_changes()
-        except BaseException:
+        except BaseException as error:
+            if any(_is_overwritten(block.home) or _is_overwritten(block.master_home) for block in changed):
+                self._torn = f"weights that were changed between two steps could not be written ({type(error).__name__}: {error})"
             self._house.forget_step()
             raise
+
+    # --- commits ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps made in the run so far: since `fit`, or, with `store=`, since the run began. A loop over `range(job.steps, total)` goes on where it was."""
+        return self._house.step
+
+    def register(self, name: str, thing: Any, *, is_new: bool = False) -> None:
+        """Makes the state of an object part of every commit, and gives it back what it was where a run goes on.
+
+        Schedulers, averages, loaders, samplers: whatever has `state_dict` and `load_state_dict`; and random generators of torch, NumPy and Python (the
+        default ones of all three belong to every commit without being asked). The state of what gives batches (it can be iterated) and of generators is
+        noted when a method of the job returns, that of everything else when the next step begins (docs/store.md). Nothing is pickled: a state is made
+        of numbers, texts, tensors and containers of them.
+
+        Memory: three times the tensors of its state, for a moment, at each commit.
+
+        Args:
+            name: to find it again by, in the run that goes on.
+            thing: the object, ready: register a scheduler after it is built. None: the state that the run has under this name is given up.
+            is_new: it joins a run that went on without it.
+
+        Raises:
+            UsageError: no `store=`; a name that is taken, or that the run does not know; an object without a state. UnsupportedError: a state that cannot be kept.
+            StoreError: a state that the object does not take.
+        """
+        self._check_open()
+        if self._commits is None:
+            raise UsageError(
+                f"register({name!r}, ...): the job commits nothing; memfit.fit(store=directory) makes a run that can go on"
+            )
+        self._commits.register(name, thing, is_new=is_new)
+
+    def commit(self) -> None:
+        """Commits the step that was made last now, with everything as it stands: say so at the end of a loop's body, where nothing of it is left to do.
+
+        Without it a step is committed when the next one begins, or by `close`.
+
+        Raises:
+            UsageError: no `store=`. StoreError: the disk; the commit before is whole and this may be repeated. TornStepError: the weights are no step's.
+        """
+        self._check_usable()
+        if self._commits is None:
+            raise UsageError("the job commits nothing; memfit.fit(store=directory) makes a run that can go on")
+        self._keep_changes()
+        with self._interrupts.held():
+            self._commits.note()
+            self._commits.seal(force=True)
+
+    @property
+    def commits(self) -> CommitReport | None:
+        """What committing costs and promises; None without `store=`."""
+        return None if self._commits is None else self._commits.report()
+
+    def _seal(self, *, force: bool = False) -> None:
+        """The step before is committed with what was done after it, if it is time."""
+        if self._commits is not None:
+            with self._interrupts.held():
+                self._commits.seal(force=force)
+
+    def _note(self) -> None:
+        if self._commits is not None:
+            self._commits.note()
 
     def save(
         self,
@@ -596,7 +805,7 @@ class Job:
                 optimizer=self._parts.optimizer,
                 blocks=self._blocks,
                 states=self._states,
-                steps=self._steps,
+                steps=self.steps,
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
             )
@@ -662,16 +871,18 @@ class Job:
 
     # --- the end ----------------------------------------------------------------------------------------------------------------
 
-    def close(self, *, restore: bool | None = None) -> None:
-        """Gives the user an ordinary, complete model and optimizer back, where they fit; temporary files are deleted.
+    def close(self, *, restore: bool | None = None, commit: bool = True) -> None:
+        """Gives the user an ordinary, complete model and optimizer back, where they fit; temporary files are deleted, a `store=` stays.
 
         Weights that computed in bf16 come back as their fp32 masters, whatever the dtype in which the model came.
 
         Memory: all weights and optimizer states at once, on the model's device; the limit is off from here on.
 
         Args:
-            restore: True gives everything back, whatever it takes. False gives nothing back: weights that are away are gone with their files (save before).
+            restore: True gives everything back, whatever it takes. False gives nothing back: weights that are away are gone with their files (save before), or stay in the
+                store alone.
                 None: everything, but a model that was never whole in memory (`memfit.empty`) only where that stays under the limit.
+            commit: with `store=`, the last step is committed first. Leaving the context by an error does not: nobody knows what was done after the step.
 
         Raises:
             DoesNotFitError: such a model is larger than the limit, and it was not said what is to become of it. Nothing is lost: the job goes on.
@@ -681,6 +892,9 @@ class Job:
         if restore is None and not self._has_ended:
             self._check_restorable()
         restore = restore is not False
+        if commit and not self._is_closed and self._has_started and self._torn is None and self._commits is not None:
+            self._keep_changes()
+            self._seal(force=True)
         self._is_closed = True
         with self._interrupts.held():
             self._end(restore=restore)
@@ -719,6 +933,10 @@ class Job:
         self._has_ended = True
         self._parts.driver.release()
         self._house.close()
+        if self._parts.run is not None and self._has_started:
+            self._parts.run.close()
+        elif self._parts.run is not None:
+            self._parts.run.reset()
 
     def _give_back(self) -> None:
         """States and weights, each as soon as it was read; what was given back already is not read again."""
@@ -741,11 +959,11 @@ class Job:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.close()
+            self.close(commit=error is None)
         except DoesNotFitError as refusal:
             if error is None:
                 raise
-            self.close(restore=False)
+            self.close(restore=False, commit=False)
             error.add_note(f"the job was closed without giving the model back: {refusal}")
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
@@ -769,9 +987,14 @@ class Job:
             )
         if self._torn is not None:
             raise TornStepError(
-                f"the step is torn: {self._torn}; some blocks hold new weights and some old ones. Go back: load a saved state into the model and "
-                "fit again. Under a plan with is_atomic=True, what rests on disk cannot tear"
+                f"the step is torn: {self._torn}; some blocks hold new weights and some old ones. Go back: {self._way_back()}"
             )
+
+    def _way_back(self) -> str:
+        if self._commits is None:
+            return "load a saved state into the model and fit again. Under a plan with is_atomic=True, what rests on disk cannot tear"
+        report = self._commits.report()
+        return f"step {report.step} is whole in {report.directory}: close this job with restore=False and fit again with the same store"
 
     def _check_unchanged(self) -> None:
         """The parameters are those of `fit`, lie where the job put them, and train as they did."""
@@ -814,6 +1037,7 @@ class Job:
 
     def _scatter_state(self, name: str, state: dict[str, Any]) -> None:
         block, slot = self._place[name]
+        self._house.note_changed([block.index])
         self._states[block.index].put(slot, state)
 
     def _zero_grad(self, set_to_none: bool) -> None:  # noqa: FBT001, the optimizer's own signature
@@ -827,6 +1051,12 @@ class Job:
 
 def _has_spare_slot(home: ByteHome | None) -> bool:
     return isinstance(home, DiskHome | SplitMasters | RoundedMasters) and home.has_spare_slot
+
+
+def _is_overwritten(home: ByteHome | None) -> bool:
+    """What is written there changes what reads see."""
+    rests = home.rest if isinstance(home, SplitMasters) else home
+    return isinstance(rests, DiskHome) and rests.has_versions and not rests.has_spare_slot
 
 
 def _tail(plan: Plan) -> int | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,15 @@ from torch import nn
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
 from memfit.runtime.birth import find_origins
-from memfit.runtime.export.files import INDEX_NAME, OPTIMIZER_NAME, optimizer_file, settle, trained_slots, weight_files
+from memfit.runtime.export.files import (
+    INDEX_NAME,
+    OPTIMIZER_NAME,
+    SaveFile,
+    optimizer_file,
+    settle,
+    trained_slots,
+    weight_files,
+)
 from memfit.runtime.export.format import TensorEntry
 from memfit.runtime.export.index import weight_file_names
 from memfit.runtime.export.matching import Matched, match
@@ -112,16 +120,44 @@ def save_job(
     weights, index = weight_files(model, blocks, parse_bytes(max_shard_bytes))
     files = [*weights, optimizer_file(blocks, states)]
     trainer = write_text(_trainer_state(optimizer, blocks, states, steps, extra or {}))
-    check_target(target, needed_bytes=sum(f.header.file_bytes for f in files) + len(trainer), operations=used)
-    with replacing(target, stale=STALE, operations=used) as new:
-        _write_configs(model, new, blocks)
-        _write_text(new / FILE_NAME, trainer, used)
-        if index is not None:
-            _write_text(new / INDEX_NAME, index, used)
+    texts: dict[str, str | bytes] = {FILE_NAME: trainer}
+    if index is not None:
+        texts[INDEX_NAME] = index
+    write_save(target, files, texts, lambda new: _write_configs(model, new, blocks), operations=used)
+    return SaveResult(
+        directory=target,
+        files={f.name: f.header.file_bytes for f in files},
+        seconds=time.perf_counter() - began,
+    )
+
+
+def write_save(
+    target: Path,
+    files: Sequence[SaveFile],
+    texts: Mapping[str, str | bytes],
+    write_configs: Callable[[Path], None],
+    *,
+    operations: FileOperations,
+) -> None:
+    """Writes the files of a save, whole or not at all; see `save_job`.
+
+    Args:
+        target: the directory to be.
+        files: safetensors.
+        texts: further files, by name.
+        write_configs: writes those of other libraries into a directory.
+        operations: the system calls.
+    """
+    needed_bytes = sum(f.header.file_bytes for f in files) + sum(len(text) for text in texts.values())
+    check_target(target, needed_bytes=needed_bytes, operations=operations)
+    with replacing(target, stale=STALE, operations=operations) as new:
+        write_configs(new)
+        for name, text in texts.items():
+            _write_text(new / name, text, operations)
         try:
             pieces = Pieces(max(f.header.file_bytes for f in files))
             for file in files:
-                write_tensors(new / file.name, file.header, file.sources, pieces, operations=used)
+                write_tensors(new / file.name, file.header, file.sources, pieces, operations=operations)
         except torch.OutOfMemoryError as error:
             raise LimitBreachError(
                 f"the limit was hit while saving to {target}: {str(error).splitlines()[0]} Nothing was changed, neither the job nor an older save. "
@@ -130,11 +166,6 @@ def save_job(
                 where="save",
                 torn=False,
             ) from error
-    return SaveResult(
-        directory=target,
-        files={f.name: f.header.file_bytes for f in files},
-        seconds=time.perf_counter() - began,
-    )
 
 
 def _trainer_state(
@@ -164,28 +195,37 @@ def _trainer_state(
     )
 
 
-def _write_text(path: Path, text: str, operations: FileOperations) -> None:
+def _write_text(path: Path, text: str | bytes, operations: FileOperations) -> None:
+    content = text.encode() if isinstance(text, str) else text
     try:
-        write_small_file(path, text.encode(), operations=operations, durable=True)
+        write_small_file(path, content, operations=operations, durable=True)
     except OSError as error:
         raise explain(error, doing="write the file", path=path) from error
 
 
 def _write_configs(model: Any, directory: Path, blocks: Sequence[BlockWeights]) -> None:
     """`config.json` and `generation_config.json` as `from_pretrained` wants them. The model's own config is not changed."""
+    config, generation = described(model, blocks)
+    if generation is not None:
+        generation.save_pretrained(directory)
+    if config is not None:
+        config.save_pretrained(directory)
+
+
+def described(model: Any, blocks: Sequence[BlockWeights]) -> tuple[Any, Any]:
+    """A model's configuration as `from_pretrained` wants it, and that of its generation; None for what it has not."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
-        return
+        return None, None
     transformers = sys.modules.get("transformers")
-    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        saved = {id(slot.parameter): slot.master_dtype for block in blocks for slot in block.slots}
-        first = next(p for p in model.parameters() if p.is_floating_point())
-        config.dtype = str(saved.get(id(first), first.dtype)).removeprefix("torch.")
-        if model.can_generate():
-            model.generation_config.save_pretrained(directory)
-    config.save_pretrained(directory)
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return config, None
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    saved = {id(slot.parameter): slot.master_dtype for block in blocks for slot in block.slots}
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    config.dtype = str(saved.get(id(first), first.dtype)).removeprefix("torch.")
+    return config, model.generation_config if model.can_generate() else None
 
 
 # --- loading --------------------------------------------------------------------------------------------------------------------

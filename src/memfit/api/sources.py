@@ -16,6 +16,7 @@ from torch import nn
 from memfit.runtime.birth import WeightFiles, find_origins
 
 Bring = Callable[[Iterable[nn.Parameter]], None]
+Forget = Callable[[Iterable[nn.Parameter]], None]
 
 
 class Source(Protocol):
@@ -23,6 +24,10 @@ class Source(Protocol):
 
     def bring(self, parameters: Iterable[nn.Parameter]) -> None:
         """These, as far as they are its own; the others stay as they are."""
+        ...
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These got their values elsewhere, and their own are not asked for any more."""
         ...
 
 
@@ -49,6 +54,17 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
             stacklevel=3,
         )
     return [files]
+
+
+def forget_in(sources: Sequence[Source]) -> Forget:
+    """Tells all sources."""
+
+    def forget(parameters: Iterable[nn.Parameter]) -> None:
+        chosen = list(parameters)
+        for source in sources:
+            source.forget(chosen)
+
+    return forget
 
 
 def bring_from(sources: Sequence[Source]) -> Bring | None:

@@ -18,6 +18,7 @@ from memfit.cli.formats import FORMATS_SETTINGS, formats
 from memfit.cli.plan import plan
 from memfit.cli.profile import profile
 from memfit.cli.report import report
+from memfit.cli.store import export, verify
 from memfit.cli.train import train
 from memfit.core.errors import MemfitError
 from memfit.host import restart_with_settings
@@ -60,6 +61,8 @@ def _options(
 app.command()(profile)
 app.command()(plan)
 app.command()(train)
+app.command()(verify)
+app.command()(export)
 app.command()(report)
 app.command()(doctor)
 app.command(context_settings=FORMATS_SETTINGS)(formats)

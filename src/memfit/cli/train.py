@@ -1,4 +1,7 @@
-"""`memfit train`: a recipe or a causal language model of transformers, trained inside a limit, with the proof at the end."""
+"""`memfit train`: a recipe or a causal language model of transformers, trained inside a limit, with the proof at the end.
+
+With `--store` it is a run that goes on where it was left.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from memfit.core.errors import UsageError
 
 if TYPE_CHECKING:
     from memfit.recipes import Recipe
+
+_INTERRUPTED = 130
 
 
 def train(
@@ -36,6 +41,15 @@ def train(
     allow: AllowOption = None,
     plan: Annotated[Path | None, typer.Option(help="Take this plan (JSON) instead of choosing one.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where homes on disk are made; temporary by default.")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            help="Commit each step here. A run that is there goes on; one that had its steps makes as many more."
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove the run that is in the store, and begin anew.")
+    ] = False,
     save: Annotated[Path | None, typer.Option(help="Save the trained model here.")] = None,
 ) -> None:
     """Trains a recipe (gpt2-small by default), or --model on text, inside the limit; prints the proof: predicted peak, measured peak, limit.
@@ -45,16 +59,19 @@ def train(
     from memfit.api import fit
     from memfit.api.machine import prepare_process
     from memfit.api.used import used_settings
-    from memfit.core.units import format_bytes, parse_bytes
-    from memfit.report.progress import StepProgress, TrainingProgress
+    from memfit.core.units import parse_bytes
+    from memfit.report.progress import TrainingProgress
 
     limit_bytes = parse_bytes(limit)
     process = prepare_process()
     chosen = _chosen(recipe, model, data, batch, sequence, rate)
+    store = _open_store(store, fresh=fresh)
     with TrainingProgress(total_steps=steps, limit_bytes=limit_bytes) as progress:
         progress.wait_for("reading text")
         batches = chosen.batches(seed)
+        position = batches.state_dict()
         sample = next(batches)
+        batches.load_state_dict(position)  # the sample is the first step's batch too
         progress.wait_for("building the model")
         net = _build(chosen, seed)
         optimizer = chosen.build_optimizer(net)
@@ -71,40 +88,44 @@ def train(
             plan=plan,
             allow=frozenset(allow or ()),
             directory=directory,
+            store=store,
         )
-        progress.announce(chosen.description)
-        progress.announce(f"plan: {job.reason}")
-        losses: list[float] = []
-        began = time.perf_counter()
-        for step in range(1, steps + 1):
-            result = job.step(sample if step == 1 else next(batches))
-            scheduler.step()
-            losses.append(result.loss)
-            progress.update(
-                StepProgress(
-                    step=step,
-                    loss=result.loss,
-                    tokens=chosen.tokens_per_step,
-                    step_s=result.seconds,
-                    measured_peak_bytes=result.peak_bytes,
+        first = job.steps
+        # A run that had its steps is given as many more.
+        total = (first // steps + 1) * steps
+        try:
+            if store is not None:
+                begun = _Begun(chosen.name, seed)
+                for name, thing in (("recipe", begun), ("batches", batches), ("scheduler", scheduler)):
+                    job.register(name, thing)
+            progress.announce(chosen.description)
+            if first:
+                progress.go_on(done=first, total_steps=total)
+                progress.announce(
+                    f"goes on: {first} steps are committed in {store}; {total - first} to do, to step {total}"
                 )
-            )
-        seconds = time.perf_counter() - began
-        if save is not None:
-            progress.wait_for(f"saving to {save}")
-            job.save(save)
-    read, written = job.bytes_moved
-    per_step = ", ".join(
-        f"{what} {format_bytes(sum(moved.values()) // steps)}" for what, moved in (("read", read), ("written", written))
-    )
-    last = losses[-3:]
-    typer.echo(
-        f"{steps} steps in {seconds:.0f} s, {steps * chosen.tokens_per_step / seconds:.0f} tokens/s; disk {per_step} a step; "
-        f"loss {losses[0]:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
-    )
+            progress.announce(f"plan: {job.reason}")
+            began = time.perf_counter()
+            losses = _make_steps(job, batches, scheduler, progress, range(first + 1, total + 1), chosen.tokens_per_step)
+            if store is not None:
+                progress.wait_for("committing the last step")
+                job.commit()
+            seconds = time.perf_counter() - began
+            if save is not None:
+                progress.wait_for(f"saving to {save}")
+                job.save(save)
+        except KeyboardInterrupt:
+            _leave(job)
+            raise typer.Exit(code=_INTERRUPTED) from None
+        except BaseException:
+            job.close(restore=False, commit=False)
+            raise
+    _tell(job, losses, seconds, chosen.tokens_per_step)
     typer.echo("ran with " + "; ".join(f"{what}: {how}" for what, how in used_settings()))
     proof = job.proof(before_bytes=before_bytes)
     typer.echo(proof.line())
+    if store is not None:
+        typer.echo(f"committed: step {total} in {store}; the same command goes on from there, --fresh begins anew")
     job.close(restore=False)
     if not proof.holds:
         raise typer.Exit(code=1)
@@ -130,3 +151,86 @@ def _chosen(
     if recipe is not None:
         raise UsageError("name --recipe or --model, not both")
     return causal_recipe(model, batch_size=batch, sequence_length=sequence, learning_rate=rate, files=tuple(data or ()))
+
+
+def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
+    """The store's directory, with room for it to be made; an older run is removed if that is wanted."""
+    from memfit.api.exporting import remove_run
+
+    if store is None:
+        if fresh:
+            raise UsageError("--fresh begins a run anew: name its directory with --store")
+        return None
+    store = store.expanduser().absolute()
+    if fresh:
+        remove_run(store)
+    store.parent.mkdir(parents=True, exist_ok=True)
+    return store
+
+
+def _tell(job: Any, losses: list[float], seconds: float, tokens_per_step: int) -> None:
+    """What the steps came to."""
+    from memfit.core.units import format_bytes
+
+    made = len(losses)
+    read, written = job.bytes_moved
+    per_step = ", ".join(
+        f"{what} {format_bytes(sum(moved.values()) // made)}" for what, moved in (("read", read), ("written", written))
+    )
+    last = losses[-3:]
+    typer.echo(
+        f"{made} steps in {seconds:.0f} s, {made * tokens_per_step / seconds:.0f} tokens/s; disk {per_step} a step; "
+        f"loss {losses[0]:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
+    )
+
+
+def _make_steps(job: Any, batches: Any, scheduler: Any, progress: Any, steps: range, tokens: int) -> list[float]:
+    """Trains, and tells each step; the losses."""
+    from memfit.report.progress import StepProgress
+
+    losses: list[float] = []
+    for step in steps:
+        result = job.step(next(batches))
+        scheduler.step()
+        losses.append(result.loss)
+        progress.update(
+            StepProgress(
+                step=step,
+                loss=result.loss,
+                tokens=tokens,
+                step_s=result.seconds,
+                measured_peak_bytes=result.peak_bytes,
+            )
+        )
+    return losses
+
+
+class _Begun:
+    """What a run was begun with; it does not go on with something else."""
+
+    def __init__(self, recipe: str, seed: int) -> None:
+        self._words = {"recipe": recipe, "seed": seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._words)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        different = [key for key, value in self._words.items() if state.get(key) != value]
+        if different:
+            key = different[0]
+            raise ValueError(
+                f"the run was begun with {key} {state.get(key)!r:.80}, not {self._words[key]!r}; --fresh begins anew"
+            )
+
+
+def _leave(job: Any) -> None:
+    """After Ctrl-C: says where the run stands. A step that was not through with its scheduler is made again by the run that goes on."""
+    report = job.commits
+    job.close(restore=False, commit=False)
+    if report is None:
+        typer.echo("interrupted; nothing was kept: --store keeps each step", err=True)
+    else:
+        typer.echo(
+            f"interrupted: step {report.step} is committed in {report.directory}; the same command goes on from there",
+            err=True,
+        )

@@ -128,6 +128,7 @@ def choose_plan(
     has_disk: bool = True,
     has_host: bool = False,
     splits_allowed: bool = True,
+    like: Plan | None = None,
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
     staging_bytes: int = STAGING_BYTES,
@@ -146,6 +147,7 @@ def choose_plan(
         has_disk: homes on disk may be used.
         has_host: homes in host memory may be used (only where the hardware has a link to it).
         splits_allowed: the loss adds up over microbatches.
+        like: only plans whose masters rest as this one's do.
         host_bytes: limit of host memory; None: the hardware's capacity.
         disk_bytes: limit of disk; None: the hardware's capacity.
         staging_bytes: as in `prediction.predict`.
@@ -171,6 +173,8 @@ def choose_plan(
     )
     may_split = splits_allowed and (not profile.reads_batch_statistics or "batch-statistics" in allow)
     priced = _price_all(profile, question, tiers, may_split=may_split)
+    if like is not None:
+        priced = [p for p in priced if _masters(p.candidate.plan) == _masters(like)]
     built, waiting = _search(priced, question)
     fitting = [b for b in built if b.fits]
     if not fitting:
@@ -188,6 +192,11 @@ def choose_plan(
         reason=_reason(built, best, budget),
         built=len(built),
     )
+
+
+def _masters(plan: Plan) -> tuple[bool, bool]:
+    """How masters rest."""
+    return plan.splits_masters, plan.drops_masters
 
 
 def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *, may_split: bool) -> list[_Priced]:

@@ -7,7 +7,7 @@ without dropout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from memfit.core.errors import UsageError
-from memfit.recipes.text import TokenWindows, read_tokens
+from memfit.recipes.text import TokenWindows, WindowStream, read_tokens
 
 if TYPE_CHECKING:
     from transformers import GPT2Config
@@ -46,7 +46,7 @@ class Recipe:
     """Optimizer and number of steps -> the learning-rate schedule, stepped once after each training step."""
     loss: Callable[[nn.Module, Tensor], Tensor]
     """Model and batch -> mean loss in nats a token, a scalar."""
-    batches: Callable[[int], Iterator[Tensor]]
+    batches: Callable[[int], WindowStream]
     """Seed -> endless batches of `(batch_size, sequence_length + 1)` token numbers. Reads the text at the call."""
     is_large: bool = False
     """The model is to be built by `memfit.empty`."""
@@ -158,7 +158,7 @@ def _build_gpt(shape: _Shape, seed: int) -> nn.Module:
     return model
 
 
-def _batches(shape: _Shape, batch_size: int, sequence_length: int, seed: int) -> Iterator[Tensor]:
+def _batches(shape: _Shape, batch_size: int, sequence_length: int, seed: int) -> WindowStream:
     tokens = read_tokens(shape.tokens_used, token_limit=shape.token_limit)
     return iter(TokenWindows(tokens=tokens, batch_size=batch_size, sequence_length=sequence_length, seed=seed))
 

@@ -1,6 +1,6 @@
 """Real text as batches of token numbers.
 
-In: a vocabulary size, a window's length, a seed. Out: an endless, deterministic stream of `(batch, window)` tensors.
+In: a vocabulary size, a window's length, a seed. Out: an endless, deterministic stream of `(batch, window)` tensors, which can be left and taken up.
 The tokenizer runs in a child process that ends before the first batch is given out, so this process holds only the
 tokens themselves: two bytes each, 4.5 MiB for the whole corpus, in a mapped file of which only what batches touch is resident.
 """
@@ -12,9 +12,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from jaxtyping import Int, Int64
@@ -120,11 +121,68 @@ class TokenWindows:
         """Whole windows in the corpus."""
         return (len(self.tokens) - 1) // self.sequence_length
 
-    def __iter__(self) -> Iterator[Int64[Tensor, "batch_size window"]]:
+    def __iter__(self) -> WindowStream:
         """Yields batches of `(batch_size, sequence_length + 1)` token numbers, forever."""
-        generator = torch.Generator().manual_seed(self.seed)
-        windows = self.tokens.unfold(0, self.sequence_length + 1, self.sequence_length)  # a view, no memory
-        while True:
-            order = torch.randperm(self.window_count, generator=generator)
-            for first in range(0, self.window_count - self.batch_size + 1, self.batch_size):
-                yield windows[order[first : first + self.batch_size]].to(torch.int64)
+        return WindowStream(self)
+
+
+class WindowStream:
+    """The batches of `TokenWindows`, one after the other; says where it stands, and goes on from there.
+
+    Memory: 8 bytes a window for the order of the epoch.
+    """
+
+    def __init__(self, windows: TokenWindows) -> None:
+        self._windows = windows
+        self._view = windows.tokens.unfold(0, windows.sequence_length + 1, windows.sequence_length)  # no memory
+        self._begin(epoch=0, batch=0)
+
+    def _begin(self, *, epoch: int, batch: int) -> None:
+        self._generator = torch.Generator().manual_seed(self._windows.seed)
+        for _ in range(epoch + 1):
+            self._order = torch.randperm(self._windows.window_count, generator=self._generator)
+        self._epoch, self._batch = epoch, batch
+
+    @property
+    def _batches(self) -> int:
+        """Whole batches in an epoch."""
+        return self._windows.window_count // self._windows.batch_size
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Int64[Tensor, "batch_size window"]:
+        """The next batch; there always is one."""
+        if self._batch == self._batches:
+            self._order = torch.randperm(self._windows.window_count, generator=self._generator)
+            self._epoch, self._batch = self._epoch + 1, 0
+        first = self._batch * self._windows.batch_size
+        self._batch += 1
+        return self._view[self._order[first : first + self._windows.batch_size]].to(torch.int64)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands, and what decides the order."""
+        return {**self._shape(), "epoch": self._epoch, "batch": self._batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            UsageError: of another text, seed, batch or window; or no such state.
+        """
+        for key, value in self._shape().items():
+            if state.get(key) != value:
+                raise UsageError(f"the batches went on from {key} {state.get(key)!r:.40}, and have {key} {value} here")
+        epoch, batch = state.get("epoch"), state.get("batch")
+        if type(epoch) is not int or type(batch) is not int or epoch < 0 or not 0 <= batch <= self._batches:
+            raise UsageError(f"the batches cannot go on from batch {batch!r:.40} of epoch {epoch!r:.40}")
+        self._begin(epoch=epoch, batch=batch)
+
+    def _shape(self) -> dict[str, int]:
+        windows = self._windows
+        return {
+            "seed": windows.seed,
+            "batch_size": windows.batch_size,
+            "sequence_length": windows.sequence_length,
+            "windows": windows.window_count,
+        }

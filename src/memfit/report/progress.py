@@ -115,6 +115,18 @@ class TrainingProgress:
             self._live.stop()
             self._live = None
 
+    def go_on(self, *, done: int, total_steps: int) -> None:
+        """The run turns out to go on after `done` steps, and to end at `total_steps`.
+
+        Raises:
+            UsageError: there is nothing left to do.
+        """
+        if not 0 <= done < total_steps:
+            raise UsageError(f"a run of {total_steps} steps that goes on after {done}: at least one must be left")
+        self._total_steps = total_steps
+        if self._live is not None:
+            self._live.update(self._task, completed=done, total=total_steps)
+
     def announce(self, text: str) -> None:
         """Writes a line that stays: a plan, a phase, the proof."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -82,6 +82,13 @@ class WeightsAside:
         del self._away[key]
         self._file.free(extent)
 
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The bytes of these are not asked for any more: they have others by now."""
+        for parameter in parameters:
+            entry = self._away.pop(parameter.untyped_storage()._cdata, None)
+            if entry is not None:
+                self._file.free(entry[1])
+
     def close(self) -> None:
         """Brings back what is still aside and gives the file up.
 

@@ -8,6 +8,11 @@ With `is_atomic` a region on disk has two slots. Reads give the committed versio
 written at once. So a version must be whole, alignment between tensors included: a region that is filled in part would go on being written in place.
 Changes that are made between two steps (`job.weights()`, `load_state_dict`) are a version as well; `keep_changes` commits them under the
 step's own number before anything reads them.
+
+[Note: a run's homes]
+With a `RunStore` the blocks that rest on disk rest in its regions, which have two slots whatever the plan says; those that rest in memory are written to
+it when a step is committed, if they changed since (`keep_residents`). A step ends when reads see its versions (`commit`), and is committed later, when
+control comes back (`api.commits`). Gradients and activations have a store of their own in a temporary directory.
 """
 
 from __future__ import annotations
@@ -24,12 +29,20 @@ from memfit.core.units import MIB
 from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Tickets
 from memfit.runtime.rounded import RoundedMasters
+from memfit.runtime.run_store import (
+    RunStore,
+    master_region,
+    persistent_buffers,
+    regions_of,
+    state_region,
+    weight_region,
+)
 from memfit.runtime.saved import HostStore, ScratchStore, TierStore
 from memfit.runtime.split import SplitMasters, rest_nbytes
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
 from memfit.runtime.temporary import TemporaryDirectory
-from memfit.runtime.weights import BlockWeights
+from memfit.runtime.weights import BlockWeights, round_masters
 
 _BLANK_BYTES = 4 * MIB
 
@@ -47,6 +60,9 @@ class House:
         directory: for what rests on disk; None makes a temporary one that is deleted at the end.
         keeps_gradients: gradients can be read after the step.
         host_ledger: a context in which host homes are allocated (counts them apart on an emulated device).
+        run: where the run is committed; None: nothing outlives the job. See [Note: a run's homes].
+        model: with `run`, whose buffers belong to it.
+        identity: with `run`, what tells it from others.
     """
 
     def __init__(
@@ -60,8 +76,15 @@ class House:
         keeps_gradients: bool,
         keeps_norms: bool,
         host_ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+        run: RunStore | None = None,
+        model: torch.nn.Module | None = None,
+        identity: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
+        self.run = run
+        self._model = model
+        self._residents: dict[str, tuple[int, MemoryHome]] = {}
+        self._changed: set[str] = set()
         has_masters = any(block.has_masters for block in blocks)
         self.blocks = tuple(blocks)
         self.states = dict(states)
@@ -78,6 +101,11 @@ class House:
         self.store: DiskStore | None = None
         self.scratch: ScratchFile | None = None
         try:
+            if run is not None:
+                assert model is not None
+                buffers = persistent_buffers(model)
+                run.prepare(regions_of(self.blocks, self.states, buffers, masters=masters_of(plan)), identity or {})
+                self.io = run.io
             self._open_disk(directory)
             gradient_homes = self._gradient_homes()
             self.gradients = GradientHomes(
@@ -99,14 +127,14 @@ class House:
         for block in self.blocks:
             homes = self.plan.block(block.name)
             states = self.states.get(block.index)
-            if homes.weight_home is Tier.DISK:
-                regions[f"{block.name}/weight"] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
-            if block.has_masters and homes.state_home is Tier.DISK and not self.plan.drops_masters:
-                regions[f"{block.name}/master"] = RegionSpec(
+            if self.run is None and homes.weight_home is Tier.DISK:
+                regions[weight_region(block.name)] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
+            if self.run is None and block.has_masters and homes.state_home is Tier.DISK and not self.plan.drops_masters:
+                regions[master_region(block.name)] = RegionSpec(
                     nbytes=self._master_bytes(block), slots=slots, tag="master"
                 )
-            if states is not None and states.nbytes and homes.state_home is Tier.DISK:
-                regions[f"{block.name}/state"] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
+            if self.run is None and states is not None and states.nbytes and homes.state_home is Tier.DISK:
+                regions[state_region(block.name)] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
             if homes.gradient_home is Tier.DISK and states is not None:
                 regions[f"{block.name}/gradient"] = RegionSpec(nbytes=block.master_nbytes, slots=1, tag="gradient")
         needs_scratch = any(
@@ -116,7 +144,7 @@ class House:
         if not regions and not needs_scratch:
             return
         if directory is None:
-            self._temporary = TemporaryDirectory()
+            self._temporary = TemporaryDirectory(None if self.run is None else self.run.directory)
             where = self._temporary.path / "homes"
         else:
             where = Path(directory)
@@ -124,13 +152,18 @@ class House:
                 raise StoreError(
                     f"the directory {str(where)!r} cannot be made: its parent {str(where.parent)!r} does not exist; make it, or name another"
                 )
-        self.io = DiskIO()
+        self.io = self.io or DiskIO()
         # A working home needs no power-cut safety: what is lost with the machine is a run that has no commit yet.
         self.store = DiskStore.create(where, regions, identity={"made-by": "memfit"}, durable=False, io=self.io)
         if needs_scratch:
             self.scratch = ScratchFile(where, io=self.io)
 
-    def _home(self, nbytes: int, tier: Tier, region: str) -> ByteHome:
+    def _home(self, nbytes: int, tier: Tier, region: str, block: int) -> ByteHome:
+        is_kept = self.run is not None and self.run.has(region)
+        if tier is Tier.DISK and is_kept:
+            assert self.run is not None
+            self._disk_homes.append(self.run.home(region))  # zeros until it is filled: whole from its first commit on
+            return self._disk_homes[-1]
         if tier is Tier.DISK:
             assert self.store is not None
             disk = DiskHome(self.store.region(region))
@@ -143,6 +176,8 @@ class House:
                 nbytes, tier=tier, device=self._device, stream=self._stream if tier is Tier.HOST else None
             )
         self._memory_homes.append(memory)
+        if is_kept:
+            self._residents[region] = (block, memory)
         return memory
 
     def _master_bytes(self, block: BlockWeights) -> int:
@@ -153,7 +188,7 @@ class House:
         for block in self.blocks:
             tier = self.plan.block(block.name).gradient_home
             if block.index in self.states and tier is not Tier.DEVICE:
-                homes[block.index] = self._home(block.master_nbytes, tier, f"{block.name}/gradient")
+                homes[block.index] = self._home(block.master_nbytes, tier, f"{block.name}/gradient", block.index)
         return homes
 
     @property
@@ -172,15 +207,7 @@ class House:
         """
         # What leaves the device goes first: it makes room for what stays.
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
-            homes = self.plan.block(block.name)
-            home = self._home(block.nbytes, homes.weight_home, f"{block.name}/weight")
-            masters: ByteHome | None = None
-            if block.has_masters and self.plan.drops_masters:
-                masters = RoundedMasters(block, home)
-            elif block.has_masters:
-                masters = self._home(self._master_bytes(block), homes.state_home, f"{block.name}/master")
-                if self.plan.splits_masters:
-                    masters = SplitMasters(block, home, masters)
+            home, masters = self._weight_homes(block)
             try:
                 block.move_in(home, masters, bring)
             except BaseException:
@@ -190,7 +217,97 @@ class House:
             block = self.blocks[index]
             tier = self.plan.block(block.name).state_home
             if states.nbytes:
-                states.home = self._home(states.nbytes, tier, f"{block.name}/state")
+                states.home = self._home(states.nbytes, tier, state_region(block.name), index)
+        self._changed = set(self._residents)  # none of them is in the store yet
+
+    def _weight_homes(self, block: BlockWeights) -> tuple[ByteHome, ByteHome | None]:
+        homes = self.plan.block(block.name)
+        home = self._home(block.nbytes, homes.weight_home, weight_region(block.name), block.index)
+        if not block.has_masters:
+            return home, None
+        if self.plan.drops_masters:
+            return home, RoundedMasters(block, home)
+        rest = self._home(self._master_bytes(block), homes.state_home, master_region(block.name), block.index)
+        if self.plan.splits_masters:
+            return home, SplitMasters(block, home, rest)
+        # Weights in memory beside whole masters are made from them again: the store need not have them. See [Note: one layout for all plans].
+        self._residents.pop(weight_region(block.name), None)
+        return home, rest
+
+    def take_up(
+        self, forget: Callable[[Iterable[torch.nn.Parameter]], None] | None, *, has_weights: Callable[[str], bool]
+    ) -> None:
+        """As `move_in`, with the values of the run's last commit; those that the parameters have are given up.
+
+        Args:
+            forget: is told of parameters whose own values are not asked for any more.
+            has_weights: the store has the current weights of the block of this name, not only its masters.
+
+        Raises:
+            StoreError: the disk. torch.OutOfMemoryError: the limit. Blocks that were reached have the run's values then, the others their own.
+        """
+        assert self.run is not None and self._model is not None
+        for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
+            home, masters = self._weight_homes(block)
+            if isinstance(masters, SplitMasters):
+                self._load(master_region(block.name), masters.rest)
+            elif isinstance(masters, MemoryHome):
+                self._load(master_region(block.name), masters)
+            is_made = masters is not None and not isinstance(masters, SplitMasters | RoundedMasters)
+            if not is_made:
+                self._load(weight_region(block.name), home)
+            elif masters is not None and not (home.tier is Tier.DISK and has_weights(block.name)):
+                round_masters(masters, block, home)
+            if forget is not None:
+                forget([slot.parameter for slot in block.slots])
+            block.rest_in(home, masters)
+        for index, states in self.states.items():
+            block = self.blocks[index]
+            if states.nbytes:
+                states.home = self._home(
+                    states.nbytes, self.plan.block(block.name).state_home, state_region(block.name), index
+                )
+                self._load(state_region(block.name), states.home)
+        self.run.load_buffers(self._model)
+        assert self.run.committed.step is not None
+        self.step = self.run.committed.step
+
+    def _load(self, region: str, home: ByteHome) -> None:
+        if isinstance(home, MemoryHome):
+            assert self.run is not None
+            self.run.load(region, home)
+
+    def note_changed(self, blocks: Iterable[int]) -> None:
+        """What rests in memory of these blocks is not what the store has."""
+        chosen = set(blocks)
+        self._changed |= {region for region, (block, _) in self._residents.items() if block in chosen}
+
+    def keep_residents(self) -> list[str]:
+        """Writes what rests in memory and changed since the last commit to the store, and the model's buffers.
+
+        Memory: the buffers once more; 4 MiB while bytes of a device are copied.
+
+        Returns:
+            The regions that the commit must flip; then call `residents_kept`.
+
+        Raises:
+            StoreError: the disk; may be repeated.
+        """
+        assert self.run is not None and self._model is not None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # pinned homes are written by a stream that the host does not follow
+        names = [name for name in self._residents if name in self._changed]
+        flips = [name for name in names if self.run.keep(name, self._residents[name][1])]
+        return flips + self.run.keep_buffers(self._model)
+
+    def residents_kept(self) -> None:
+        """The commit that `keep_residents` wrote for was made."""
+        self._changed.clear()
+
+    @property
+    def resident_bytes(self) -> int:
+        """What a commit writes at most of blocks that rest in memory."""
+        return sum(home.nbytes for _, home in self._residents.values())
 
     def give_back(self, *, as_given: bool = False) -> None:
         """Every parameter owns ordinary memory again. May be repeated where a read failed.
@@ -226,6 +343,8 @@ class House:
         if self.store is not None:
             self.store.commit(0)
             self._generation = self.store.generation
+        if self.run is not None and self.run.is_resumed:
+            self.keep_changes()  # weights that were made from masters again
         for home in self._disk_homes:
             home.begin_version()
 
@@ -242,7 +361,15 @@ class House:
         dirty = [home for home in self._disk_homes if home.is_dirty]
         for home in dirty:
             home.complete()
-        if dirty:  # homes that are written in place are new already
+        if self.run is not None:
+            names = [home.name for home in dirty]
+            if step == self.step:
+                self.run.committed.amend(names)
+            else:
+                self.run.committed.end_step(step, names)
+            for home in dirty:
+                home.begin_version()
+        elif dirty:  # homes that are written in place are new already
             assert self.store is not None
             self.store.commit(step, [home.name for home in dirty])
             for home in dirty:
@@ -258,6 +385,11 @@ class House:
         """
         for home in self._disk_homes:
             home.begin_version()
+        if self.run is not None:
+            ended = self.run.committed.step
+            is_ended = ended is not None and ended != self.step
+            self.step = ended if is_ended and ended is not None else self.step
+            return is_ended
         if self.store is None or self.store.generation == self._generation:
             return False
         assert self.store.step is not None
@@ -286,13 +418,14 @@ class House:
             # Backwards: transfers end, then files go.
             if self._temporary is not None:
                 stack.callback(self._temporary.remove)
-            if self.io is not None:
+            if self.io is not None and self.run is None:
                 stack.callback(self.io.close)
             if self.store is not None:
                 stack.callback(self.store.close, delete=True)
             if self.scratch is not None:
                 stack.callback(self.scratch.close)
             stack.callback(self._host_store.close)
+            self._residents.clear()
             while self._memory_homes:
                 stack.callback(self._memory_homes.pop().close)
 

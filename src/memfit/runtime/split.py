@@ -98,6 +98,15 @@ def rest_nbytes(block: BlockWeights) -> int:
     return _layout(block)[1]
 
 
+def rest_tensors(block: BlockWeights) -> list[tuple[str, torch.dtype, int, int]]:
+    """What `rest_nbytes` bytes hold: (parameter, dtype, elements, offset) of each difference, or whole weight; marks are not named."""
+    places, _ = _layout(block)
+    return [
+        (slot.name, slot.dtype if slot.dtype == slot.master_dtype else torch.int16, slot.numel, place[0])
+        for slot, place in zip(block.slots, places, strict=True)
+    ]
+
+
 def _layout(block: BlockWeights) -> tuple[tuple[tuple[int, int], ...], int]:
     return split_layout([(slot.nbytes, slot.master_nbytes) for slot in block.slots])
 

@@ -186,6 +186,29 @@ class BlockWeights:
                     write_tensor(home, slot.offset_bytes, dense).wait()
                     del dense
                 p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
+        self._settle_in(home, masters, resting, device)
+
+    def rest_in(self, home: ByteHome, masters: ByteHome | None = None) -> None:
+        """As `move_in`, where the homes hold the values already: what the parameters hold is given up.
+
+        Memory: none; a device home is the flat buffer itself.
+
+        Args:
+            home: of `nbytes`, filled.
+            masters: of `master_nbytes`, filled, where there is a compute dtype.
+        """
+        assert (masters is not None) == self.has_masters
+        resting = home.memory if home.tier is Tier.DEVICE else None
+        device = self.slots[0].parameter.device
+        for slot in self.slots:
+            mark_present(slot.parameter)
+            slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)
+        self._settle_in(home, masters, resting, device)
+
+    def _settle_in(
+        self, home: ByteHome, masters: ByteHome | None, resting: torch.UntypedStorage | None, device: torch.device
+    ) -> None:
+        """The parameters become views of the flat buffer."""
         # `set_` wants the storage at full size; its pages are not touched before they are given back.
         storage = resting if resting is not None else new_storage(self.nbytes, device)
         for slot in self.slots:
@@ -215,6 +238,16 @@ class BlockWeights:
             slot.parameter.data = own.to(slot.given_dtype) if as_given else own
         self.storage.resize_(0)
         self._storage, self.home, self._masters = None, None, None
+
+    def give_up(self) -> None:
+        """The parameters have no bytes any more, here or at home; they keep shape and identity, for another block to take them up."""
+        if self.home is None:
+            return
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        self._leave()
+        self.home, self._masters = None, None
 
     def fetch(self) -> None:
         """Begins a visit; does nothing if the block is here or coming."""
@@ -299,6 +332,19 @@ def begin_write_masters(home: ByteHome, slot: Slot, dense: torch.Tensor) -> list
         Tickets(tickets).wait()
         tickets = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
     return tickets
+
+
+def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> None:
+    """Makes a block's weights from its masters, as every update does. Costs two pieces of 2 MiB."""
+    device = block.slots[0].parameter.device
+    for slot in block.slots:
+        size = slot.master_dtype.itemsize
+        for start in range(0, slot.numel, PIECE_ELEMENTS):
+            piece = torch.empty(min(PIECE_ELEMENTS, slot.numel - start), dtype=slot.master_dtype, device=device)
+            masters.read(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
+            rounded = piece.to(slot.dtype)
+            at = slot.offset_bytes + start * slot.dtype.itemsize
+            home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()
 
 
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:

@@ -60,13 +60,26 @@ class Origin:
         if key is not None:
             self._give(key, self._program.blank(key))
 
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These got memory and values elsewhere; what their own initialisation was is not asked for any more."""
+        for parameter in parameters:
+            key = self._keys.pop(id(parameter), None)
+            if key is not None:
+                self._unborn[key] = [member for member in self._unborn[key] if member[0] is not parameter]
+                if not self._unborn[key]:
+                    del self._unborn[key]
+        self._end()
+
     def _give(self, key: int, storage: torch.UntypedStorage) -> None:
         for parameter, place in self._unborn.pop(key):
             mark_present(parameter)
             parameter.data = place.view(storage)
             del self._keys[id(parameter)]
+        self._end()
+
+    def _end(self) -> None:
         model = self._model()
-        if not self._unborn and model is not None:
+        if not self._unborn and model is not None and _ATTRIBUTE in model.__dict__:
             del model.__dict__[_ATTRIBUTE]
 
 

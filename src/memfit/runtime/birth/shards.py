@@ -79,6 +79,14 @@ class WeightFiles:
             found.read(parameter.data)
             del self._parameters[id(parameter)]
 
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These got their values elsewhere."""
+        chosen = list(parameters)
+        for parameter in chosen:
+            self._parameters.pop(id(parameter), None)
+        for origin in self._origins:
+            origin.forget(chosen)
+
     def close(self) -> None:
         """Closes the files; may be repeated."""
         self._stack.close()

@@ -6,14 +6,14 @@ In: a model, its blocks and states, resting wherever they do. Out: `SaveFile`s, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from memfit.core.errors import UnsupportedError
-from memfit.runtime.export.conversions import file_tensors
+from memfit.runtime.export.conversions import FileTensor, file_tensors
 from memfit.runtime.export.format import Header, TensorSpec, lay_out
 from memfit.runtime.export.names import keep_names, shard
 from memfit.runtime.export.sources import HomeSource, JoinedSource, ResidentSource, TensorSource
@@ -62,30 +62,52 @@ def weight_files(
         return ResidentSource(tensor) if place is None else _weight_source(*place)
 
     sources: dict[str, TensorSource] = {}
-    specs: dict[str, TensorSpec] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in kept.tensors.items()}
     for name, wanted in file_tensors(model, shapes).items():
-        parts = [(source_of(part.name), part.first, part.count) for part in wanted.parts]
-        dtypes = {str(source.dtype) for source, _, _ in parts}
-        if len(dtypes) > 1:
-            raise UnsupportedError(
-                f"{name!r} of the files is {wanted.parts[0].name!r} and {len(parts) - 1} more, which have {sorted(dtypes)}: give them one dtype"
-            )
-        sources[name] = JoinedSource(parts, wanted.shape)
-        specs[name] = TensorSpec(name=name, dtype=sources[name].dtype, shape=sources[name].shape)
+        sources[name] = join(name, wanted, source_of)
+    return pack_weights(sources, kept.tied, max_shard_bytes, parameters=sum(p.numel() for p in model.parameters()))
+
+
+def join(name: str, wanted: FileTensor, source_of: Callable[[str], TensorSource]) -> TensorSource:
+    """A tensor of the files, out of those of the model.
+
+    Raises:
+        UnsupportedError: they have different dtypes.
+    """
+    parts = [(source_of(part.name), part.first, part.count) for part in wanted.parts]
+    dtypes = {str(source.dtype) for source, _, _ in parts}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"{name!r} of the files is {wanted.parts[0].name!r} and {len(parts) - 1} more, which have {sorted(dtypes)}: give them one dtype"
+        )
+    return JoinedSource(parts, wanted.shape)
+
+
+def pack_weights(
+    sources: Mapping[str, TensorSource], tied: Mapping[str, str], max_shard_bytes: int, *, parameters: int
+) -> tuple[list[SaveFile], str | None]:
+    """Files of at most so many bytes, in the order of the tensors, and the text of their index if there are several.
+
+    Args:
+        sources: by name in the files, each tensor once.
+        tied: name that was left out -> name that holds the same tensor.
+        max_shard_bytes: of one file.
+        parameters: how many numbers the model has, for the index.
+    """
+    specs = {name: TensorSpec(name=name, dtype=s.dtype, shape=s.shape) for name, s in sources.items()}
     shards = shard({name: spec.nbytes for name, spec in specs.items()}, max_shard_bytes)
     files: list[SaveFile] = []
     for file_name, names in shards:
         chosen = set(names)
         # Names that were left out, each with the one that holds its tensor, as safetensors' own load_model writes and wants them.
-        tied = {other: name for other, name in kept.tied.items() if name in chosen}
-        header = lay_out([specs[name] for name in names], {"format": "pt", **tied})
+        aliases = {other: name for other, name in tied.items() if name in chosen}
+        header = lay_out([specs[name] for name in names], {"format": "pt", **aliases})
         files.append(SaveFile(name=file_name, header=header, sources={name: sources[name] for name in names}))
     if len(files) == 1:
         return files, None
     index = {
         "metadata": {
-            "total_parameters": sum(p.numel() for p in model.parameters()),
+            "total_parameters": parameters,
             "total_size": sum(spec.nbytes for spec in specs.values()),
         },
         "weight_map": {name: file_name for file_name, names in shards for name in sorted(names)},
@@ -129,6 +151,11 @@ def optimizer_file(blocks: Sequence[BlockWeights], states: Mapping[int, BlockSta
                     typed_view(own.home.memory, state.offset_bytes, state.dtype, state.shape, stride)
                 )
             sources[f"{slot.name}.{state.key}"] = source
+    return pack_states(sources)
+
+
+def pack_states(sources: Mapping[str, TensorSource]) -> SaveFile:
+    """The file of state tensors, as `<parameter>.<key>`."""
     specs = [TensorSpec(name=name, dtype=source.dtype, shape=source.shape) for name, source in sources.items()]
     return SaveFile(name=OPTIMIZER_NAME, header=lay_out(specs, {"format": "pt"}), sources=sources)
 

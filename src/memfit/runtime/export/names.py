@@ -17,7 +17,7 @@ from torch import nn
 from memfit.core.errors import UnsupportedError, UsageError
 
 STALE = re.compile(
-    r"model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors|trainer_state\.json"
+    r"model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors|registered\.safetensors|trainer_state\.json"
 )
 """Files that a new save replaces even where it has no file of that name."""
 

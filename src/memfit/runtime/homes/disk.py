@@ -36,14 +36,19 @@ class DiskHome:
         self._written: list[tuple[int, int]] = []
 
     @property
-    def has_spare_slot(self) -> bool:
-        """Writes leave the committed version alone."""
+    def has_versions(self) -> bool:
+        """What is written becomes current by a commit, whole."""
         return self._region.slots == 2
+
+    @property
+    def has_spare_slot(self) -> bool:
+        """Writes leave alone what reads see. Not between rarer commits: then steps write over each other, and only the commit is kept."""
+        return self.has_versions and not self._region.has_advanced
 
     @property
     def is_dirty(self) -> bool:
         """A new version has been begun since `begin_version`."""
-        return bool(self._written) and self.has_spare_slot
+        return bool(self._written) and self.has_versions
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
         """See `ByteHome.read`."""
@@ -65,7 +70,7 @@ class DiskHome:
             bytes_view(staged, 0, nbytes).copy_(bytes_view(source, source_offset, nbytes))
             source, source_offset = staged, 0
         is_first_filling = self._region.step is None
-        if self.has_spare_slot and not is_first_filling:
+        if self.has_versions and not is_first_filling:
             self._written.append((offset, nbytes))
             return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="spare")
         return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="current")
@@ -75,8 +80,8 @@ class DiskHome:
 
         Costs one buffer of 4 MiB and reading and writing what was not updated (frozen or unused parameters, alignment).
         """
-        if not self.is_dirty:
-            return
+        if not self.is_dirty or self._region.has_advanced:
+            return  # where writes change what reads see, what was not written is there already
         buffer = new_storage(min(_COPY_BYTES, self.nbytes))
         for start, stop in _gaps(self._written, self.nbytes):
             position = start

@@ -60,6 +60,11 @@ class MemoryHome:
         """The storage where compute can use it in place."""
         return None if self._is_beside_cuda else self._storage
 
+    @property
+    def bytes(self) -> torch.UntypedStorage:
+        """The storage, wherever it lies. Of a host home beside CUDA, copies may be under way: wait for the device first."""
+        return self._storage
+
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
         """See `ByteHome.read`."""
         return self._copy(bytes_view(into, into_offset, nbytes), bytes_view(self._storage, offset, nbytes))

@@ -26,7 +26,7 @@ from memfit.runtime.store.manifest import check_step
 from memfit.runtime.store.memory import memory_of_tensor
 from memfit.runtime.store.region import Region
 from memfit.runtime.store.state import decode_state, encode_state
-from memfit.runtime.store.store import DiskStore
+from memfit.runtime.store.store import DiskStore, check_regions, check_same
 from memfit.runtime.store.verify import StoreReport, check_store
 
 Durability = Literal["step", "exit"] | int
@@ -169,6 +169,15 @@ class CommittedStore:
         """A step that fails before `end_step` has not touched what reads see. False between rarer commits."""
         return not self.disk.has_advanced
 
+    def check(self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str]) -> None:
+        """Refuses a store that holds something else than what is wanted, as `open` does with the same arguments.
+
+        Raises:
+            StoreError: lists the differences.
+        """
+        check_same(self.disk.identity, identity, self.disk.directory)
+        check_regions(self.disk.regions, regions, self.disk.directory)
+
     def region(self, name: str) -> Region:
         """A block's region, to read and write. Raises `UsageError` if there is none of that name."""
         return self.disk.region(name)
@@ -217,11 +226,27 @@ class CommittedStore:
         self._ended = step
         self._steps_since += 1
 
-    def seal(self, state: State | Callable[[], State], *, force: bool = False) -> bool:
+    def amend(self, flips: Iterable[str]) -> None:
+        """Lets reads see versions that were written between two steps: they belong to the step that ended last.
+
+        Args:
+            flips: as `end_step`.
+
+        Raises:
+            UsageError: as `end_step`, or no step has ended yet.
+            StoreError: as `end_step`.
+        """
+        if self.step is None:
+            raise UsageError("nothing was committed yet: until then blocks are filled in place")
+        self.disk.advance(flips)
+        self._ended = self.step
+
+    def seal(self, state: State | Callable[[], State], *, flips: Iterable[str] = (), force: bool = False) -> bool:
         """Commits the ended step with its state, if the durability asks for it. See [Note: commit] in `publish`.
 
         Args:
             state: what belongs to the step beside tensors; see `encode_state`. A function is called only if it is needed.
+            flips: further blocks of the step whose spare slot holds their new version, whole.
             force: commit in any case, and also the same step again with another state.
 
         Returns:
@@ -232,17 +257,24 @@ class CommittedStore:
             StoreError: the disk; unless the message says otherwise the step committed before is whole and current, what
                 was written is kept, and sealing can be repeated.
         """
-        if not force and not self._is_due():
+        if not force and not self.is_due:
             return False
         step = self.step
         if step is None:
             raise UsageError("nothing was written yet: call `end_step` first")
-        self.disk.commit(step, state=encode_state(state() if callable(state) else state))
+        self.disk.commit(step, flips, state=encode_state(state() if callable(state) else state))
         self._ended = None
         self._steps_since = 0
         return True
 
-    def _is_due(self) -> bool:
+    @property
+    def has_unsealed(self) -> bool:
+        """A step has ended, or was amended, that is not committed yet."""
+        return self._ended is not None
+
+    @property
+    def is_due(self) -> bool:
+        """The durability asks for a commit of the ended step."""
         if self._ended is None:
             return False
         if self.disk.step is None or self.durability == "step":

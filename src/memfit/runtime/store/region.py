@@ -101,6 +101,11 @@ class Region:
         return self._state.steps[self._state.committed]
 
     @property
+    def has_advanced(self) -> bool:
+        """Reads see a version that is not committed yet; writes to the spare slot change it in place."""
+        return self._state.current != self._state.committed
+
+    @property
     def has_sums(self) -> bool:
         """The committed version has checksums."""
         return self._state.sums is not None and self.step is not None

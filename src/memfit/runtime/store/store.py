@@ -201,9 +201,9 @@ class DiskStore:
         lock = DirectoryLock(where, operations=used)
         try:
             manifest = read_manifest_file(where, operations=used)
-            _check_same(manifest.identity, identity or {}, where)
+            check_same(manifest.identity, identity or {}, where)
             if regions is not None:
-                _check_regions({name: entry.spec for name, entry in manifest.regions.items()}, regions, where)
+                check_regions({name: entry.spec for name, entry in manifest.regions.items()}, regions, where)
             handles = open_files(where, manifest, operations=used)
             if durable:
                 try:
@@ -455,7 +455,8 @@ class DiskStore:
                 state.logs[state.current].forget_writes()
 
 
-def _check_same(found: Mapping[str, str], wanted: Mapping[str, str], directory: Path) -> None:
+def check_same(found: Mapping[str, str], wanted: Mapping[str, str], directory: Path) -> None:
+    """Refuses an identity that differs in a wanted key. Raises `StoreError`."""
     lines = [
         f"its {key!r} is {found.get(key)!r:.200}, not {value!r:.200}"
         for key, value in wanted.items()
@@ -465,7 +466,8 @@ def _check_same(found: Mapping[str, str], wanted: Mapping[str, str], directory: 
         raise store_error(f"the store at {directory} is another's: {in_words(lines)}; choose another directory")
 
 
-def _check_regions(found: Mapping[str, RegionSpec], wanted: Mapping[str, RegionSpec], directory: Path) -> None:
+def check_regions(found: Mapping[str, RegionSpec], wanted: Mapping[str, RegionSpec], directory: Path) -> None:
+    """Refuses regions that are not those wanted. Raises `StoreError`, with the differences."""
     lines = differences(wanted, found)
     if lines:
         raise store_error(

@@ -1,0 +1,148 @@
+"""What it costs a streamed training step to be committed: the same job with and without a store, turn by turn, in one process.
+
+    .venv/bin/python benchmarks/committing.py                                    # GPT of 4 layers, 768 wide; about five minutes on two cores
+    .venv/bin/python benchmarks/committing.py --layers 12 --tokens 512 --rounds 5
+
+plain       homes on disk, in place, no promise
+"step"      every step committed, durable before the next one begins
+every 4     every fourth
+"exit"      none but the first and the last
+resident    all in memory, every step committed: what a commit writes of blocks that rest in memory
+
+Printed: medians over the rounds of seconds a step, and of the ratio to "plain" (or to the resident job without a store) within the same round; seconds of
+a commit alone; bytes that a step writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
+from memfit.core.units import format_bytes
+from memfit.recipes.gpt import build_adamw, causal_language_loss
+
+VOCABULARY = 4096
+_ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)
+
+
+def build(layers: int, width: int, tokens: int) -> nn.Module:
+    """A GPT-2 without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=tokens, n_embd=width, n_layer=layers, n_head=width // 64,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+@dataclass
+class Contestant:
+    """A job, and what its steps took."""
+
+    name: str
+    against: str
+    job: Any
+    step_s: list[float] = field(default_factory=list)
+    commit_s: list[float] = field(default_factory=list)
+    written: int = 0
+
+    def step(self, batch: Tensor) -> None:
+        """One step and, in a store, its commit, as the durability asks for it."""
+        before = sum(self.job.bytes_moved[1].values())
+        began = time.perf_counter()
+        self.job.step(batch)
+        if self.job.commits is not None and self.job.commits.durability == "step":
+            # What the next step would do first: here, so that each step pays for its own commit. Rarer ones are paid for by the step after them.
+            sealing = time.perf_counter()
+            self.job.commit()
+            self.commit_s.append(time.perf_counter() - sealing)
+        self.step_s.append(time.perf_counter() - began)
+        self.written = sum(self.job.bytes_moved[1].values()) - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--directory", type=Path, default=None)
+    options = parser.parse_args()
+    batch = torch.randint(VOCABULARY, (options.batch, options.tokens + 1))
+    with tempfile.TemporaryDirectory(prefix="memfit-committing-", dir=options.directory) as name:
+        contestants = make(options, batch, Path(name))
+        for turn in range(options.rounds + 1):
+            for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
+                contestant.step(batch)
+                if turn == 0:  # states come up, libraries are loaded
+                    contestant.step_s.clear()
+                    contestant.commit_s.clear()
+        tell(contestants, options)
+        for contestant in contestants:
+            contestant.job.close(restore=False)
+
+
+def make(options: argparse.Namespace, batch: Tensor, place: Path) -> list[Contestant]:
+    """The jobs, side by side."""
+    shape = (options.layers, options.width, options.tokens)
+    model = build(*shape)
+    found = memfit.profile(model, build_adamw(model, learning_rate=1e-4), causal_language_loss, batch)
+    calls = next(iter(found.traces.values())).calls
+    streamed = Plan(
+        blocks={block.name: _ON_DISK for block in found.blocks if not block.is_spanning},
+        calls=tuple(CallPlan(saved=Saved.RECOMPUTE) if c.is_repeated and c.has_backward else CallPlan() for c in calls),
+    )
+    kinds: list[tuple[str, str, Plan, dict[str, Any]]] = [
+        ("plain", "plain", streamed, {}),
+        ("step", "plain", streamed, {"durability": "step"}),
+        ("every 4", "plain", streamed, {"durability": 4}),
+        ("exit", "plain", streamed, {"durability": "exit"}),
+        ("resident, plain", "resident, plain", Plan(), {}),
+        ("resident, step", "resident, plain", Plan(), {"durability": "step"}),
+    ]
+    contestants: list[Contestant] = []
+    for index, (name, against, plan, known) in enumerate(kinds):
+        model = build(*shape)
+        where = {"store": place / f"run-{index}"} if known else {"directory": place / f"homes-{index}"}
+        optimizer = build_adamw(model, learning_rate=1e-4)
+        job = memfit.fit(model, optimizer, causal_language_loss, batch, plan=plan, **where, **known)
+        contestants.append(Contestant(name, against, job))
+    return contestants
+
+
+def tell(contestants: list[Contestant], options: argparse.Namespace) -> None:
+    """The table."""
+    by_name = {contestant.name: contestant for contestant in contestants}
+    print(
+        f"GPT, {options.layers} layers, {options.width} wide, batch of {options.batch} x {options.tokens} tokens, {options.rounds} rounds"
+    )
+    for contestant in contestants:
+        other = by_name[contestant.against]
+        ratio = statistics.median(a / b for a, b in zip(contestant.step_s, other.step_s, strict=True))
+        commits = ""
+        if contestant.commit_s:
+            alone = statistics.median(contestant.commit_s)
+            commits = f"commit alone {alone * 1e3:.1f} ms (most {max(contestant.commit_s) * 1e3:.1f})"
+        print(
+            f"{contestant.name:<16} {statistics.median(contestant.step_s):7.3f} s a step, {ratio:5.3f} of {contestant.against!r}, "
+            f"{format_bytes(contestant.written)} written a step  {commits}"
+        )
+
+
+if __name__ == "__main__":
+    main()

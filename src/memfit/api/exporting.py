@@ -1,0 +1,209 @@
+"""What can be done with a run's directory without its program: look at it, copy it out, remove it.
+
+In: a directory that `memfit.fit(store=...)` made. Out: a report; safetensors files as `Job.save` writes them; nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
+from memfit.core.errors import StoreError, UnsupportedError
+from memfit.core.states import StateFormat
+from memfit.core.units import parse_bytes
+from memfit.runtime.export.conversions import FileTensor, Range
+from memfit.runtime.export.files import INDEX_NAME, join, pack_states, pack_weights
+from memfit.runtime.export.sources import HomeSource, TensorSource
+from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, write_text
+from memfit.runtime.homes import DiskHome
+from memfit.runtime.run_store import BUFFERS, FORMAT
+from memfit.runtime.store import CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace, verify
+from memfit.runtime.store.directory import is_there
+from memfit.runtime.store.explain import explain
+from memfit.runtime.store.manifest import MANIFEST_NAME
+from memfit.runtime.store.state import decode_state, encode_state
+
+REGISTERED_NAME = "registered.safetensors"
+_CONFIGS = {"config": "config.json", "generation_config": "generation_config.json"}
+
+
+def verify_run(directory: str | Path, *, on_progress: Callable[[int, int], None] | None = None) -> StoreReport:
+    """Reads all that a run has committed and compares it with its checksums; see `runtime.store.verify`."""
+    return verify(directory, on_progress=on_progress)
+
+
+def remove_run(directory: str | Path) -> bool:
+    """Removes a run's files, and the directory if nothing else is in it.
+
+    Returns:
+        False if there was none.
+
+    Raises:
+        StoreInUseError: a live job owns it. StoreError: it is no run, or cannot be removed.
+    """
+    where = Path(directory).expanduser()
+    if not is_there(where / MANIFEST_NAME):
+        return False
+    store = DiskStore.open(where, identity={"memfit run": FORMAT}, durable=False)
+    store.close(delete=True)
+    if where.is_dir() and not any(where.iterdir()):
+        where.rmdir()
+    return True
+
+
+def export_run(
+    directory: str | Path, target: str | Path, *, max_shard_bytes: int | str = DEFAULT_SHARD_BYTES
+) -> SaveResult:
+    """Copies the last commit of a run out of its store, as `Job.save` would have written it.
+
+    Weights are for `from_pretrained` and plain `load_file`; `memfit.api.saving.load` puts weights, optimizer states and settings into plain objects.
+    The states of registered objects go along in `registered.safetensors`, as `read_registered` gives them back.
+
+    Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first.
+
+    Args:
+        directory: of the run; no job may have it open.
+        target: replaced in one step, when all is written.
+        max_shard_bytes: of one file of weights.
+
+    Raises:
+        StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the disk. UnsupportedError: masters or states rest in bits that only
+            a job decodes.
+    """
+    began = time.perf_counter()
+    used = FileOperations()
+    with CommittedStore.open(directory, identity={"memfit run": FORMAT}) as store:
+        _check_plain(store.disk.identity, directory)
+        state = store.read_state()
+        facts = _table(state, "model")
+        weights, states = _sources(store, facts)
+        chosen = _kept(weights, facts)
+        numbers = _table(_table(state, "optimizer"), "numbers")
+        trained = {name: source for name, source in states.items() if name.rpartition(".")[0] in numbers}
+        files, index = pack_weights(
+            chosen,
+            _table(facts, "tied"),
+            parse_bytes(max_shard_bytes),
+            parameters=sum(math.prod(source.shape) for source in chosen.values()),
+        )
+        texts: dict[str, str | bytes] = {FILE_NAME: write_text(_trainer_state(state))}
+        if state.get("registered"):
+            texts[REGISTERED_NAME] = encode_state(_table(state, "registered"))
+        if index is not None:
+            texts[INDEX_NAME] = index
+        for key, name in _CONFIGS.items():
+            if isinstance(facts.get(key), str):
+                texts[name] = facts[key]
+        files.append(pack_states(trained))
+        resolved = Path(target).expanduser().resolve()
+        write_save(resolved, files, texts, lambda _: None, operations=used)
+    return SaveResult(
+        directory=resolved,
+        files={f.name: f.header.file_bytes for f in files},
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _check_plain(identity: Mapping[str, str], directory: str | Path) -> None:
+    """Bytes that only a job can read are not copied out as something else."""
+    plain = {"masters": ("whole", "none"), "state format": (str(StateFormat.GIVEN),)}
+    for key, values in plain.items():
+        if identity.get(key) not in values:
+            raise UnsupportedError(
+                f"the run in {directory} keeps {key} {identity.get(key)!r:.80}, which only a job decodes: go on with it and call job.save(...)"
+            )
+
+
+def read_registered(directory: str | Path) -> dict[str, Any]:
+    """The states of the objects that were registered with a run, from what `export_run` wrote: for their `load_state_dict`.
+
+    Raises:
+        StoreError: there is no such file, or it is damaged.
+    """
+    path = Path(directory).expanduser() / REGISTERED_NAME
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise explain(error, doing="read the registered states", path=path) from error
+    return decode_state(content)
+
+
+def _sources(
+    store: CommittedStore, facts: Mapping[str, Any]
+) -> tuple[dict[str, TensorSource], dict[str, TensorSource]]:
+    """Where weights (their masters, where they have one) and buffers are, and where states are, by name."""
+    orders = _table(facts, "orders")
+    weights: dict[str, TensorSource] = {}
+    states: dict[str, TensorSource] = {}
+    regions = store.disk.regions
+    # Masters come after weights, and take their place.
+    for name in sorted(regions, key=lambda region: regions[region].tag == "master"):
+        home = DiskHome(store.region(name))
+        for place in regions[name].tensors:
+            if regions[name].tag == "state":
+                states[place.name] = _source(home, place, orders.get(place.name.rpartition(".")[0]))
+            else:
+                weights[place.name] = _source(home, place, None if name == BUFFERS else orders.get(place.name))
+    return weights, states
+
+
+def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """The tensors of the files, by name."""
+    names, ignored = _table(facts, "names"), set(facts.get("ignored") or ())
+    kept = {names.get(parameter, parameter): s for parameter, s in weights.items() if parameter not in ignored}
+    if facts.get("files") is None:
+        return kept
+    try:
+        tensors = {
+            name: FileTensor(
+                shape=tuple(found["shape"]),
+                parts=tuple(Range(name=part, first=first, count=count) for part, first, count in found["parts"]),
+            )
+            for name, found in _table(facts, "files").items()
+        }
+        return {name: join(name, wanted, kept.__getitem__) for name, wanted in tensors.items()}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise StoreError(
+            f"the state of the step has no proper 'files' ({type(error).__name__}: {error}): it is damaged"
+        ) from error
+
+
+def _source(home: DiskHome, place: TensorPlace, order: Any) -> HomeSource:
+    """A tensor of a region; `order` is its parameter's shape and strides, where those are not row-major."""
+    shape: tuple[int, ...] = place.shape
+    stride: tuple[int, ...] | None = None
+    if (
+        order is not None
+        and math.prod(order["shape"]) == math.prod(place.shape)
+        and sorted(order["shape"]) == sorted(place.shape)
+    ):
+        shape, stride = tuple(order["shape"]), tuple(order["stride"])
+    return HomeSource(home, place.offset, dtype=place.torch_dtype, shape=shape, stride=stride)
+
+
+def _trainer_state(state: Mapping[str, Any]) -> TrainerState:
+    optimizer, random = _table(state, "optimizer"), _table(state, "random")
+    cuda = random.get("cuda") or []
+    return TrainerState(
+        steps=state["step"],
+        optimizer_class=optimizer["class"],
+        groups=[
+            GroupState(parameters=tuple(group["parameters"]), settings=group["settings"])
+            for group in optimizer["groups"]
+        ],
+        numbers=optimizer["numbers"],
+        random_cpu=bytes(random["cpu"].tolist()),
+        random_cuda=bytes(cuda[0].tolist()) if cuda else None,
+        extra={},
+    )
+
+
+def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+    table = found.get(key)
+    if not isinstance(table, dict):
+        raise StoreError(f"the state of the step has no proper {key!r}: it is damaged, or of another version of memfit")
+    return table

@@ -1,0 +1,243 @@
+"""What belongs to a step beside weights and optimizer states: random numbers, settings, and objects of the user's.
+
+In: live generators, an optimizer, objects with a `state_dict`. Out: plain values that `runtime.store.state` writes without pickling; and back.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memfit.core.errors import StoreError, UsageError
+from memfit.runtime.export.trainer import class_name
+from memfit.runtime.states import BlockStates
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """An object whose state belongs to each commit.
+
+    Attributes:
+        take: gives its state.
+        give: takes a state back.
+        is_position: it says where the data stand, or draws random numbers: noted when a job's method returns. Else when control comes back to memfit.
+    """
+
+    take: Callable[[], Any]
+    give: Callable[[Any], object]
+    is_position: bool
+
+
+def registered(name: str, thing: Any) -> Registered:
+    """How the state of an object is taken and given back.
+
+    Args:
+        name: for the message.
+        thing: has `state_dict` and `load_state_dict`; or is a random generator of torch, NumPy or Python.
+
+    Raises:
+        UsageError: none of these.
+    """
+    if isinstance(thing, torch.Generator):
+        return Registered(take=thing.get_state, give=thing.set_state, is_position=True)
+    if isinstance(thing, random.Random):
+        return Registered(take=thing.getstate, give=thing.setstate, is_position=True)
+    if isinstance(thing, np.random.Generator):
+        bits: Any = thing.bit_generator
+        return Registered(take=lambda: bits.state, give=lambda state: setattr(bits, "state", state), is_position=True)
+    if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
+        raise UsageError(
+            f"register({name!r}, ...): a {type(thing).__name__} has no state_dict and load_state_dict; give it both, or register what has its state"
+        )
+    gives_batches = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
+    return Registered(take=thing.state_dict, give=thing.load_state_dict, is_position=gives_batches)
+
+
+def taken(kept: Registered) -> Any:
+    """Its state now, apart from the object: what changes later does not change it."""
+    return copy.deepcopy(kept.take())
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------------------
+
+
+def take_random() -> dict[str, Any]:
+    """The states of the default generators: torch's (of the CPU and of every CUDA device that is in use), NumPy's and Python's. About 10 KiB."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": np.random.get_state(legacy=True),
+        "python": random.getstate(),
+    }
+
+
+def give_random(state: Any) -> None:
+    """Puts the default generators where they were.
+
+    Raises:
+        StoreError: this is no such state, or of more CUDA devices than there are.
+    """
+    try:
+        python, numpy, cuda = state["python"], state["numpy"], list(state["cuda"])
+        if cuda and len(cuda) != torch.cuda.device_count():
+            raise StoreError(
+                f"the run drew random numbers on {len(cuda)} CUDA devices, and {torch.cuda.device_count()} are here: resume it on as many"
+            )
+        torch.set_rng_state(state["cpu"])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        np.random.set_state(numpy)
+        random.setstate(python)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise StoreError(f"the state of the step has no random numbers that can be used: {error}") from error
+
+
+# --- the optimizer --------------------------------------------------------------------------------------------------------------
+
+
+def take_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The settings of the groups as they stand, with the names of their parameters.
+
+    Args:
+        optimizer: the user's.
+        names: of parameters, by identity.
+    """
+    return [
+        {
+            "parameters": [names[id(p)] for p in group["params"]],
+            "settings": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuses an optimizer that is not the run's.
+
+    Args:
+        found: "class" and "groups" of the run.
+        optimizer: the user's.
+        names: of parameters, by identity.
+
+    Raises:
+        StoreError: with the difference.
+    """
+    here = class_name(optimizer)
+    if _field(found, "class") != here:
+        raise StoreError(
+            f"the run was trained with {_field(found, 'class')!r:.200}, not {here!r}: resume it with the optimizer that it began with"
+        )
+    groups = _field(found, "groups")
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        raise StoreError(
+            f"the run's optimizer has {len(groups) if isinstance(groups, list) else 'no'} parameter groups, this one has {len(optimizer.param_groups)}: "
+            "build it as it was"
+        )
+    for index, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        parameters, settings = _field(group, "parameters"), _field(group, "settings")
+        if not isinstance(settings, dict) or not isinstance(parameters, list):
+            raise StoreError(f"param_groups[{index}] of the run is not a group: its state is damaged")
+        wanted = [names[id(p)] for p in live["params"]]
+        if parameters != wanted:
+            different = {*map(str, parameters)} ^ {*wanted}
+            told = f"such as {min(different)!r}" if different else "in another order"
+            raise StoreError(
+                f"param_groups[{index}] of the run's optimizer has other parameters than here ({len(parameters)} and {len(wanted)}), {told}: build it as it was"
+            )
+        for key, value in settings.items():
+            # Flags decide which states there are and which kernels run; rates and betas may change from step to step.
+            if key == "foreach":
+                continue  # changes neither
+            if isinstance(value, bool | None) and isinstance(live.get(key), bool | None) and live.get(key) != value:
+                raise StoreError(
+                    f"param_groups[{index}][{key!r}] is {live.get(key)} here and was {value} in the run: build the optimizer as it was"
+                )
+
+
+def give_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Settings become the run's: rates, betas, decays, what schedulers keep there."""
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
+        for key, value in group["settings"].items():
+            now = live.get(key)
+            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+                live[key] = value.to(now.device)  # a rate held in a tensor stays on its device
+            else:
+                live[key] = value
+
+
+def take_numbers(states: Mapping[int, BlockStates]) -> dict[str, Any]:
+    """By parameter, the states that are single numbers (step counters); parameters that were never updated are left out."""
+    return {name: dict(values) for own in states.values() for name, values in own.numbers.items()}
+
+
+def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: torch.optim.Optimizer) -> None:
+    """Puts the counters where they were.
+
+    Raises:
+        StoreError: they belong to parameters that the optimizer does not update.
+    """
+    if not isinstance(numbers, dict) or not all(isinstance(values, dict) for values in numbers.values()):
+        raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
+    waiting = dict(numbers)
+    reads_on_device = {
+        id(p): bool(group.get("capturable") or group.get("fused"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    for own in states.values():
+        for slot in own.block.slots:
+            values = waiting.pop(slot.name, None)
+            if values is None:
+                continue
+            # torch's own rule: counters live on the CPU, unless a kernel on the device reads them.
+            moves = reads_on_device.get(id(slot.parameter), False)
+            own.numbers[slot.name] = {
+                key: value.to(slot.parameter.device) if moves and isinstance(value, torch.Tensor) else value
+                for key, value in values.items()
+            }
+    if waiting:
+        raise StoreError(f"the run has counters of {next(iter(waiting))!r:.200}, which this optimizer does not update")
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------------
+
+
+def check_parameters(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], directory: object
+) -> None:
+    """Refuses another model before anything is planned for it.
+
+    Args:
+        wanted: shapes by name, of the model that is here.
+        found: of the one in the store.
+        directory: for the message.
+
+    Raises:
+        StoreError: names the first differences.
+    """
+    lines = [f"{name!r} is missing there" for name in wanted if name not in found]
+    lines += [f"{name!r} is not in this model" for name in found if name not in wanted]
+    lines += [
+        f"{name!r} has shape {list(found[name])} there and {list(shape)} here"
+        for name, shape in wanted.items()
+        if name in found and sorted(found[name]) != sorted(shape)
+    ]
+    if lines:
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise StoreError(
+            f"the store at {directory} holds another model: {'; '.join(lines[:_SHOWN])}{more}; choose another directory, or build the model of the run"
+        )
+
+
+def _field(found: Any, key: str) -> Any:
+    if not isinstance(found, dict) or key not in found:
+        raise StoreError(f"the state of the step has no {key!r}: it is damaged, or of another version of memfit")
+    return found[key]

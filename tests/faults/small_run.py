@@ -1,0 +1,229 @@
+"""A training run that is small, has everything that a commit must keep, and can be stopped anywhere.
+
+In: names of a model and of a plan, a directory. Out: losses by step, final weights, states and registered values.
+
+Everything random that a run can use is used: dropout (torch's default generator), batches from a generator of the run's own, a number of NumPy's and one
+of Python's in every batch; a scheduler and an average that the loop keeps; a buffer that forward changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memfit
+from equivalence import plans
+from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.precision import ComputeDtype
+from memfit.core.profile import Profile
+
+ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 29, 32
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
+
+
+class TiedAndFrozen(nn.Module):
+    """A head that is the embedding, a layer that does not train, a norm whose bias does not, a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers[0].requires_grad_(requires_grad=False)
+        self.layers[1].norm.bias.requires_grad_(requires_grad=False)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if self.training:
+            self.mean.lerp_(hidden.detach().mean((0, 1)).to(self.mean.dtype), 0.5)
+        return self.head(hidden)
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=WIDTH, n_layer=3, n_head=2,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": _gpt2, "tied-and-frozen": TiedAndFrozen}
+
+
+def _resident(_: Profile) -> tuple[Plan, dict[str, Any]]:
+    return Plan(), {}
+
+
+def _layer_major(found: Profile) -> tuple[Plan, dict[str, Any]]:
+    return Plan(microbatches=2, blocks=plans.on_disk(found), tail=plans.tail(found)), {}
+
+
+def _clipped(found: Profile) -> tuple[Plan, dict[str, Any]]:
+    plan = Plan(
+        microbatches=2,
+        order=Order.MICROBATCH_MAJOR,
+        blocks=plans.on_disk(found),
+        calls=plans.fates(found, CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)),
+        update=UpdateTime.AFTER_BACKWARD,
+    )
+    return plan, {"max_grad_norm": 0.5}
+
+
+def _bf16(found: Profile) -> tuple[Plan, dict[str, Any]]:
+    plan = replace(Plan(microbatches=2, blocks=plans.on_disk(found)), compute_dtype=ComputeDtype.BFLOAT16)
+    return plan, {"allow": {"bf16"}}
+
+
+PLANS: dict[str, Callable[[Profile], tuple[Plan, dict[str, Any]]]] = {
+    "resident": _resident,
+    "layer-major": _layer_major,
+    "clipped": _clipped,
+    "bf16": _bf16,
+}
+
+
+class Average:
+    """A number that the loop keeps, as an average of weights would be kept."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def build(model: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    found = model(batch["tokens"][:, :-1])
+    logits = found if isinstance(found, Tensor) else found.logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+
+def draw(generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch that takes from every generator."""
+    shift = int(np.random.randint(3)) + random.randrange(3)
+    tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
+    return {"tokens": (tokens + shift + int(torch.randint(3, ()))) % VOCABULARY}
+
+
+@cache
+def profile(model: str) -> Profile:
+    made = build(model)
+    return memfit.profile(made, adamw(made), loss, draw(torch.Generator()))
+
+
+@dataclass
+class Result:
+    """What a run came to. `first` is the step that it began at."""
+
+    first: int = 0
+    losses: dict[int, float] = field(default_factory=dict[int, float])
+    kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def digest(self) -> str:
+        """Of the kept values' bits."""
+        found = hashlib.sha256()
+        for name, value in sorted(self.kept.items()):
+            found.update(name.encode() + str(value.dtype).encode() + str(tuple(value.shape)).encode())
+            found.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+
+def train(
+    model: str,
+    plan: str | Plan | None,
+    store: Path,
+    *,
+    total: int = 5,
+    stop: int | None = None,
+    tell: Callable[[int], None] = lambda step: None,
+    save: Path | None = None,
+    **options: Any,
+) -> Result:
+    """Trains from wherever the run in `store` stands to `total`, or to `stop`, where it ends without a word.
+
+    Args:
+        model: of `MODELS`.
+        plan: of `PLANS`, or one; None: the run's own.
+        store: the directory.
+        total: steps of the run.
+        stop: leave there, as if the process ended well.
+        tell: called with the number of steps made, when the run begins or goes on, and after each.
+        save: `Job.save` there after every second step.
+        options: for `memfit.fit`.
+    """
+    # Before anything is seeded.
+    decided, known = PLANS[plan](profile(model)) if isinstance(plan, str) else (plan, dict[str, Any]())
+    made = build(model)
+    optimizer = adamw(made)
+    average, generator = Average(), torch.Generator().manual_seed(3)
+    torch.manual_seed(5)
+    random.seed(6)
+    np.random.seed(7)
+    sample = {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}
+    job = memfit.fit(made, optimizer, loss, sample, plan=decided, store=store, **{**known, **options})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for name, thing in (("scheduler", scheduler), ("average", average), ("data", generator)):
+        job.register(name, thing)
+    result = Result(first=job.steps)
+    tell(job.steps)
+    for step in range(job.steps, total):
+        if step == stop:
+            job.close(restore=False)
+            return result
+        found = job.step(draw(generator))
+        scheduler.step()
+        average.value = 0.5 * average.value + found.loss
+        result.losses[step] = found.loss
+        tell(step + 1)
+        if save is not None and step % 2:
+            job.save(save)
+    job.close()
+    result.kept = {name: value.detach().clone() for name, value in made.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        result.kept |= {f"{index}.{key}": torch.as_tensor(value).clone() for key, value in state.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        result.kept[f"lr {index}"] = torch.tensor(group["lr"], dtype=torch.float64)
+    result.kept["average"] = torch.tensor(average.value, dtype=torch.float64)
+    result.kept["random"] = torch.randint(1 << 60, ())
+    return result

@@ -1,0 +1,131 @@
+"""A step that meets the limit is made again under a tighter plan: same batch, same random numbers, no data lost, and an end to trying."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.errors import LimitBreachError, MemfitWarning, UsageError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.units import MIB
+
+ROWS, WIDTH, LAYERS = 1024, 96, 6
+LIMIT = 40 * MIB
+FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
+HARDWARE = Hardware(
+    device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=FAST, disk_bytes=1 << 40, host=FAST, host_bytes=1 << 40
+)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.dropout(torch.relu(self.wide(x)))) / 8
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(ROWS, WIDTH, generator=generator) for name in ("x", "y")}
+
+
+def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
+    return (model(data["x"]) - data["y"]).square().mean()
+
+
+def start(directory: Path, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, memfit.Job]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    known: dict[str, Any] = {"limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan"}
+    job = memfit.fit(model, optimizer, loss, batch(0), store=directory / "run", **{**known, **options})
+    return model, optimizer, job
+
+
+def test_a_step_that_meets_the_limit_is_made_again_under_a_tighter_plan(tmp_path: Path) -> None:
+    model, optimizer, job = start(tmp_path)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    job.register("scheduler", scheduler)
+    before = job.plan
+    torch.manual_seed(1)
+    job.step(batch(0))
+    scheduler.step()
+    # The user's own, from here on: a quarter of what the plan needs is not there any more.
+    hog = torch.empty(LIMIT - job.predicted_peak_bytes * 3 // 4, dtype=torch.uint8)
+    with pytest.warns(MemfitWarning, match="step 2 met the limit and was made again under a tighter plan. Cause:"):
+        found = job.step(batch(1))
+    scheduler.step()
+    assert job.steps == 2
+    (report,) = job.breaches
+    assert report.step == 2
+    assert report.before == before
+    assert report.after == job.plan != before
+    assert report.foreign_bytes >= hog.nbytes
+    assert report.in_words() in found.departures
+    last = job.step(batch(2))
+    assert not last.departures
+    job.close()
+    # The reference: the same steps, the later ones under the plan that came out, with the same random numbers.
+    reference = build()
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    torch.manual_seed(1)
+    for steps, plan in ((range(1), before), (range(1, 3), report.after)):
+        with memfit.fit(reference, other, loss, batch(0), plan=plan, emulate_device=True) as plain:
+            for step in steps:
+                if step == 0:
+                    torch.manual_seed(1)
+                assert plain.step(batch(step)).loss == (None, found.loss, last.loss)[step] or step == 0
+                schedule.step()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp_path: Path) -> None:
+    _, _, job = start(tmp_path)
+    torch.manual_seed(1)
+    job.step(batch(0))
+    keep = [torch.empty(MIB, dtype=torch.uint8) for _ in range(int(LIMIT * 0.55) // MIB)]
+    more: list[Tensor] = []
+
+    class Hungry(nn.Module):
+        """Takes memory that no trace saw, more with each try."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            more.append(torch.empty(8 * MIB, dtype=torch.uint8))
+            return x
+
+    job._parts.model[LAYERS - 1].dropout.register_forward_hook(lambda *_: Hungry()(torch.empty(0)) and None)  # type: ignore[union-attr, index]
+    with pytest.raises(LimitBreachError) as caught:
+        job.step(batch(1))
+    assert any("tighter plan" in note for note in caught.value.__notes__)
+    with pytest.raises(UsageError, match="closed"):
+        job.step(batch(1))
+    del keep, more[:]
+    _, _, again = start(tmp_path)
+    assert again.steps == 1
+    again.step(batch(1))
+    again.close()
+
+
+def test_replan_wants_a_store_that_commits_each_step(tmp_path: Path) -> None:
+    model = build()
+    arguments = (model, torch.optim.AdamW(model.parameters()), loss, batch(0))
+    with pytest.raises(UsageError, match='store=, and keep durability="step"'):
+        memfit.fit(*arguments, on_breach="replan")
+    with pytest.raises(UsageError, match='store=, and keep durability="step"'):
+        memfit.fit(*arguments, on_breach="replan", store=tmp_path / "run", durability=2)
+    with pytest.raises(UsageError, match='"error" or "replan"'):
+        memfit.fit(*arguments, on_breach="ignore")  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Files that lie: a structure-aware mutator of JSON texts and of the binary formats that carry them.
+
+In: a valid file and a random generator. Out: a file that is nearly valid: a value of the wrong kind or size, a key missing, doubled or unknown, bytes cut,
+flipped or added. Where a format has a checksum, it is made right again, so that what is behind it is met.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2, 7, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, -(1 << 63), 10**40, 0.5, -0.0, 1e308, "", "x", "nan", "NaN", "../../etc/passwd",
+    "/etc/passwd", "\x00", "a" * 600, "é\ud800", "float32", "int4", "pickle", [], [[]], {}, {"$": "tensor", "name": "0"}, {"$": "tuple", "items": 3}, {"$": []},
+    [0] * 70, [1 << 40, 1 << 40], [-1], [0.5], {"": None}, "homes-0.bin", "state.json", "device",
+)  # fmt: skip
+"""Values that a reader may not expect."""
+
+RAW = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "9" * 400,
+    "9" * 5000,
+    "[" * 200,
+    '{"a":' * 200,
+    "[" * 100_000,
+    "\\u0000",
+    "tru",
+    "'",
+    "",
+)
+"""Texts that stand in the place of a value; most of them are no JSON."""
+
+_MARK = "\x01here\x01"
+
+
+def mutate_json(value: Any, chance: random.Random) -> str:
+    """A text of one to three changes to a JSON value."""
+    changed = copy.deepcopy(value)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        changed = _mutate_value(changed, chance)
+    if chance.random() < 0.15:
+        text = json.dumps(_with_mark(changed, chance))
+        return text.replace(json.dumps(_MARK), chance.choice(RAW), 1)
+    text = json.dumps(changed)
+    if chance.random() < 0.05:
+        # A key that comes twice.
+        at = text.find("{")
+        key = chance.choice(sorted(changed)) if isinstance(changed, dict) and changed else "x"
+        text = f"{text[: at + 1]}{json.dumps(key)}: {json.dumps(chance.choice(HOSTILE))}, {text[at + 1 :]}"
+    return text
+
+
+def mutate_bytes(content: bytes, chance: random.Random) -> bytes:
+    """Bytes flipped, cut, repeated or added."""
+    found = bytearray(content)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        at = chance.randrange(len(found) + 1)
+        match chance.randrange(5):
+            case 0 if at < len(found):
+                found[at] ^= 1 << chance.randrange(8)
+            case 1:
+                del found[at:]
+            case 2:
+                found[at:at] = chance.randbytes(chance.choice((1, 8, 64)))
+            case 3:
+                del found[at : at + chance.choice((1, 8, 64))]
+            case _:
+                found[at : at + 8] = chance.choice((0, 1, 1 << 20, 1 << 40, (1 << 64) - 1)).to_bytes(8, "little")
+    return bytes(found)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a value."""
+    found: list[tuple[Any, Any]] = []
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        keys: Any = top.keys() if isinstance(top, dict) else range(len(top)) if isinstance(top, list) else ()
+        for key in keys:
+            found.append((top, key))
+            if isinstance(top[key], dict | list):
+                stack.append(top[key])
+    return found
+
+
+def _mutate_value(value: Any, chance: random.Random) -> Any:
+    places = _places(value)
+    if not places:
+        return copy.deepcopy(chance.choice(HOSTILE))
+    holder, key = chance.choice(places)
+    match chance.randrange(10):
+        case 0:
+            del holder[key]
+        case 1 if isinstance(holder, dict):
+            holder[chance.choice(("x", "", "__class__", "$", "name", key + "x"))] = copy.deepcopy(
+                chance.choice(HOSTILE)
+            )
+        case 2:
+            other, from_key = chance.choice(places)
+            holder[key] = copy.deepcopy(
+                other.get(from_key)
+                if isinstance(other, dict)
+                else other[from_key % max(1, len(other))]
+                if other
+                else None
+            )
+        case 3 if isinstance(holder[key], int) and not isinstance(holder[key], bool):
+            holder[key] += chance.choice((-4096, -1, 1, 8, 4096, 1 << 32))
+        case 4 if isinstance(holder[key], list):
+            holder[key] = holder[key] * chance.choice((0, 2, 3))
+        case 5 if isinstance(holder[key], str):
+            holder[key] = chance.choice((holder[key] + "x", holder[key][:-1], holder[key] * 40, "../" + holder[key]))
+        case _:
+            holder[key] = copy.deepcopy(chance.choice(HOSTILE))
+    return value
+
+
+def _with_mark(value: Any, chance: random.Random) -> Any:
+    places = _places(value)
+    if not places:
+        return _MARK
+    holder, key = chance.choice(places)
+    holder[key] = _MARK
+    return value
