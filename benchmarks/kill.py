@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults import small_run
+from faults import small_run  # pyright: ignore[reportMissingImports]
 from memfit.core.plan import Plan
 
 TOTAL = 6
@@ -104,7 +104,7 @@ def run_child(
         try:
             if cpu_s is not None:
                 kill_after_cpu(cpu_s)
-            work(lambda line: os.write(writer, (json.dumps(line) + "\n").encode()) and None)
+            work(lambda line: _write(writer, line))
             status = 0
         except BaseException:  # noqa: BLE001, a child must not go on as its parent
             traceback.print_exc()
@@ -129,6 +129,10 @@ def run_child(
     whole = text.rpartition(b"\n")[0].decode()
     told = [json.loads(line) for line in whole.split("\n") if line]
     return Child(told, status, time.perf_counter() - began, usage.ru_utime + usage.ru_stime)
+
+
+def _write(descriptor: int, line: dict[str, Any]) -> None:
+    os.write(descriptor, (json.dumps(line) + "\n").encode())
 
 
 def plans_of(models: list[str]) -> dict[tuple[str, str], tuple[Plan, dict[str, Any]]]:

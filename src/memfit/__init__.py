@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.api import Job, StepResult, empty, fit, infer, profile
+    from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
     from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
     from memfit.core.plan import Plan
     from memfit.runtime.streams import microbatch_streams
@@ -22,6 +22,7 @@ _ORIGINS = {
     "LimitBreachError": "memfit.core.errors",
     "MemfitError": "memfit.core.errors",
     "Plan": "memfit.core.plan",
+    "ResumableLoader": "memfit.api",
     "StepResult": "memfit.api",
     "empty": "memfit.api",
     "fit": "memfit.api",
@@ -37,6 +38,7 @@ __all__ = [
     "LimitBreachError",
     "MemfitError",
     "Plan",
+    "ResumableLoader",
     "StepResult",
     "empty",
     "fit",

@@ -30,7 +30,7 @@ from memfit.core.profile import Profile
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 29, 32
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -44,14 +44,17 @@ class _Layer(nn.Module):
 class TiedAndFrozen(nn.Module):
     """A head that is the embedding, a layer that does not train, a norm whose bias does not, a buffer that counts."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        layers = [Layer() for _ in range(3)]
+        self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.layers[0].requires_grad_(requires_grad=False)
-        self.layers[1].norm.bias.requires_grad_(requires_grad=False)
+        layers[0].requires_grad_(requires_grad=False)
+        layers[1].norm.bias.requires_grad = False
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, tokens: Tensor) -> Tensor:

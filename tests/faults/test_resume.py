@@ -20,7 +20,7 @@ from faults.small_run import Average, Result, adamw, build, draw, loss, profile,
 from memfit.core.errors import StoreError, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
 from memfit.runtime.run_store import RunStore
-from memfit.runtime.store import verify
+from memfit.runtime.store import RegionSpec, verify
 
 TESTS = Path(__file__).parents[1]
 
@@ -289,8 +289,8 @@ def refusal(store: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **o
 
 
 def test_a_store_of_another_model_dtype_or_optimizer_is_refused_with_the_difference(made: Path) -> None:
-    model = build("tied-and-frozen")
-    model.layers.append(small_run._Layer())
+    model: Any = build("tied-and-frozen")
+    model.layers.append(small_run.Layer())
     assert "'layers.3.norm.weight' is missing there" in refusal(made, model, adamw(model))
     model = build("tied-and-frozen")
     model.layers[2].up = nn.Linear(small_run.WIDTH, 2 * small_run.WIDTH + 1)
@@ -347,10 +347,7 @@ def test_resume_wants_a_run_that_was_committed(tmp_path: Path) -> None:
 
 def test_a_run_that_ended_before_its_first_commit_begins_anew(tmp_path: Path) -> None:
     store = RunStore(tmp_path / "run", durability="step", must_exist=False)
-    loop_regions = Loop(tmp_path / "other")
-    regions = dict(loop_regions.job.commits and loop_regions.job._parts.run.committed.disk.regions)  # type: ignore[union-attr]
-    loop_regions.job.close()
-    store.prepare(regions, {})
+    store.prepare({"block/weight": RegionSpec(nbytes=4096, slots=2, tag="weight")}, {})
     # As a kill leaves it: files and no commit.
     store.committed.disk.close()
     store.io.close()

@@ -9,5 +9,6 @@ from memfit.api.birth import empty
 from memfit.api.fit import fit, profile
 from memfit.api.inference import Inference, infer
 from memfit.api.job import EvaluateResult, Job, StepResult
+from memfit.api.loader import ResumableLoader
 
-__all__ = ["EvaluateResult", "Inference", "Job", "StepResult", "empty", "fit", "infer", "profile"]
+__all__ = ["EvaluateResult", "Inference", "Job", "ResumableLoader", "StepResult", "empty", "fit", "infer", "profile"]

@@ -70,3 +70,23 @@ def test_too_little_text_and_empty_batches_are_refused() -> None:
         make_windows(token_count=15)
     with pytest.raises(UsageError, match="both must be positive"):
         make_windows(batch_size=0)
+
+
+def test_a_stream_goes_on_where_it_was_left() -> None:
+    windows = make_windows()
+    whole = [batch.tolist() for batch in itertools.islice(windows, 20)]
+    for leave_after in (0, 1, 4, 5, 13):  # an epoch has 4 batches
+        first, second = iter(windows), iter(windows)
+        for _ in range(leave_after):
+            next(first)
+        second.load_state_dict(first.state_dict())
+        assert [next(second).tolist() for _ in range(20 - leave_after)] == whole[leave_after:]
+
+
+def test_a_stream_refuses_the_place_of_another() -> None:
+    state = iter(make_windows()).state_dict()
+    with pytest.raises(UsageError, match="from seed 0, and have seed 1 here"):
+        iter(make_windows(seed=1)).load_state_dict(state)
+    for wrong in ({"batch": -1}, {"epoch": "0"}, {"batch": 10**9}):
+        with pytest.raises(UsageError, match="cannot go on from batch"):
+            iter(make_windows()).load_state_dict({**state, **wrong})
