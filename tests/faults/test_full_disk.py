@@ -119,13 +119,14 @@ class Filler:
     def __init__(self, place: Path) -> None:
         self.path = place / "filler"
 
-    def fill(self) -> None:
+    def fill(self, *, leave_bytes: int = 0) -> None:
         with self.path.open("ab", buffering=0) as file:
             for size in (1 << 20, 1 << 12, 1):
                 with contextlib.suppress(OSError):
                     while True:
                         file.write(bytes(size))
         assert shutil.disk_usage(self.path).free < 4096
+        os.truncate(self.path, self.path.stat().st_size - leave_bytes)
 
     def empty(self) -> None:
         self.path.unlink()
@@ -144,7 +145,7 @@ def plan_of(name: str) -> Plan:
 
 def test_a_disk_that_is_too_small_is_told_at_fit(small_disk: Path) -> None:
     filler = Filler(small_disk)
-    filler.fill()
+    filler.fill(leave_bytes=MIB)
     with pytest.raises(StoreError, match=r"claim the disk space.*needed.*free.*disk is full") as caught:
         Run(small_disk / "run", Plan())
     assert caught.value.errno == errno.ENOSPC
