@@ -879,8 +879,8 @@ class Job:
         Memory: all weights and optimizer states at once, on the model's device; the limit is off from here on.
 
         Args:
-            restore: True gives everything back, whatever it takes. False gives nothing back: weights that are away are gone with their files (save before), or stay in the
-                store alone.
+            restore: True gives everything back, whatever it takes. False gives nothing back: weights that are away are gone with their files (save before),
+                or stay in the store alone.
                 None: everything, but a model that was never whole in memory (`memfit.empty`) only where that stays under the limit.
             commit: with `store=`, the last step is committed first. Leaving the context by an error does not: nobody knows what was done after the step.
 

@@ -32,6 +32,7 @@ from memfit.runtime.rounded import RoundedMasters
 from memfit.runtime.run_store import (
     RunStore,
     master_region,
+    masters_of,
     persistent_buffers,
     regions_of,
     state_region,
