@@ -5,19 +5,19 @@ In: a `config.json` or a directory as `save_pretrained` writes it; files of text
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memfit.core.errors import UsageError
 from memfit.recipes.configured import build_causal, causal_config
 from memfit.recipes.corpus import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from memfit.recipes.gpt import Recipe, build_adamw, build_warmup, causal_language_loss
-from memfit.recipes.text import TokenWindows, read_tokens
+from memfit.recipes.text import TokenWindows, WindowStream, read_tokens
 
 _BUILT_IN_TOKENS = 16_384
 
@@ -97,6 +97,6 @@ def _batches(
     batch_size: int,
     sequence_length: int,
     seed: int,
-) -> Iterator[Tensor]:
+) -> WindowStream:
     tokens = read_tokens(vocabulary, files=files, tokenizer=tokenizer, end=end)
     return iter(TokenWindows(tokens=tokens, batch_size=batch_size, sequence_length=sequence_length, seed=seed))
