@@ -107,7 +107,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         with tempfile.TemporaryDirectory() as directory:
-            print(json.dumps(measure(*arguments.worker, Path(directory))))
+            name, place = arguments.worker
+            print(json.dumps(measure(name, place, Path(directory))))
         return
     output: Path | None = arguments.output
     found: dict[str, dict[str, Any]] = json.loads(output.read_text()) if output is not None and output.exists() else {}

@@ -195,14 +195,15 @@ def test_a_skipped_step_changes_nothing_and_tells_nobody(where: str, tmp_path: P
 
 def test_the_scale_follows_torch_s_rule_to_both_ends() -> None:
     ours = LossScaler(growth_interval=1)
-    theirs = torch.amp.GradScaler("cpu", growth_interval=1)
+    theirs: Any = torch.amp.GradScaler("cpu", growth_interval=1)
     theirs.scale(torch.zeros(()))
+    update_scale: Any = getattr(torch, "_amp_update_scale_")  # noqa: B009, what GradScaler calls; torch does not export it
     generator = torch.Generator().manual_seed(0)
     for share in (0.5, 0.0, 1.0):
         for _ in range(200):
             overflows = bool(torch.rand((), generator=generator) < share)
             ours.update(has_overflowed=overflows)
-            torch._amp_update_scale_(
+            update_scale(
                 theirs._scale,
                 theirs._growth_tracker,
                 torch.tensor(float(overflows)),

@@ -185,7 +185,8 @@ def test_a_cache_layer_that_is_read_outside_comes_and_stays_usable_after_the_con
 
     plain, ours = spread(zoo.llama().model).eval(), spread(zoo.llama().model)
     tokens = torch.randint(1, zoo.VOCABULARY - 1, (2, 6))
-    theirs, mine = DynamicCache(config=plain.config), DynamicCache(config=ours.config)  # type: ignore[arg-type]
+    theirs: Any = DynamicCache(config=plain.config)  # type: ignore[arg-type]
+    mine: Any = DynamicCache(config=ours.config)  # type: ignore[arg-type]
     with torch.no_grad():
         plain(tokens, past_key_values=theirs, use_cache=True)
     with memfit.infer(ours, cache_limit=0) as session:
@@ -198,7 +199,7 @@ def test_a_cache_layer_that_is_read_outside_comes_and_stays_usable_after_the_con
         assert torch.equal(held, theirs.layers[0].keys)
         assert all(torch.equal(a.values, b.values) for a, b in zip(mine.layers, theirs.layers, strict=True))
         assert torch.equal(held, theirs.layers[0].keys)  # somebody holds it: it stayed
-        twin = copy.deepcopy(mine)
+        twin: Any = copy.deepcopy(mine)
         assert [type(layer) for layer in twin.layers] == [type(layer) for layer in theirs.layers]
         assert all(torch.equal(a.keys, b.keys) for a, b in zip(twin.layers, theirs.layers, strict=True))
         mine.crop(-2)

@@ -120,6 +120,7 @@ def test_generation_takes_the_same_memory_at_depth_4_and_32_when_caches_travel(a
     prompt = torch.ones(8, 40, dtype=torch.int64)
     for depth, travels in ((4, True), (32, True), (32, False)):
         model = memfit.empty(lambda depth=depth: llama(depth))
+        before = 0
         with memfit.infer(model, cache_limit=0 if travels else None) as session:
             for _ in range(2):  # the first brings libraries and threads
                 gc.collect()

@@ -84,9 +84,11 @@ def _generate_in_a_job(name: str, directory: Path) -> list[weakref.ref[object]]:
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
     job: Any = fit_variant(name, plans.BY_NAME["disk-recompute-4"], directory, limit="8GiB")(case, optimizer)
     prompt = torch.ones(2, 4, dtype=torch.int64)
+    seen: list[weakref.ref[Any]] = []
     for step in range(2):
         job.step(case.batch(step))
         with job.inference() as session:
+            seen.append(weakref.ref(session))
             model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -97,7 +99,7 @@ def _generate_in_a_job(name: str, directory: Path) -> list[weakref.ref[object]]:
             )
     report = job.census()
     job.close()
-    return [weakref.ref(job), weakref.ref(case.model), weakref.ref(session), weakref.ref(report)]
+    return [weakref.ref(job), weakref.ref(case.model), weakref.ref(report), *seen]
 
 
 @pytest.mark.usefixtures("no_collector")

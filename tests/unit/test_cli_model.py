@@ -28,7 +28,7 @@ def llama(directory: Path, *, vocabulary: int = 300) -> Any:
         num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(directory)
     return model
 

@@ -260,7 +260,7 @@ def _breach_text(
 
 
 def _cache_bytes_per_token(model: Any) -> int | None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "get_text_config", None)):
         return None
     text: Any = config.get_text_config(decoder=True)

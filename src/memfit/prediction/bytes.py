@@ -34,6 +34,7 @@ from memfit.core.schedule import (
     Offload,
     Release,
     Reload,
+    Scale,
     Schedule,
     Seed,
     Start,
@@ -199,6 +200,8 @@ class DeviceBytes:
                 before["staging"] = self.staging_bytes
             case Norm() | Unscale() | Check() | Commit():
                 self._flush()
+            case Scale():
+                pass
         return self._moment(before)
 
     def _compute_or_move(self, action: Action) -> ActionBytes:

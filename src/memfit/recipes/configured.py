@@ -52,7 +52,7 @@ def causal_config(path: str | Path, *, sequence_length: int) -> Any:
             f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {error})"
         ) from error
     named = list(getattr(config, "architectures", None) or ())
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None or (named and named != [causal.__name__]):
         raise UsageError(
             f"{file} describes {named[0] if named else type(config).__name__}, which is no causal language model: the command line trains those on text. "

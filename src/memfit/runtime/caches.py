@@ -346,7 +346,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """An ordinary layer."""
     record: _Record = self.__dict__[_RECORD]
     record.caches.use(record)
-    plain = next(kind for kind, own in _classes.items() if own is type(self))
+    plain: Any = next(kind for kind, own in _classes.items() if own is type(self))
     made = plain.__new__(plain)
     memo[id(self)] = made
     for name, value in self.__dict__.items():
