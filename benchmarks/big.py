@@ -8,9 +8,9 @@ The model is built by `memfit.empty`, its plan is `fit`'s own choice under `allo
 library. Three processes: one trains; one holds a single layer and the head, resident, and times them with plain PyTorch; this one, which imports neither
 until then, starts both, probes the disk, and reads the first one's peak from outside.
 
-A round is one step of training, and in some rounds what it is held against: *moving*, the seconds that the disk alone takes to read and write as many
-bytes at once; *computing*, the seconds of all layers (forward, forward again, backward, sums of gradients in fp32, update) and of the embedding and the head,
-one at a time and resident. The step's ratio is to the larger of the two, medians over rounds. The result file is written anew after every round.
+A round is one step of training, and in some rounds what it is held against: *moving*, the seconds that the disk alone takes to read and write as many bytes at
+once; *computing*, the seconds of all layers (forward, forward again where the plan recomputes, backward, sums of gradients in fp32, update) and of the embedding
+and the head, one at a time and resident. The step's ratio is to the larger of the two, medians over rounds. The result file is written anew after every round.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def run(
         "disk_limit": disk_limit,
     }
     found: dict[str, Any] = {"size": vars(size), "rounds": []}
-    with common.Worker(__file__, "train", training) as trainer, Outside(trainer.pid) as outside:
+    with Outside() as outside, common.Worker(__file__, "train", training, on_start=outside.watch) as trainer:
         found |= {"machine": common.machine(), **trainer.hello}
         _say(f"{found['parameters']:,} parameters, plan: {found['reason']}")
         compute = None
@@ -183,19 +183,24 @@ class Outside:
     go, the resident bytes are added up.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self) -> None:
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
         self.peak_bytes = 0
-        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+
+    def watch(self, pid: int) -> None:
+        """Begins to look at a process, until the context ends."""
+        self._pid = pid
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
 
     def _watch(self) -> None:
         while not self._is_over.wait(0.05):

@@ -133,10 +133,16 @@ class Worker:
         name: for messages.
         request: what `serve`'s function is called with.
         environment: added to this process's.
+        on_start: is told the child's number before it has done anything.
     """
 
     def __init__(
-        self, script: str, name: str, request: Mapping[str, Any], environment: Mapping[str, str] | None = None
+        self,
+        script: str,
+        name: str,
+        request: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        on_start: Callable[[int], None] | None = None,
     ) -> None:
         self.name = name
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115, lives as long as the worker
@@ -148,6 +154,8 @@ class Worker:
             text=True,
             env={**os.environ, **(environment or {})},
         )
+        if on_start is not None:
+            on_start(self._process.pid)
         self.hello: dict[str, Any] = self._receive()
 
     @property
