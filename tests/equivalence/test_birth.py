@@ -244,6 +244,66 @@ def test_files_that_do_not_fit_the_model_are_refused_before_anything_changes(tmp
     assert all(is_away(p) for p in model.parameters())
 
 
+@pytest.mark.parametrize("way", ["load_state_dict", "a save"])
+@pytest.mark.parametrize("is_bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_optimizer_states_go_into_a_model_built_empty_and_training_goes_on(
+    way: str, is_bf16: bool, tmp_path: Path
+) -> None:
+    from equivalence.with_memfit import profile_by_name
+    from memfit.core.plan import Plan
+    from memfit.core.precision import ComputeDtype
+
+    plan = Plan(
+        blocks=plans.on_disk(profile_by_name("gpt2")),
+        compute_dtype=ComputeDtype.BFLOAT16 if is_bf16 else ComputeDtype.GIVEN,
+    )
+    allow = {"bf16"} if is_bf16 else set[str]()
+    case = zoo.gpt2()
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2)
+    torch.manual_seed(1)
+    job = memfit.fit(case.model, optimizer, case.loss, case.batch(0), plan=plan, allow=allow)
+    job.step(case.batch(0))
+    optimizer.param_groups[0]["lr"] = 3e-3
+    job.save(tmp_path / "saved", extra={"note": 7})
+    expected = [job.step(case.batch(step)).loss for step in (1, 2)]
+    job.close()
+
+    model = born(lambda: zoo.gpt2().model, draws=False)
+    ours = torch.optim.AdamW(model.parameters())
+    if way == "load_state_dict":
+        from memfit.api.saving import load
+
+        plain = zoo.gpt2().model
+        other = torch.optim.AdamW(plain.parameters())
+        load(tmp_path / "saved", plain, other)
+        ours.load_state_dict(other.state_dict())
+    again = memfit.fit(model, ours, case.loss, case.batch(0), plan=plan, allow=allow, weights=tmp_path / "saved")
+    with again:
+        if way == "a save":
+            found = again.load_states(tmp_path / "saved")
+            assert (found.steps, found.extra) == (1, {"note": 7})
+        assert ours.param_groups[0]["lr"] == 3e-3
+        assert [again.step(case.batch(step)).loss for step in (1, 2)] == expected
+    assert_same_model(model, case.model)
+    for mine, theirs in zip(model.parameters(), case.model.parameters(), strict=True):
+        for key, value in optimizer.state[theirs].items():
+            assert same_bits(ours.state[mine][key], value), key
+
+
+def test_states_that_do_not_fit_the_optimizer_are_refused_and_the_job_goes_on(tmp_path: Path) -> None:
+    case = zoo.gpt2()
+    with fit_case(case) as job:
+        job.step(case.batch(0))
+        job.save(tmp_path / "saved")
+    other = zoo.gpt2()
+    with memfit.fit(other.model, torch.optim.SGD(other.model.parameters(), lr=0.1), other.loss, other.batch(0)) as job:
+        with pytest.raises(UsageError, match=r"was saved with .*AdamW, this optimizer is .*SGD"):
+            job.load_states(tmp_path / "saved")
+        with pytest.raises(StoreError):
+            job.load_states(tmp_path)
+        assert job.step(case.batch(0)).is_finite
+
+
 def test_a_saved_job_goes_into_a_model_built_empty_through_fit_and_not_through_load(tmp_path: Path) -> None:
     from memfit.api.saving import load
 

@@ -19,7 +19,7 @@ from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine
 from memfit.api.run_state import give_random, take_random
-from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
+from memfit.api.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_states, save_job
 from memfit.api.setting import training_setting
 from memfit.api.splitting import (
     Signature,
@@ -809,6 +809,38 @@ class Job:
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
             )
+
+    def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
+        """Takes the optimizer's states, its settings and the count of steps from a directory that `save` wrote: the run goes on where that one stood.
+
+        The weights are those of the job: `memfit.fit(weights=directory)`, say, for a model that is never whole in memory.
+
+        Memory: the states of one parameter, and a piece of 8 MiB.
+
+        Args:
+            directory: that `save` wrote.
+            restore_random: torch's default generators go on where they were.
+
+        Raises:
+            StoreError: a file that is missing, damaged or not memfit's. UsageError: an optimizer that the save does not fit (nothing was changed then).
+        """
+        self._check_usable()
+        named = {name: slot.parameter for name, (_, slot) in self._place.items()}
+        try:
+            found = load_states(
+                directory,
+                optimizer=self._parts.optimizer,
+                driver=self._parts.driver,
+                named=named,
+                scatter=self._scatter_state,
+                restore_random=restore_random,
+            )
+        except BaseException:
+            self._house.forget_step()
+            raise
+        self._keep_changes()
+        self._steps = found.steps
+        return found
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it received none."""

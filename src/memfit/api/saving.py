@@ -267,7 +267,7 @@ def load(
             return LoadResult(steps=trainer.steps, extra=trainer.extra)
         file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
         named = dict(model.named_parameters())
-        states = _match_optimizer(file, trainer, named, optimizer, source)
+        states = _match_optimizer(file, trainer, named, optimizer, OptimizerDriver(optimizer, named), source)
         _copy(weights)
         _restore_optimizer(file, trainer, states, named, optimizer)
     if restore_random:
@@ -278,7 +278,7 @@ def load(
 def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if find_origins(model):
         raise UsageError(
-            "the model was built by memfit.empty, so its weights have no memory yet: give the directory to memfit.fit(weights=...) instead"
+            "the model was built by memfit.empty, so its weights have no memory yet: give the directory to memfit.fit(weights=...), then to job.load_states(...)"
         )
     is_live = optimizer is not None and isinstance(optimizer.state, AwayStates)
     if is_live or any(hasattr(type(p), "_memfit_present_class") for p in model.parameters()):
@@ -321,6 +321,7 @@ def _match_optimizer(
     trainer: TrainerState,
     named: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
+    driver: OptimizerDriver,
     source: Path,
 ) -> dict[str, dict[str, TensorEntry]]:
     """By parameter, the entries of its state tensors; everything agrees with the live optimizer."""
@@ -339,7 +340,6 @@ def _match_optimizer(
     for entry in file.header.entries:
         name, _, key = entry.name.rpartition(".")
         states.setdefault(name, {})[key] = entry
-    driver = OptimizerDriver(optimizer, named)
     for name, entries in states.items():
         if name not in driver.names:
             raise UsageError(
@@ -363,29 +363,77 @@ def _restore_optimizer(
     named: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
+    _restore_settings(trainer, optimizer)
+    optimizer.state.clear()
+    groups = _groups(optimizer)
+    for name, entries in states.items():
+        parameter = named[name]
+        optimizer.state[parameter] = _read_state(file, trainer, name, entries, parameter, groups[id(parameter)])
+
+
+def _restore_settings(trainer: TrainerState, optimizer: torch.optim.Optimizer) -> None:
     for group, saved in zip(optimizer.param_groups, trainer.groups, strict=True):
         for key, value in saved.settings.items():
             live = group.get(key)
             if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
                 value = value.to(live.device)  # noqa: PLW2901, a rate held in a tensor stays on its device
             group[key] = value
-    optimizer.state.clear()
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for name, entries in states.items():
-        parameter = named[name]
-        own: dict[str, Any] = {}
-        for key, entry in entries.items():
-            if entry.shape == tuple(parameter.shape):
-                own[key] = torch.empty_like(parameter.detach(), dtype=entry.dtype)
-            else:
-                own[key] = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
-            file.read_into(entry, own[key])
-        group = group_of[id(parameter)]
-        for key, value in trainer.numbers.get(name, {}).items():
-            # torch's own rule: counters live on the CPU, unless a kernel on the device reads them.
-            moves = isinstance(value, torch.Tensor) and (group.get("capturable") or group.get("fused"))
-            own[key] = value.to(parameter.device) if moves else value
-        optimizer.state[parameter] = own
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+
+def _read_state(
+    file: TensorFile,
+    trainer: TrainerState,
+    name: str,
+    entries: Mapping[str, TensorEntry],
+    parameter: nn.Parameter,
+    group: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The whole state of a parameter, which may be away."""
+    own: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if entry.shape == tuple(parameter.shape):
+            own[key] = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=entry.dtype, device=parameter.device
+            )
+        else:
+            own[key] = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
+        file.read_into(entry, own[key])
+    for key, value in trainer.numbers.get(name, {}).items():
+        # torch's own rule: counters live on the CPU, unless a kernel on the device reads them.
+        moves = isinstance(value, torch.Tensor) and (group.get("capturable") or group.get("fused"))
+        own[key] = value.to(parameter.device) if moves else value
+    return own
+
+
+def load_states(
+    directory: str | Path,
+    *,
+    optimizer: torch.optim.Optimizer,
+    driver: OptimizerDriver,
+    named: Mapping[str, nn.Parameter],
+    scatter: Callable[[str, dict[str, Any]], None],
+    restore_random: bool,
+) -> LoadResult:
+    """Puts the optimizer's states of a save where a job keeps them, one parameter's at a time; see `Job.load_states`.
+
+    Raises:
+        StoreError: a file that is missing, damaged or not memfit's. UsageError: an optimizer that the save does not fit; nothing was changed.
+    """
+    source = Path(directory).expanduser()
+    trainer = read_text(source / FILE_NAME)
+    with TensorFile(source / OPTIMIZER_NAME) as file:
+        states = _match_optimizer(file, trainer, named, optimizer, driver, source)
+        _restore_settings(trainer, optimizer)
+        groups = _groups(optimizer)
+        for name, entries in states.items():
+            scatter(name, _read_state(file, trainer, name, entries, named[name], groups[id(named[name])]))
+    if restore_random:
+        _restore_random(trainer, source)
+    return LoadResult(steps=trainer.steps, extra=trainer.extra)
 
 
 def _restore_random(trainer: TrainerState, source: Path) -> None:
