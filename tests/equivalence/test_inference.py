@@ -191,7 +191,7 @@ def test_a_cache_layer_that_is_read_outside_comes_and_stays_usable_after_the_con
         plain(tokens, past_key_values=theirs, use_cache=True)
     with memfit.infer(ours, cache_limit=0) as session:
         session.model(tokens, past_key_values=mine, use_cache=True)
-        first: Any = mine.layers[0]
+        first = mine.layers[0]
         assert first.__dict__["keys"].untyped_storage().nbytes() == 0  # it went when the last ones came
         assert first.get_seq_length() == 6
         assert first.__dict__["keys"].untyped_storage().nbytes() == 0  # its length is no reason to bring it

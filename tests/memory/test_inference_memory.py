@@ -118,6 +118,7 @@ def llama(depth: int) -> nn.Module:
 def test_generation_takes_the_same_memory_at_depth_4_and_32_when_caches_travel(allocator: Allocator) -> None:
     peaks: dict[tuple[int, bool], int] = {}
     prompt = torch.ones(8, 40, dtype=torch.int64)
+    before = layer_cache = 0
     for depth, travels in ((4, True), (32, True), (32, False)):
         model = memfit.empty(lambda depth=depth: llama(depth))
         before = 0
@@ -134,3 +135,44 @@ def test_generation_takes_the_same_memory_at_depth_4_and_32_when_caches_travel(a
     assert abs(peaks[4, True] - peaks[32, True]) <= 16 * KIB, peaks
     # All but two or three of the layers' caches are what it saves.
     assert peaks[32, False] - peaks[32, True] >= 27 * layer_cache, peaks
+
+
+def test_evaluation_holds_the_logits_of_one_microbatch_or_of_one_chunk(allocator: Allocator) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from memfit.core.plan import BlockPlan, Plan, Tier
+
+    vocabulary, rows, tokens, microbatches, chunk = 16_384, 8, 32, 4, 16
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=tokens,
+    )  # fmt: skip
+    batch = torch.randint(0, vocabulary, (rows, tokens))
+    logits_bytes = 4 * vocabulary * rows * tokens
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(input_ids=batch, labels=batch).loss
+
+    peaks: dict[int | None, int] = {}
+    values: list[float] = []
+    for chunk_tokens in (None, chunk):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = [block.name for block in memfit.profile(model, optimizer, loss, batch).blocks]
+        home = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
+        plan = Plan(
+            blocks=dict.fromkeys(names, home), microbatches=microbatches, tail=3, loss_chunk_tokens=chunk_tokens
+        )
+        with memfit.fit(model, optimizer, loss, batch, plan=plan) as job:
+            job.evaluate(batch)
+            before = allocator.stats().live_bytes
+            allocator.reset_peak()
+            values.append(job.evaluate(batch).loss)
+            peaks[chunk_tokens] = allocator.stats().peak_bytes - before
+    weights = 2 * 4 * vocabulary * 16  # the embedding and the head, at the hand-over
+    small = 1 << 20
+    # transformers' loss has the logits, their log-softmax and a shifted copy at once.
+    assert peaks[None] <= weights + 3 * logits_bytes // microbatches + small < logits_bytes, peaks
+    assert peaks[chunk] <= weights + 3 * 4 * vocabulary * chunk + small, peaks
+    assert abs(values[0] - values[1]) < 1e-4

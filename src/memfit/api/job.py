@@ -167,6 +167,7 @@ class Job:
     def __init__(self, parts: JobParts) -> None:
         self._machine = parts.machine
         self._steps_here = 0
+        self._steps_before = 0
         self._census = Census(parts.machine.meter)
         self._torn: str | None = None
         self._is_closed = False
@@ -719,8 +720,8 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Steps made in the run so far: since `fit`, or, with `store=`, since the run began. A loop over `range(job.steps, total)` goes on where it was."""
-        return self._house.step
+        """Steps made in the run so far: since `fit`, or, with `store=` or `load_states`, since the run began. A loop over `range(job.steps, total)` goes on."""
+        return self._steps_before + self._house.step
 
     def register(self, name: str, thing: Any, *, is_new: bool = False) -> None:
         """Makes the state of an object part of every commit, and gives it back what it was where a run goes on.
@@ -825,6 +826,10 @@ class Job:
             StoreError: a file that is missing, damaged or not memfit's. UsageError: an optimizer that the save does not fit (nothing was changed then).
         """
         self._check_usable()
+        if self._commits is not None:
+            raise UsageError(
+                "a job with store= has its own states and steps: give the directory of the run to resume= instead"
+            )
         named = {name: slot.parameter for name, (_, slot) in self._place.items()}
         try:
             found = load_states(
@@ -839,7 +844,7 @@ class Job:
             self._house.forget_step()
             raise
         self._keep_changes()
-        self._steps = found.steps
+        self._steps_before = found.steps - self._house.step
         return found
 
     def gradient(self, name: str) -> torch.Tensor | None:
