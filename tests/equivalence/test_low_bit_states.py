@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +127,29 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "PIECE_ELEMENTS", 1024)
 
 
-WHERE = [("resident", 1), ("disk", 1), ("disk-4", 4), ("atomic", 1)]
+MICROBATCHES = {"resident": 1, "disk": 1, "disk-4": 4, "atomic": 1}
 
 
-@pytest.mark.parametrize("chosen", ENCODED)
-@pytest.mark.parametrize(("where", "microbatches"), WHERE)
-def test_training_equals_plain_training_with_rounded_states(
-    chosen: StateFormat, where: str, microbatches: int, tmp_path: Path
-) -> None:
+def _cases(places: Iterable[str], *quick: tuple[StateFormat, str]) -> list[Any]:
+    """Every format in every place; all but a few run with --slow."""
+    return [
+        pytest.param(chosen, where, marks=[] if (chosen, where) in quick else [pytest.mark.slow])
+        for where in places
+        for chosen in ENCODED
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "where"),
+    _cases(
+        MICROBATCHES,
+        (StateFormat.INT8, "disk-4"),
+        (StateFormat.INT4, "resident"),
+        (StateFormat.FP8, "disk"),
+        (StateFormat.BF16, "atomic"),
+    ),
+)
+def test_training_equals_plain_training_with_rounded_states(chosen: StateFormat, where: str, tmp_path: Path) -> None:
     model = build()
     optimizer = adamw(model)
     steps = 3
@@ -142,7 +157,7 @@ def test_training_equals_plain_training_with_rounded_states(
         for step in range(steps):
             assert job.step(batch(step)).departures == ()
         live = optimizer.state_dict()["state"]
-    plain, states = train_by_hand(chosen, steps, microbatches=microbatches)
+    plain, states = train_by_hand(chosen, steps, microbatches=MICROBATCHES[where])
     for index, (name, parameter) in enumerate(plain.named_parameters()):
         assert torch.equal(model.get_parameter(name), parameter), name
         mine = optimizer.state[model.get_parameter(name)]
@@ -164,10 +179,10 @@ def test_the_rounding_is_there() -> None:
     "make",
     [
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
-        lambda model: torch.optim.Adamax(model.parameters()),
-        lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.5),
-        lambda model: torch.optim.Adadelta(model.parameters()),
+        pytest.param(lambda model: torch.optim.Adam(model.parameters(), amsgrad=True), marks=pytest.mark.slow),
+        pytest.param(lambda model: torch.optim.Adamax(model.parameters()), marks=pytest.mark.slow),
+        pytest.param(lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.5), marks=pytest.mark.slow),
+        pytest.param(lambda model: torch.optim.Adadelta(model.parameters()), marks=pytest.mark.slow),
         lambda model: torch.optim.Muon([layer.weight for layer in model.layers]),
     ],
     ids=["sgd", "amsgrad", "adamax", "rmsprop", "adadelta", "muon"],
@@ -195,8 +210,9 @@ def test_a_centered_rmsprop_keeps_its_means_as_they_are(tmp_path: Path) -> None:
         job.step(batch(0))
 
 
-@pytest.mark.parametrize("chosen", ENCODED)
-@pytest.mark.parametrize("where", ["resident", "disk"])
+@pytest.mark.parametrize(
+    ("chosen", "where"), _cases(["resident", "disk"], (StateFormat.INT8, "disk"), (StateFormat.INT4, "resident"))
+)
 def test_a_save_holds_decoded_states_and_training_goes_on_bit_for_bit(
     chosen: StateFormat, where: str, tmp_path: Path
 ) -> None:

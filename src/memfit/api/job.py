@@ -443,6 +443,8 @@ class Job:
         try:
             if scaler is None:
                 self._parts.driver.begin_step()
+            else:
+                scaler.begin_step()
             self._house.gradients.begin_step()
             self._frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
             work = Work(
@@ -484,6 +486,8 @@ class Job:
         for block in self._blocks:
             block.release()
         is_torn = bool(self._updates.updated_blocks) and not self._is_undoable
+        if self.loss_scaler is not None:
+            self.loss_scaler.forget_update()
         if not is_torn:
             for index, states in self._states.items():
                 states.numbers = numbers[index]

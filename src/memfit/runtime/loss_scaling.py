@@ -52,9 +52,21 @@ class LossScaler:
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._growth_tracker = 0
+        self._before: tuple[float, int, int] | None = None
+
+    def begin_step(self) -> None:
+        """From here on an `update` can be forgotten."""
+        self._before = None
+
+    def forget_update(self) -> None:
+        """The step did not come to its end: the scale is that of before. Nothing if there was no `update`."""
+        if self._before is not None:
+            self.scale, self.skipped, self._growth_tracker = self._before
+            self._before = None
 
     def update(self, *, has_overflowed: bool) -> None:
         """After a step. Source: `torch._amp_update_scale_` (aten/src/ATen/native/cuda/AmpKernels.cu): the scale does not grow past fp32's largest number."""
+        self._before = (self.scale, self.skipped, self._growth_tracker)
         if has_overflowed:
             self.skipped += 1
             self.scale = _fp32(self.scale * self._backoff_factor)
