@@ -51,7 +51,8 @@ def say(model: Any, number: int, *, samples: bool = False, beams: int = 1) -> to
 def test_generation_on_a_gpu_gives_the_tokens_of_transformers(cache_limit: int | None, tmp_path: Path) -> None:
     plain, ours = llama(), llama()
     with memfit.infer(ours, cache_limit=cache_limit, directory=tmp_path / "homes") as session:
-        for options in ({}, {"samples": True}, {"beams": 3}):
+        ways: list[dict[str, Any]] = [{}, {"samples": True}, {"beams": 3}]
+        for options in ways:
             torch.manual_seed(1)
             expected = say(plain, 1, **options)
             torch.manual_seed(1)
@@ -87,6 +88,7 @@ def test_a_directory_is_generated_from_without_the_model_on_the_gpu(tmp_path: Pa
 
 def test_the_peak_on_a_gpu_is_the_same_at_depth_4_and_64() -> None:
     peaks: dict[int, int] = {}
+    before = 0
     prompt = torch.ones(4, 32, dtype=torch.int64, device="cuda")
     for depth in (4, 64):
         model = memfit.empty(lambda depth=depth: llama(depth, width=256))
@@ -95,7 +97,8 @@ def test_the_peak_on_a_gpu_is_the_same_at_depth_4_and_64() -> None:
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-                session.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, pad_token_id=0)
+                net: Any = session.model
+                net.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, pad_token_id=0)
             peaks[depth] = torch.cuda.max_memory_allocated() - before
     assert abs(peaks[4] - peaks[64]) <= 1 << 20, peaks
 
