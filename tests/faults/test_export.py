@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_what_is_exported_is_what_the_run_gives_back(plan: str, tmp_path: Path) 
 
 def test_a_layout_that_is_not_row_major_comes_out_row_major(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters())
     data = {"x": torch.randn(4, 3, 8, 8)}
     with memfit.fit(

@@ -54,9 +54,13 @@ def margin_bytes(limit_bytes: int, attempt: int) -> int:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Lets go of what the frames of an error, and of what caused it, hold: activations and gradients of the step that failed."""
+    """Lets go of what the frames of an error, and of what caused it, hold: activations and gradients of the step that failed.
+
+    The tracebacks go too: a frame that was cleared still holds its function, and that the arguments in its closure (as `Module.__call__` has them).
+    """
     found: BaseException | None = error
     while found is not None:
         traceback.clear_frames(found.__traceback__)
+        found.__traceback__ = None
         found = found.__cause__ or found.__context__
     gc.collect()  # autograd's graph and the frames of the step refer to each other

@@ -194,7 +194,7 @@ class Plan:
         """
         try:
             read: object = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         try:
             raw = _object("the plan", read)

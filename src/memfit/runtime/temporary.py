@@ -111,6 +111,7 @@ def _remove(path: Path, descriptor: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork that ends: the directory is its parent's
     try:
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # it was taken away, with the directory that it lies in
+            shutil.rmtree(path)
     finally:
         os.close(descriptor)

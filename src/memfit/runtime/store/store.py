@@ -399,7 +399,7 @@ class DiskStore:
                 try:
                     self._operations.rmdir(self.directory)
                 except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                         raise explain(error, doing="remove the directory", path=self.directory) from error
 
     def __enter__(self) -> Self:
