@@ -15,8 +15,8 @@ from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 
-ROWS, WIDTH, LAYERS = 1024, 96, 6
-LIMIT = 64 * MIB
+ROWS, WIDTH, LAYERS = 4096, 96, 6
+LIMIT = 200 * MIB
 FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
 HARDWARE = Hardware(
     device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=FAST, disk_bytes=1 << 40, host=FAST, host_bytes=1 << 40
@@ -104,7 +104,7 @@ def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp
 
     def eat(*_: Any) -> None:
         """Takes memory that no trace saw, more with each try."""
-        more.append(torch.empty(8 * MIB, dtype=torch.uint8))
+        more.append(torch.empty(LIMIT // 8, dtype=torch.uint8))
 
     model[LAYERS - 1].dropout.register_forward_hook(eat)  # type: ignore[index, union-attr]
     with pytest.raises(LimitBreachError) as caught:
