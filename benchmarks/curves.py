@@ -83,20 +83,18 @@ def train(variant: str, seed: int, tokens: torch.Tensor) -> dict[str, Any]:
 
 
 def print_table(found: dict[str, dict[str, dict[str, Any]]]) -> None:
-    seeds = sorted(found["fp32"])
-    finals = {name: [found[name][s]["final"] for s in seeds if s in found[name]] for name in found}
-    spread = statistics.stdev(finals["fp32"]) if len(seeds) > 1 else float("nan")
-    print(f"final loss of fp32 {finals['fp32']}, spread {spread:.4f}")
-    print("| variant | final loss, by seed | apart from fp32 | largest | within the spread |")
+    exact = {seed: run["final"] for seed, run in found["fp32"].items()}
+    spread = statistics.stdev(exact.values()) if len(exact) > 1 else float("nan")
+    print(f"final loss of fp32 {', '.join(f'{final:.4f}' for final in exact.values())}; spread over seeds {spread:.4f}")
+    print("| variant | final loss, by seed | apart from fp32 at the same seed, mean | largest | within the spread |")
     print("|---|---|---|---|---|")
     for name in VARIANTS:
-        if name not in found:
+        apart = {seed: run["final"] - exact[seed] for seed, run in found.get(name, {}).items() if seed in exact}
+        if not apart:
             continue
-        apart = [mine - exact for mine, exact in zip(finals[name], finals["fp32"], strict=False)]
-        mean, largest = statistics.fmean(apart), max(apart, key=abs)
-        verdict = "yes" if abs(mean) <= spread else "no"
-        text = ", ".join(f"{final:.4f}" for final in finals[name])
-        print(f"| {name} | {text} | {mean:+.4f} | {largest:+.4f} | {verdict} |")
+        mean, largest = statistics.fmean(apart.values()), max(apart.values(), key=abs)
+        text = ", ".join(f"{found[name][seed]['final']:.4f}" for seed in apart)
+        print(f"| {name} | {text} | {mean:+.4f} | {largest:+.4f} | {'yes' if abs(mean) <= spread else 'no'} |")
 
 
 def main() -> None:
