@@ -177,7 +177,8 @@ def test_requests_together_take_the_weights_of_one() -> None:
             before = session.read_bytes
             session.together([lambda: say(model, 2, "greedy") for _ in range(count)])
             read[count] = session.read_bytes - before
-    assert read[4] == read[1] > 0
+    # The last visit, of what would be next, is counted when its transfer ends: before or after this reading.
+    assert abs(read[4] - read[1]) <= 16 * 1024 < read[1] // 10
 
 
 def test_a_cache_layer_that_is_read_outside_comes_and_stays_usable_after_the_context() -> None:
