@@ -84,18 +84,12 @@ def print_table(found: dict[str, dict[str, Any]]) -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for name, places in found.items():
-        if set(places) != set(PLACES):
-            continue
-        parameters = places["disk"]["parameters"]
-        pairs = [
-            places["disk"]["on disk"],
-            places["disk"]["read"],
-            places["disk"]["written"],
-            places["resident"]["resident"],
-        ]
-        cells = [f"{p / parameters:.3f} / {m / parameters:.3f}" for p, m in pairs]
-        deviation = max(abs(p - m) / m for p, m in pairs)
-        print(f"| {name} | {' | '.join(cells)} | {deviation:.2%} | {places['disk']['cpu_s']} |")
+        disk, resident = places.get("disk", {}), places.get("resident", {})
+        parameters = next((place["parameters"] for place in places.values()), 1)
+        pairs = [disk.get("on disk"), disk.get("read"), disk.get("written"), resident.get("resident")]
+        cells = ["-" if pair is None else f"{pair[0] / parameters:.3f} / {pair[1] / parameters:.3f}" for pair in pairs]
+        deviation = max((abs(pair[0] - pair[1]) / pair[1] for pair in pairs if pair is not None), default=0.0)
+        print(f"| {name} | {' | '.join(cells)} | {deviation:.2%} | {disk.get('cpu_s', '-')} |")
     print("bytes a parameter, predicted / measured")
 
 
