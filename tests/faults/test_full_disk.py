@@ -13,60 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import memfit
 from equivalence import plans
+from faults.tower import Tower, adamw, loss
 from memfit.core.errors import StoreError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier
-from memfit.core.profile import Profile
 from memfit.core.units import MIB
 from memfit.runtime.store import FileOperations, verify
 
-WIDTH, LAYERS, ROWS = 96, 3, 64
 DISK_BYTES = 48 * MIB
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.relu(self.wide(x))) / 8
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(ROWS, WIDTH, generator=generator) for name in ("x", "y")}
-
-
-def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    return (model(data["x"]) - data["y"]).square().mean()
-
-
-def after_plain_steps(count: int) -> dict[str, Tensor]:
-    model = build()
-    optimizer = adamw(model)
-    for step in range(count):
-        optimizer.zero_grad()
-        loss(model, batch(step)).backward()
-        optimizer.step()
-    return dict(model.named_parameters())
-
-
-def profile() -> Profile:
-    model = build()
-    return memfit.profile(model, adamw(model), loss, batch(0))
+TOWER = Tower(width=96)
+build, batch, profile = TOWER.build, TOWER.batch, TOWER.profile
 
 
 class Run:
@@ -88,7 +46,7 @@ class Run:
         while self.job.steps < 4:
             self.step()
         self.job.close()
-        for name, wanted in after_plain_steps(4).items():
+        for name, wanted in dict(TOWER.after_plain_steps(4)[0].named_parameters()).items():
             assert torch.equal(dict(self.model.named_parameters())[name], wanted), name
 
 
@@ -254,7 +212,7 @@ def test_a_directory_that_is_taken_away_is_told_and_the_model_comes_back(tmp_pat
     with pytest.raises(StoreError):
         run.step()
     run.job.close(commit=False)
-    for name, wanted in after_plain_steps(1).items():
+    for name, wanted in dict(TOWER.after_plain_steps(1)[0].named_parameters()).items():
         assert torch.equal(dict(run.model.named_parameters())[name], wanted), name
     again = Run(tmp_path / "elsewhere", plan_of("on disk"))
     assert again.job.steps == 0

@@ -23,60 +23,16 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence import plans
+from faults.tower import Batch, Tower, adamw, loss
 from memfit.core.errors import MemfitError, StoreError, StoreInUseError, TornStepError, UsageError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.profile import Profile
 from memfit.runtime.store import FileOperations
 
-WIDTH, LAYERS, ROWS = 128, 3, 64
+TOWER = Tower(width=128)  # hidden values of 64 KiB, from which on saved tensors leave the device
+build, batch, profile, after_plain_steps = TOWER.build, TOWER.batch, cache(TOWER.profile), TOWER.after_plain_steps
 OFFLOAD = CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)
 ARGUMENTS_AWAY = CallPlan(saved=Saved.RECOMPUTE, boundary_home=Tier.DISK)
-Batch = dict[str, Tensor]
-
-
-class Layer(nn.Module):
-    """Its hidden values take 64 KiB, from which on saved tensors leave the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.relu(self.wide(x))) / 8
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def batch(step: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(ROWS, WIDTH, generator=generator) for name in ("x", "y")}
-
-
-def loss(model: nn.Module, data: Batch) -> Tensor:
-    return (model(data["x"]) - data["y"]).square().mean()
-
-
-@cache
-def profile() -> Profile:
-    model = build()
-    return memfit.profile(model, adamw(model), loss, batch(0))
-
-
-def after_plain_steps(count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build()
-    optimizer = adamw(model)
-    for step in range(count):
-        optimizer.zero_grad()
-        loss(model, batch(step)).backward()
-        optimizer.step()
-    return model, optimizer
 
 
 def atomic(found: Profile) -> Plan:

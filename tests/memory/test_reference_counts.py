@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +57,23 @@ def test_a_closed_job_dies_by_reference_count(name: str, variant: str, tmp_path:
     assert (after.live_bytes, after.live_blocks, after.limit_bytes) == (before.live_bytes, before.live_blocks, None)
 
 
+def _say(model: Any) -> torch.Tensor:
+    prompt = torch.ones(2, 4, dtype=torch.int64)
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=3,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=True,
+    )
+
+
 def _infer(name: str, directory: Path) -> list[weakref.ref[object]]:
     import memfit
 
     model: Any = zoo.ZOO[name]().model
-    prompt = torch.ones(2, 4, dtype=torch.int64)
-
-    def say() -> torch.Tensor:
-        return model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=3,
-            do_sample=False,
-            pad_token_id=0,
-            use_cache=True,
-        )
-
+    say = partial(_say, model)
     with memfit.infer(model, directory=directory / "homes", cache_limit=0, limit="8GiB") as session:
         say()
         session.together([say, say])
@@ -83,20 +85,12 @@ def _generate_in_a_job(name: str, directory: Path) -> list[weakref.ref[object]]:
     model: Any = case.model
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
     job: Any = fit_variant(name, plans.BY_NAME["disk-recompute-4"], directory, limit="8GiB")(case, optimizer)
-    prompt = torch.ones(2, 4, dtype=torch.int64)
     seen: list[weakref.ref[Any]] = []
     for step in range(2):
         job.step(case.batch(step))
         with job.inference() as session:
             seen.append(weakref.ref(session))
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=3,
-                do_sample=False,
-                pad_token_id=0,
-                use_cache=True,
-            )
+            _say(model)
     report = job.census()
     job.close()
     return [weakref.ref(job), weakref.ref(case.model), weakref.ref(report), *seen]

@@ -23,7 +23,7 @@ from torch import nn
 
 from memfit.api import run_state
 from memfit.api.machine import Machine
-from memfit.api.run_state import Registered, registered, taken
+from memfit.api.run_state import Registered, part, registered, taken
 from memfit.api.saving import described
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.plan import Plan, Tier
@@ -127,7 +127,7 @@ class Commits:
         self._waiting: dict[str, Any] = {}
         self.clip: float | None = None
         if run.is_resumed:
-            self._waiting = dict(_part(run.state, "registered", dict))
+            self._waiting = dict(part(run.state, "registered", dict))
 
     def carry_on(self, before: Commits) -> None:
         """What was registered with the job stays registered. It has changed nothing since the commit that the run goes back to."""
@@ -140,21 +140,21 @@ class Commits:
 
     def has_weights(self, block: str) -> bool:
         """The last commit has the current weights of this block, not only its masters."""
-        before = Plan.from_json(_part(self.run.state, "plan", str))
+        before = Plan.from_json(part(self.run.state, "plan", str))
         return before.block(block).weight_home is Tier.DISK
 
     def check(self) -> None:
         """Refuses an optimizer that is not the run's. Raises `StoreError`."""
-        run_state.check_optimizer(_part(self.run.state, "optimizer", dict), self._optimizer, self._names)
+        run_state.check_optimizer(part(self.run.state, "optimizer", dict), self._optimizer, self._names)
 
     def take_up(self) -> None:
         """Settings and counters of the optimizer become the run's. Raises `StoreError` for a state that cannot be used."""
-        optimizer = _part(self.run.state, "optimizer", dict)
+        optimizer = part(self.run.state, "optimizer", dict)
         run_state.give_numbers(optimizer.get("numbers"), self._states, self._optimizer)
-        run_state.give_groups(optimizer["groups"], self._optimizer)
-        self._noise.seed = _part(self.run.state, "noise seed", int)
+        run_state.give_settings(run_state.settings_of(optimizer), self._optimizer)
+        self._noise.seed = part(self.run.state, "noise seed", int)
         if self._scaler is not None:
-            self._scaler.load_state_dict(_part(self.run.state, "loss scale", dict))
+            self._scaler.load_state_dict(part(self.run.state, "loss scale", dict))
 
     def begin(self) -> None:
         """At the end of `fit`: a new run's first version is committed; a resumed one has its random numbers where they were.
@@ -163,12 +163,12 @@ class Commits:
             StoreError: the disk, or a state that cannot be used.
         """
         if self.run.is_resumed:
-            run_state.give_random(_part(self.run.state, "random", dict))
+            run_state.give_random(part(self.run.state, "random", dict))
             self.note()
             return
         self.note()
         with self._machine.phases("commit"):
-            self._seal(force=True, is_first=True)
+            self._seal(is_first=True)
 
     # --- what belongs to a step -------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Commits:
                 f"the state of {name!r} in {self.run.directory} does not fit the object that is registered ({type(error).__name__}: {error}): build it as it was"
             ) from error
         # Schedulers set rates while they are built; the run's own come back.
-        run_state.give_groups(_part(self.run.state, "optimizer", dict)["groups"], self._optimizer)
+        run_state.give_settings(run_state.settings_of(part(self.run.state, "optimizer", dict)), self._optimizer)
 
     def check_registered(self) -> None:
         """Refuses to go on while states of the run have no object. Raises `UsageError`."""
@@ -249,15 +249,15 @@ class Commits:
         if not self.has_unsealed or not (force or self.run.committed.is_due):
             return False
         with self._machine.phases("commit"):
-            self._seal(force=True)
+            self._seal()
         return True
 
-    def _seal(self, *, force: bool, is_first: bool = False) -> None:
+    def _seal(self, *, is_first: bool = False) -> None:
         try:
             flips = self._house.keep_residents()
             if is_first:
                 self.run.committed.end_step(self._house.step)
-            self.run.committed.seal(self._state, flips=flips, force=force)
+            self.run.committed.seal(self._state, flips=flips, force=True)
         except torch.OutOfMemoryError as error:
             raise LimitBreachError(
                 f"the limit was hit while step {self._house.step} was committed: {str(error).splitlines()[0]} The commit before is whole, and the step is made. "
@@ -306,12 +306,12 @@ def stored_plan(run: RunStore) -> Plan:
     Raises:
         StoreError: there is none. PlanError: it is damaged.
     """
-    return Plan.from_json(_part(run.state, "plan", str))
+    return Plan.from_json(part(run.state, "plan", str))
 
 
 def stored_reason(run: RunStore) -> str:
     """Why that plan, as the run said."""
-    return _part(run.state, "reason", str)
+    return part(run.state, "reason", str)
 
 
 def check_model(run: RunStore, model: nn.Module) -> None:
@@ -322,7 +322,7 @@ def check_model(run: RunStore, model: nn.Module) -> None:
             found |= {place.name: place.shape for place in spec.tensors}
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     run_state.check_parameters(wanted, found, run.directory)
-    if _part(run.state, "format", int) != _FORMAT:
+    if part(run.state, "format", int) != _FORMAT:
         raise StoreError(
             f"the run in {run.directory} has a state of format {run.state['format']!r:.40}; this memfit reads {_FORMAT}: use the version that wrote it"
         )
@@ -370,13 +370,6 @@ def _files(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return tuple(torch.empty(shape, device="meta").stride()) == stride
-
-
-def _part(state: Mapping[str, Any], key: str, kind: type) -> Any:
-    found = state.get(key)
-    if not isinstance(found, kind) or isinstance(found, bool):
-        raise StoreError(f"the state of the step has no proper {key!r}: it is damaged, or of another version of memfit")
-    return found
 
 
 def describe(report: CommitReport) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from memfit.api.run_state import part
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.states import StateFormat
@@ -79,20 +80,20 @@ def export_run(
     with CommittedStore.open(directory, identity={"memfit run": FORMAT}) as store:
         _check_plain(store.disk.identity, directory)
         state = store.read_state()
-        facts = _table(state, "model")
+        facts = part(state, "model", dict)
         weights, states = _sources(store, facts)
         chosen = _kept(weights, facts)
-        numbers = _table(_table(state, "optimizer"), "numbers")
+        numbers = part(part(state, "optimizer", dict), "numbers", dict)
         trained = {name: source for name, source in states.items() if name.rpartition(".")[0] in numbers}
         files, index = pack_weights(
             chosen,
-            _table(facts, "tied"),
+            part(facts, "tied", dict),
             parse_bytes(max_shard_bytes),
             parameters=sum(math.prod(source.shape) for source in chosen.values()),
         )
         texts: dict[str, str | bytes] = {FILE_NAME: write_text(_trainer_state(state))}
         if state.get("registered"):
-            texts[REGISTERED_NAME] = encode_state(_table(state, "registered"))
+            texts[REGISTERED_NAME] = encode_state(part(state, "registered", dict))
         if index is not None:
             texts[INDEX_NAME] = index
         for key, name in _CONFIGS.items():
@@ -136,7 +137,7 @@ def _sources(
     store: CommittedStore, facts: Mapping[str, Any]
 ) -> tuple[dict[str, TensorSource], dict[str, TensorSource]]:
     """Where weights (their masters, where they have one) and buffers are, and where states are, by name."""
-    orders = _table(facts, "orders")
+    orders = part(facts, "orders", dict)
     weights: dict[str, TensorSource] = {}
     states: dict[str, TensorSource] = {}
     regions = store.disk.regions
@@ -153,7 +154,7 @@ def _sources(
 
 def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict[str, TensorSource]:
     """The tensors of the files, by name."""
-    names, ignored = _table(facts, "names"), set(facts.get("ignored") or ())
+    names, ignored = part(facts, "names", dict), set(facts.get("ignored") or ())
     kept = {names.get(parameter, parameter): s for parameter, s in weights.items() if parameter not in ignored}
     if facts.get("files") is None:
         return kept
@@ -163,7 +164,7 @@ def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict
                 shape=tuple(found["shape"]),
                 parts=tuple(Range(name=part, first=first, count=count) for part, first, count in found["parts"]),
             )
-            for name, found in _table(facts, "files").items()
+            for name, found in part(facts, "files", dict).items()
         }
         return {name: join(name, wanted, kept.__getitem__) for name, wanted in tensors.items()}
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -186,7 +187,7 @@ def _source(home: DiskHome, place: TensorPlace, order: Any) -> HomeSource:
 
 
 def _trainer_state(state: Mapping[str, Any]) -> TrainerState:
-    optimizer, random = _table(state, "optimizer"), _table(state, "random")
+    optimizer, random = part(state, "optimizer", dict), part(state, "random", dict)
     cuda = random.get("cuda") or []
     return TrainerState(
         steps=state["step"],
@@ -200,10 +201,3 @@ def _trainer_state(state: Mapping[str, Any]) -> TrainerState:
         random_cuda=bytes(cuda[0].tolist()) if cuda else None,
         extra={},
     )
-
-
-def _table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
-    table = found.get(key)
-    if not isinstance(table, dict):
-        raise StoreError(f"the state of the step has no proper {key!r}: it is damaged, or of another version of memfit")
-    return table

@@ -55,7 +55,6 @@ from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.loss_scaling import LossScaler, in_half
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
-from memfit.runtime.rounded import RoundedMasters
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
 from memfit.runtime.split import SplitMasters
@@ -1091,7 +1090,7 @@ class Job:
 
 
 def _has_spare_slot(home: ByteHome | None) -> bool:
-    return isinstance(home, DiskHome | SplitMasters | RoundedMasters) and home.has_spare_slot
+    return home is not None and home.has_spare_slot
 
 
 def _is_overwritten(home: ByteHome | None) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,15 +162,34 @@ def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping
                 )
 
 
-def give_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Settings become the run's: rates, betas, decays, what schedulers keep there."""
-    for group, live in zip(groups, optimizer.param_groups, strict=True):
-        for key, value in group["settings"].items():
+def settings_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings of a run's groups, in order."""
+    return [group["settings"] for group in optimizer["groups"]]
+
+
+def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there."""
+    for own, live in zip(settings, optimizer.param_groups, strict=True):
+        for key, value in own.items():
             now = live.get(key)
             if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
                 live[key] = value.to(now.device)  # a rate held in a tensor stays on its device
             else:
                 live[key] = value
+
+
+def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The group of each parameter, by its identity."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+
+def placed_numbers(numbers: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's counters where torch's own rule has them: on the CPU, unless a kernel on the device reads them."""
+    moves = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(parameter.device) if moves and isinstance(value, torch.Tensor) else value
+        for key, value in numbers.items()
+    }
 
 
 def take_numbers(states: Mapping[int, BlockStates]) -> dict[str, Any]:
@@ -187,22 +206,13 @@ def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: tor
     if not isinstance(numbers, dict) or not all(isinstance(values, dict) for values in numbers.values()):
         raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
     waiting = dict(numbers)
-    reads_on_device = {
-        id(p): bool(group.get("capturable") or group.get("fused"))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    groups = groups_by_parameter(optimizer)
     for own in states.values():
         for slot in own.block.slots:
             values = waiting.pop(slot.name, None)
             if values is None:
                 continue
-            # torch's own rule: counters live on the CPU, unless a kernel on the device reads them.
-            moves = reads_on_device.get(id(slot.parameter), False)
-            own.numbers[slot.name] = {
-                key: value.to(slot.parameter.device) if moves and isinstance(value, torch.Tensor) else value
-                for key, value in values.items()
-            }
+            own.numbers[slot.name] = placed_numbers(values, slot.parameter, groups.get(id(slot.parameter), {}))
     if waiting:
         raise StoreError(f"the run has counters of {next(iter(waiting))!r:.200}, which this optimizer does not update")
 
@@ -235,6 +245,18 @@ def check_parameters(
         raise StoreError(
             f"the store at {directory} holds another model: {'; '.join(lines[:_SHOWN])}{more}; choose another directory, or build the model of the run"
         )
+
+
+def part(state: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A part of a step's state.
+
+    Raises:
+        StoreError: it is not there, or not of this kind.
+    """
+    found = state.get(key)
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise StoreError(f"the state of the step has no proper {key!r}: it is damaged, or of another version of memfit")
+    return found
 
 
 def _field(found: Any, key: str) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.api.run_state import give_settings, groups_by_parameter, placed_numbers
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
 from memfit.runtime.birth import find_origins
@@ -363,25 +364,12 @@ def _restore_optimizer(
     named: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    _restore_settings(trainer, optimizer)
+    give_settings((group.settings for group in trainer.groups), optimizer)
     optimizer.state.clear()
-    groups = _groups(optimizer)
+    groups = groups_by_parameter(optimizer)
     for name, entries in states.items():
         parameter = named[name]
         optimizer.state[parameter] = _read_state(file, trainer, name, entries, parameter, groups[id(parameter)])
-
-
-def _restore_settings(trainer: TrainerState, optimizer: torch.optim.Optimizer) -> None:
-    for group, saved in zip(optimizer.param_groups, trainer.groups, strict=True):
-        for key, value in saved.settings.items():
-            live = group.get(key)
-            if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                value = value.to(live.device)  # noqa: PLW2901, a rate held in a tensor stays on its device
-            group[key] = value
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
 
 def _read_state(
@@ -402,11 +390,7 @@ def _read_state(
         else:
             own[key] = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
         file.read_into(entry, own[key])
-    for key, value in trainer.numbers.get(name, {}).items():
-        # torch's own rule: counters live on the CPU, unless a kernel on the device reads them.
-        moves = isinstance(value, torch.Tensor) and (group.get("capturable") or group.get("fused"))
-        own[key] = value.to(parameter.device) if moves else value
-    return own
+    return own | placed_numbers(trainer.numbers.get(name, {}), parameter, group)
 
 
 def load_states(
@@ -427,8 +411,8 @@ def load_states(
     trainer = read_text(source / FILE_NAME)
     with TensorFile(source / OPTIMIZER_NAME) as file:
         states = _match_optimizer(file, trainer, named, optimizer, driver, source)
-        _restore_settings(trainer, optimizer)
-        groups = _groups(optimizer)
+        give_settings((group.settings for group in trainer.groups), optimizer)
+        groups = groups_by_parameter(optimizer)
         for name, entries in states.items():
             scatter(name, _read_state(file, trainer, name, entries, named[name], groups[id(named[name])]))
     if restore_random:

@@ -143,8 +143,7 @@ class TravellingCaches:
             if layer is not None:
                 self._fetch(record)
                 record.wait()
-                kind = type(layer)
-                layer.__class__ = next(plain for plain, own in _classes.items() if own is kind)
+                layer.__class__ = _plain_class(layer)
                 del layer.__dict__[_RECORD]
             record.free()
         self._all.clear()
@@ -312,6 +311,11 @@ def _travelling_class(kind: type) -> type:
     return _classes[kind]
 
 
+def _plain_class(layer: Any) -> Any:
+    """What a layer was before it travelled."""
+    return type(layer).__base__
+
+
 def _fetched(name: str) -> property:
     def read(self: Any) -> Any:
         own = self.__dict__
@@ -346,7 +350,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """An ordinary layer."""
     record: _Record = self.__dict__[_RECORD]
     record.caches.use(record)
-    plain: Any = next(kind for kind, own in _classes.items() if own is type(self))
+    plain = _plain_class(self)
     made = plain.__new__(plain)
     memo[id(self)] = made
     for name, value in self.__dict__.items():

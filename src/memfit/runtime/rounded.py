@@ -11,15 +11,14 @@ is the fp32 one, and a step adds noise of at most a unit (2^-8 to 2^-7 of the we
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from memfit.core.plan import Tier
-from memfit.runtime.homes import DONE, ByteHome, DiskHome, Ticket, Tickets
+from memfit.runtime.homes import DONE, ByteHome, Then, Ticket, Tickets
 from memfit.runtime.trees import new_storage, typed_view
-from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
+from memfit.runtime.weights import BlockWeights
 
 
 class RoundedMasters:
@@ -45,14 +44,14 @@ class RoundedMasters:
 
     @property
     def has_spare_slot(self) -> bool:
-        """See `DiskHome`."""
-        return isinstance(self._weights, DiskHome) and self._weights.has_spare_slot
+        """See `ByteHome`."""
+        return self._weights.has_spare_slot
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
         """See `ByteHome.read`."""
         tickets: list[Ticket] = []
         here = self._block.settled_storage
-        for slot, first, count, at in self._pieces(offset, nbytes):
+        for slot, first, count, at in self._block.master_pieces(offset, nbytes):
             target = typed_view(into, into_offset + at, slot.master_dtype, (count,))
             if here is not None:
                 target.copy_(slot.flat_view(here)[first : first + count])
@@ -61,40 +60,10 @@ class RoundedMasters:
             staged = new_storage(size * count, into.device)
             coming = self._weights.read(slot.offset_bytes + size * first, size * count, staged)
             Tickets(tickets[:-1]).wait()  # two pieces are staged at most
-            tickets = [*tickets[-1:], _ThenWiden(coming, typed_view(staged, 0, slot.dtype, (count,)), target)]
+            weight = typed_view(staged, 0, slot.dtype, (count,))
+            tickets = [*tickets[-1:], Then(coming, partial(target.copy_, weight))]
         return Tickets(tickets) if tickets else DONE
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
         """Nothing to do: the weights are the writer's to write."""
         return DONE
-
-    def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, int, int, int]]:
-        """(slot, first element, elements, byte offset in the range) of the pieces of a range, which lies within one parameter."""
-        if not nbytes:
-            return
-        slots = self._block.slots
-        slot = next(s for s in slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)
-        size = slot.master_dtype.itemsize
-        begin, end = (
-            position // size
-            for position in (offset - slot.master_offset_bytes, offset - slot.master_offset_bytes + nbytes)
-        )
-        for first in range(begin, end, PIECE_ELEMENTS):
-            yield slot, first, min(PIECE_ELEMENTS, end - first), (first - begin) * size
-
-
-class _ThenWiden:
-    """A read of weights, then their values in the masters' dtype."""
-
-    def __init__(self, ticket: Ticket, weight: Tensor, into: Tensor) -> None:
-        self._ticket: Ticket | None = ticket
-        self._parts: tuple[Tensor, ...] = (weight, into)
-
-    def wait(self) -> None:
-        if self._ticket is None:
-            return
-        ticket, self._ticket = self._ticket, None
-        weight, into = self._parts
-        self._parts = ()
-        ticket.wait()
-        into.copy_(weight)

@@ -12,7 +12,7 @@ rare (one in 131,072 for random digits). Only the payload of a NaN is lost; it s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import torch
 from jaxtyping import BFloat16, Float32, Int16, Int32, Int64, UInt8
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from memfit.core.layout import split_layout
 from memfit.core.plan import Tier
-from memfit.runtime.homes import DONE, ByteHome, DiskHome, Ticket, Tickets
+from memfit.runtime.homes import DONE, ByteHome, Then, Ticket, Tickets
 from memfit.runtime.trees import new_storage, typed_view
-from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
+from memfit.runtime.weights import BlockWeights, Slot
 
 _TIE = 1 << 15
 _ROW = 512
@@ -136,18 +136,20 @@ class SplitMasters:
         self.rest = rest
         self._block = block
         self._weights = weights
-        self._places, nbytes = _layout(block)
+        places, nbytes = _layout(block)
         assert nbytes == rest.nbytes
+        self._places = dict(zip((slot.name for slot in block.slots), places, strict=True))
 
     @property
     def has_spare_slot(self) -> bool:
-        """See `DiskHome`."""
-        return isinstance(self.rest, DiskHome) and self.rest.has_spare_slot
+        """See `ByteHome`."""
+        return self.rest.has_spare_slot
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
         """See `ByteHome.read`."""
         tickets: list[Ticket] = []
-        for slot, place, first, count, at in self._pieces(offset, nbytes):
+        for slot, first, count, at in self._block.master_pieces(offset, nbytes):
+            place = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
                 size = slot.dtype.itemsize
                 tickets.append(self.rest.read(place[0] + size * first, size * count, into, into_offset + at))
@@ -174,19 +176,15 @@ class SplitMasters:
             storage = new_storage(2 * count, into.device)
             coming.append(self._weights.read(slot.offset_bytes + 2 * first, 2 * count, storage))
             weight = typed_view(storage, 0, slot.dtype, (count,))
-        return _ThenJoin(
-            Tickets(coming),
-            weight,
-            typed_view(difference, 0, torch.int16, (count,)),
-            typed_view(mark, 0, torch.uint8, (packed,)),
-            into,
-            skip,
-        )
+        parts = weight, typed_view(difference, 0, torch.int16, (count,)), typed_view(mark, 0, torch.uint8, (packed,))
+        # The weight must not change before this is waited for.
+        return Then(Tickets(coming), partial(join, *parts, into, skip=skip))
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
         """See `ByteHome.write`. The weights themselves are the writer's to write."""
         tickets: list[Ticket] = []
-        for slot, (differences, marks), first, count, at in self._pieces(offset, nbytes):
+        for slot, first, count, at in self._block.master_pieces(offset, nbytes):
+            differences, marks = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
                 size = slot.dtype.itemsize
                 tickets.append(self.rest.write(differences + size * first, size * count, source, source_offset + at))
@@ -199,38 +197,3 @@ class SplitMasters:
                 self.rest.write(marks + first // 8, mark.numel(), mark.untyped_storage()),
             ]
         return Tickets(tickets) if tickets else DONE
-
-    def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, tuple[int, int], int, int, int]]:
-        """(slot, its places, first element, elements, byte offset in the range) of the pieces of a range."""
-        if not nbytes:
-            return
-        slot, place = next(
-            (s, p)
-            for s, p in zip(self._block.slots, self._places, strict=True)
-            if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes
-        )
-        begin, size = offset - slot.master_offset_bytes, slot.master_dtype.itemsize
-        assert begin % size == 0 and begin + nbytes <= slot.master_nbytes
-        first, end = begin // size, (begin + nbytes) // size
-        for start in range(first, end, PIECE_ELEMENTS):
-            yield slot, place, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
-
-
-class _ThenJoin:
-    """A read of the parts, then the master. The weight must not change before it is waited for."""
-
-    def __init__(
-        self, ticket: Ticket, weight: Tensor, difference: Tensor, marks: Tensor, into: Tensor, skip: int
-    ) -> None:
-        self._ticket: Ticket | None = ticket
-        self._parts: tuple[Tensor, ...] = (weight, difference, marks, into)
-        self._skip = skip
-
-    def wait(self) -> None:
-        if self._ticket is None:
-            return
-        ticket, self._ticket = self._ticket, None
-        weight, difference, marks, into = self._parts
-        self._parts = ()
-        ticket.wait()
-        join(weight, difference, marks, into, skip=self._skip)

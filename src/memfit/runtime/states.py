@@ -261,6 +261,7 @@ class DecodedState:
 
     tier = Tier.DEVICE
     memory: torch.UntypedStorage | None = None
+    has_spare_slot = False
 
     def __init__(self, home: ByteHome, state: StateSlot) -> None:
         self.nbytes = state.numel * state.dtype.itemsize

@@ -16,7 +16,7 @@ dtype the weight is its own master, and every master_* figure of a slot equals t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -282,6 +282,17 @@ class BlockWeights:
                 self._leave()
             return
         self._leave()
+
+    def master_pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, int, int, int]]:
+        """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
+        if not nbytes:
+            return
+        slot = next(s for s in self.slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)
+        begin, size = offset - slot.master_offset_bytes, slot.master_dtype.itemsize
+        assert begin % size == 0 and begin + nbytes <= slot.master_nbytes
+        first, end = begin // size, (begin + nbytes) // size
+        for start in range(first, end, PIECE_ELEMENTS):
+            yield slot, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
 
     def write_home(self, before: Sequence[int]) -> Ticket | None:
         """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.

@@ -4,8 +4,8 @@ In: byte ranges of storages. Out: tickets of transfers that have begun. A home k
 their tensors out in it by `core.layout`. `MemoryHome` rests in device or host memory, `DiskHome` in a region of the store.
 """
 
-from memfit.runtime.homes.base import DONE, ByteHome, Ticket, Tickets, write_tensor
+from memfit.runtime.homes.base import DONE, ByteHome, Then, Ticket, Tickets, write_tensor
 from memfit.runtime.homes.disk import DiskHome
 from memfit.runtime.homes.memory import MemoryHome
 
-__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Ticket", "Tickets", "write_tensor"]
+__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Then", "Ticket", "Tickets", "write_tensor"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -47,6 +47,26 @@ class Tickets:
             raise first
 
 
+class Then:
+    """A transfer, and what is done with its bytes when it is complete, once.
+
+    Args:
+        ticket: the transfer.
+        act: keeps what it works on alive until then.
+    """
+
+    def __init__(self, ticket: Ticket, act: Callable[[], object]) -> None:
+        self._left: tuple[Ticket, Callable[[], object]] | None = ticket, act
+
+    def wait(self) -> None:
+        """Waits, then acts and lets go of both; nothing the second time."""
+        left, self._left = self._left, None
+        if left is not None:
+            ticket, act = left
+            ticket.wait()
+            act()
+
+
 class ByteHome(Protocol):
     """A range of bytes that rests somewhere.
 
@@ -54,6 +74,7 @@ class ByteHome(Protocol):
         tier: where.
         nbytes: how many.
         memory: the storage itself where compute can use it in place (device memory; host memory of a CPU), else None.
+        has_spare_slot: writes leave alone what reads see.
     """
 
     tier: Tier
@@ -61,6 +82,11 @@ class ByteHome(Protocol):
 
     @property
     def memory(self) -> torch.UntypedStorage | None:
+        """See above."""
+        ...
+
+    @property
+    def has_spare_slot(self) -> bool:
         """See above."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from memfit.core.plan import Tier
-from memfit.runtime.homes.base import DONE, Ticket
+from memfit.runtime.homes.base import DONE, Then, Ticket
 from memfit.runtime.store import Region, memory_of_storage
 from memfit.runtime.trees import bytes_view, new_storage
 
@@ -58,7 +58,8 @@ class DiskHome:
             return self._region.read(offset, nbytes, memory_of_storage(into, into_offset, nbytes))
         staged = new_storage(nbytes)
         ticket = self._region.read(offset, nbytes, memory_of_storage(staged))
-        return _ThenCopy(ticket, staged, into, into_offset)
+        # Copied on the current stream: kernels enqueued after the wait see the bytes.
+        return Then(ticket, lambda: bytes_view(into, into_offset, nbytes).copy_(bytes_view(staged, 0, nbytes)))
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
         """See `ByteHome.write`."""
@@ -95,19 +96,6 @@ class DiskHome:
     def begin_version(self) -> None:
         """What is written from now on is a new version: the last one was committed, or its step failed and is forgotten."""
         self._written.clear()
-
-
-class _ThenCopy:
-    """A read into host memory, then on to the device."""
-
-    def __init__(self, ticket: Ticket, staged: torch.UntypedStorage, into: torch.UntypedStorage, offset: int) -> None:
-        self._ticket, self._staged, self._into, self._offset = ticket, staged, into, offset
-
-    def wait(self) -> None:
-        self._ticket.wait()
-        nbytes = self._staged.nbytes()
-        # On the current stream: kernels enqueued after this see the bytes.
-        bytes_view(self._into, self._offset, nbytes).copy_(bytes_view(self._staged, 0, nbytes))
 
 
 def _gaps(written: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:

@@ -61,6 +61,11 @@ class MemoryHome:
         return None if self._is_beside_cuda else self._storage
 
     @property
+    def has_spare_slot(self) -> bool:
+        """See `ByteHome`: there is one place."""
+        return False
+
+    @property
     def bytes(self) -> torch.UntypedStorage:
         """The storage, wherever it lies. Of a host home beside CUDA, copies may be under way: wait for the device first."""
         return self._storage

@@ -1,0 +1,61 @@
+"""A small residual tower, its batches, its loss, and what plain PyTorch makes of it: what jobs train whose disk fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import memfit
+from memfit.core.profile import Profile
+
+LAYERS, ROWS = 3, 64
+Batch = dict[str, Tensor]
+
+
+class Layer(nn.Module):
+    """Its hidden values take 512 bytes a unit of width (64 rows, fp32, twice the width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.relu(self.wide(x))) / 8
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loss(model: nn.Module, data: Batch) -> Tensor:
+    return (model(data["x"]) - data["y"]).square().mean()
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One width of it; the same bits at every call."""
+
+    width: int
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Layer(self.width) for _ in range(LAYERS)))
+
+    def batch(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        return {name: torch.randn(ROWS, self.width, generator=generator) for name in ("x", "y")}
+
+    def profile(self) -> Profile:
+        model = self.build()
+        return memfit.profile(model, adamw(model), loss, self.batch(0))
+
+    def after_plain_steps(self, count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = self.build()
+        optimizer = adamw(model)
+        for step in range(count):
+            optimizer.zero_grad()
+            loss(model, self.batch(step)).backward()
+            optimizer.step()
+        return model, optimizer
