@@ -46,8 +46,10 @@ from memfit.prediction.segments import SegmentFacts
 
 # An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer microbatches win ties.
 CALL_OVERHEAD_S = 1e-4
-# Splitting a master into its weight and the rest, and joining them, parameters a second (measured: 512 Ki in 0.7 ms on one core).
-SPLIT_ELEMENTS_PER_S = 7.5e8
+# Joining a master from its weight and the rest, and splitting it again, parameters a second (measured: 512 Ki in 0.4 ms on one core).
+SPLIT_ELEMENTS_PER_S = 1.3e9
+# Rounding weights that have no masters stochastically, parameters a second.
+ROUNDED_ELEMENTS_PER_S = 7.5e8
 # Share of a forward that selective recompute repeats although matrix products and attention are kept (an assumption).
 SELECT_REPLAY_SHARE = 0.1
 
@@ -133,8 +135,9 @@ def _update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware
     trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
     seconds = trained / hardware.update_elements_per_s + encoded / hardware.codec_elements_per_s
-    # Noise and rounding cost about what splitting does.
-    return seconds + (trained / SPLIT_ELEMENTS_PER_S if plan.splits_masters or plan.drops_masters else 0.0)
+    if plan.splits_masters:
+        seconds += trained / SPLIT_ELEMENTS_PER_S
+    return seconds + (trained / ROUNDED_ELEMENTS_PER_S if plan.drops_masters else 0.0)
 
 
 class Clock:

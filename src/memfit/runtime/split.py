@@ -12,10 +12,11 @@ rare (one in 131,072 for random digits). Only the payload of a NaN is lost; it s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import BFloat16, Float32, Int16, Int32, Int64, UInt8
+from jaxtyping import BFloat16, Float32, Int16, Int64, UInt8
 from torch import Tensor
 
 from memfit.core.layout import split_layout
@@ -28,36 +29,36 @@ _TIE = 1 << 15
 _ROW = 512
 
 
-def split(
-    master: Float32[Tensor, " n"],
-) -> tuple[BFloat16[Tensor, " n"], Int16[Tensor, " n"], UInt8[Tensor, " packed"]]:
-    """The weight, the difference of its master from it, and the marks of ties that were rounded down.
+def split(master: Float32[Tensor, " n"]) -> tuple[Int16[Tensor, " n"], UInt8[Tensor, " packed"]]:
+    """The differences of masters from the weights that are rounded from them, and the marks of ties that were rounded down.
 
-    Memory: 7 bytes an element for a moment, and the results'.
+    Memory: the results'.
 
     Args:
         master: contiguous.
 
     Returns:
-        Of n, n and ceil(n / 8) elements. See [Note: sixteen bits and one].
+        Of n and ceil(n / 8) elements. See [Note: sixteen bits and one].
     """
-    weight = master.to(torch.bfloat16)
-    apart = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    torch.sub(master.view(torch.int32), apart, out=apart)
+    bits = master.view(torch.int32)
+    difference = bits.to(torch.int16)  # the lower half: a weight's is zero, so that it is the difference modulo 2**16
     marks = torch.zeros(-(-master.numel() // 8), dtype=torch.uint8, device=master.device)
-    ties = _find_ties(apart)
-    ties = ties[~master[ties].isnan()]
+    ties = _find(difference, torch.amin, lambda some: some == -_TIE)
+    # A tie goes to the even neighbour: down from an even upper half. NaNs do not round.
+    ties = ties[(bits[ties] & 2 * _TIE == 0) & ~master[ties].isnan()]
     marks.index_add_(0, ties >> 3, (1 << (ties & 7)).to(torch.uint8))
-    return weight, apart.to(torch.int16), marks
+    return difference, marks
 
 
-def _find_ties(apart: Int32[Tensor, " n"]) -> Int64[Tensor, " ties"]:
-    """Where `apart` is +32768. Rows whose maximum is less are not looked at again (where a NaN is rounded it may be more)."""
-    whole = apart.numel() // _ROW * _ROW
-    rows = apart[:whole].view(-1, _ROW)
-    likely = (rows.amax(dim=1) >= _TIE).nonzero().squeeze(1) if whole else rows.new_empty(0, dtype=torch.int64)
-    row, column = (rows[likely] == _TIE).nonzero(as_tuple=True)
-    rest = (apart[whole:] == _TIE).nonzero().squeeze(1) + whole
+def _find(
+    values: Tensor, extreme: Callable[..., Tensor], is_wanted: Callable[[Tensor], Tensor]
+) -> Int64[Tensor, " found"]:
+    """Where values are what is wanted, which is rare and the extreme of all there are: rows whose extreme is another are not looked at again."""
+    whole = values.numel() // _ROW * _ROW
+    rows = values[:whole].view(-1, _ROW)
+    likely = is_wanted(extreme(rows, dim=1)).nonzero().squeeze(1)
+    row, column = is_wanted(rows[likely]).nonzero(as_tuple=True)
+    rest = is_wanted(values[whole:]).nonzero().squeeze(1) + whole
     return torch.cat([likely[row] * _ROW + column, rest])
 
 
@@ -74,23 +75,22 @@ def join(
     Memory: 4 bytes an element for a moment.
 
     Args:
-        weight: as `split` gave it, like the next two; contiguous.
+        weight: the master rounded to bf16; contiguous, like the next one.
         difference: of the master from it.
         marks: the bytes that cover these elements.
         into: gets the masters.
         skip: of the first byte's marks, so many belong to elements before the first.
     """
+    into.copy_(weight)  # widening a bf16 number is shifting its bits
     bits = into.view(torch.int32)
-    bits.copy_(weight.view(torch.int16))
-    bits.bitwise_left_shift_(16)
     bits.add_(difference)
-    marked = marks.nonzero().squeeze(1)
+    marked = _find(marks, torch.amax, lambda some: some != 0)
     if marked.numel():
         within = torch.arange(8, device=marks.device)
         is_set = (marks[marked].unsqueeze(1) >> within.to(torch.uint8)) & 1
         places = (marked.unsqueeze(1) * 8 + within - skip)[is_set.bool()]
         places = places[(places >= 0) & (places < bits.numel())]
-        bits[places] += 2 * _TIE
+        bits.index_add_(0, places, torch.full_like(places, 2 * _TIE, dtype=torch.int32))
 
 
 def rest_nbytes(block: BlockWeights) -> int:
@@ -120,7 +120,7 @@ class SplitMasters:
 
     A weight that is its own master (an integer, fp64) has it here whole.
 
-    Memory: while it is read or written, pieces of 512 Ki elements: 5 bytes an element to read, 7 to write.
+    Memory: while it is read or written, pieces of 512 Ki elements: 5 bytes an element to read, 3 to write.
 
     Args:
         block: its weights.
@@ -190,7 +190,7 @@ class SplitMasters:
                 tickets.append(self.rest.write(differences + size * first, size * count, source, source_offset + at))
                 continue
             assert first % 8 == 0 and (count % 8 == 0 or first + count == slot.numel)
-            _, difference, mark = split(typed_view(source, source_offset + at, slot.master_dtype, (count,)))
+            difference, mark = split(typed_view(source, source_offset + at, slot.master_dtype, (count,)))
             Tickets(tickets).wait()
             tickets = [
                 self.rest.write(differences + 2 * first, 2 * count, difference.untyped_storage()),
