@@ -54,7 +54,7 @@ class Case:
     weight: Callable[[Batch], float] | None = None
 
 
-def _model_loss(model: nn.Module, batch: Batch) -> Tensor:
+def model_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The loss that a transformers model computes itself."""
     return model(**batch).loss
 
@@ -63,12 +63,12 @@ def _generator(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000 + step)
 
 
-def _text(step: int) -> Batch:
+def text(step: int) -> Batch:
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=_generator(step))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _masked_text(step: int) -> Batch:
+def masked_text(step: int) -> Batch:
     """A third of the tokens is asked for, another number in each row."""
     generator = _generator(step)
     ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
@@ -77,7 +77,7 @@ def _masked_text(step: int) -> Batch:
     return {"input_ids": ids.masked_fill(asked, VOCABULARY - 1), "labels": ids.masked_fill(~asked, -100)}
 
 
-def _count_labels(batch: Batch) -> float:
+def count_labels(batch: Batch) -> float:
     return float((batch["labels"] != -100).sum())
 
 
@@ -87,13 +87,13 @@ def _classified_text(step: int) -> Batch:
     return {"input_ids": ids, "labels": torch.randint(0, 5, (ROWS,), generator=generator)}
 
 
-def _translated_text(step: int) -> Batch:
+def translated_text(step: int) -> Batch:
     generator = _generator(step)
     ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS), generator=generator)
     return {"input_ids": ids, "labels": torch.randint(1, VOCABULARY, (ROWS, TOKENS - 3), generator=generator)}
 
 
-def _images(step: int) -> Batch:
+def images(step: int) -> Batch:
     generator = _generator(step)
     pixels = torch.randn((ROWS, 3, 16, 16), generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(0, 5, (ROWS,), generator=generator)}
@@ -109,7 +109,7 @@ def gpt2(*, is_tied: bool = True) -> Case:
     )  # fmt: skip
     torch.manual_seed(0)
     shared = frozenset({"transformer.wte.weight"}) if is_tied else frozenset()
-    return Case(model=GPT2LMHeadModel(config).train(), loss=_model_loss, batch=_text, shared=shared)
+    return Case(model=GPT2LMHeadModel(config).train(), loss=model_loss, batch=text, shared=shared)
 
 
 def _llama_model() -> Any:
@@ -125,7 +125,7 @@ def _llama_model() -> Any:
 
 def llama() -> Case:
     """Llama with grouped queries and dropout in attention."""
-    return Case(model=_llama_model(), loss=_model_loss, batch=_text)
+    return Case(model=_llama_model(), loss=model_loss, batch=text)
 
 
 def frozen() -> Case:
@@ -133,7 +133,7 @@ def frozen() -> Case:
     model = _llama_model()
     model.model.requires_grad_(requires_grad=False)
     untouched = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    return Case(model=model, loss=_model_loss, batch=_text, untouched=untouched)
+    return Case(model=model, loss=model_loss, batch=text, untouched=untouched)
 
 
 def lora() -> Case:
@@ -148,7 +148,7 @@ def lora() -> Case:
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         model = peft.get_peft_model(_llama_model(), config).train()
     untouched = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    return Case(model=model, loss=_model_loss, batch=_text, untouched=untouched)
+    return Case(model=model, loss=model_loss, batch=text, untouched=untouched)
 
 
 def mixtral() -> Case:
@@ -163,7 +163,7 @@ def mixtral() -> Case:
     )  # fmt: skip
     torch.manual_seed(0)
     model = MixtralForCausalLM(config).train()
-    return Case(model=model, loss=_model_loss, batch=_text, allow=frozenset({"nonadditive-loss"}))
+    return Case(model=model, loss=model_loss, batch=text, allow=frozenset({"nonadditive-loss"}))
 
 
 def t5() -> Case:
@@ -177,8 +177,8 @@ def t5() -> Case:
     torch.manual_seed(0)
     return Case(
         model=T5ForConditionalGeneration(config).train(),
-        loss=_model_loss,
-        batch=_translated_text,
+        loss=model_loss,
+        batch=translated_text,
         shared=frozenset({"shared.weight"}),
     )
 
@@ -194,10 +194,10 @@ def bert() -> Case:
     torch.manual_seed(0)
     return Case(
         model=BertForMaskedLM(config).train(),
-        loss=_model_loss,
-        batch=_masked_text,
+        loss=model_loss,
+        batch=masked_text,
         shared=frozenset({"bert.embeddings.word_embeddings.weight"}),
-        weight=_count_labels,
+        weight=count_labels,
     )
 
 
@@ -213,7 +213,7 @@ def albert() -> Case:
     torch.manual_seed(0)
     model = AlbertForSequenceClassification(config).train()
     shared = frozenset(name for name, _ in model.named_parameters() if "albert_layer_groups" in name)
-    return Case(model=model, loss=_model_loss, batch=_classified_text, shared=shared)
+    return Case(model=model, loss=model_loss, batch=_classified_text, shared=shared)
 
 
 def vit() -> Case:
@@ -225,7 +225,7 @@ def vit() -> Case:
         intermediate_size=48, hidden_dropout_prob=DROPOUT, attention_probs_dropout_prob=DROPOUT, **_FIVE_CLASSES,
     )  # fmt: skip
     torch.manual_seed(0)
-    return Case(model=ViTForImageClassification(config).train(), loss=_model_loss, batch=_images)
+    return Case(model=ViTForImageClassification(config).train(), loss=model_loss, batch=images)
 
 
 def resnet() -> Case:
@@ -237,16 +237,16 @@ def resnet() -> Case:
     )  # fmt: skip
     torch.manual_seed(0)
     model = ResNetForImageClassification(config).train()
-    return Case(model=model, loss=_model_loss, batch=_images)
+    return Case(model=model, loss=model_loss, batch=images)
 
 
-def _rows(step: int) -> Batch:
+def rows(step: int) -> Batch:
     generator = _generator(step)
     inputs = torch.randn((ROWS, 6, WIDTH), generator=generator)
     return {"inputs": inputs, "targets": torch.randn((ROWS, 6, WIDTH), generator=generator)}
 
 
-def _distance(model: nn.Module, batch: Batch) -> Tensor:
+def distance(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(batch["inputs"]), batch["targets"])
 
 
@@ -257,7 +257,7 @@ def _picture_loss(model: nn.Module, batch: Batch) -> Tensor:
 def _small(make: Callable[[], nn.Module], **known: Any) -> Callable[[], Case]:
     def build() -> Case:
         torch.manual_seed(0)
-        return Case(model=make().train(), **{"loss": _distance, "batch": _rows, **known})
+        return Case(model=make().train(), **{"loss": distance, "batch": rows, **known})
 
     return build
 
@@ -279,8 +279,8 @@ ZOO: dict[str, Callable[[], Case]] = {
         untouched=frozenset({"blocks.1.spare", "never_called.weight", "never_called.bias"}),
     ),
     "sequential": _small(lambda: small_models.sequential(WIDTH)),
-    "convolution": _small(small_models.ConvolutionNet, loss=_picture_loss, batch=_images),
-    "batch-norm": _small(lambda: small_models.ConvolutionNet(norm="batch"), loss=_picture_loss, batch=_images),
+    "convolution": _small(small_models.ConvolutionNet, loss=_picture_loss, batch=images),
+    "batch-norm": _small(lambda: small_models.ConvolutionNet(norm="batch"), loss=_picture_loss, batch=images),
     "kwargs": _small(lambda: small_models.Stack(small_models.KeywordBlock, WIDTH)),
     "tuple": _small(lambda: small_models.Stack(small_models.TupleBlock, WIDTH)),
     "dict": _small(lambda: small_models.Stack(small_models.DictBlock, WIDTH)),

@@ -228,8 +228,9 @@ def test_a_batch_is_not_cut_where_that_changes_its_meaning() -> None:
     assert (
         choose_plan(profile, limit(plain // 2), machine(), splits_allowed=False, staging_bytes=0).plan.microbatches == 1
     )
-    statistics = replace(profile, reads_batch_statistics=True)
-    assert choose_plan(statistics, limit(plain // 2), machine(), staging_bytes=0).plan.microbatches == 1
+    for told in ({"reads_batch_statistics": True}, {"unsplittable_buffers": ("ranges",)}):
+        unsplittable = replace(profile, **told)
+        assert choose_plan(unsplittable, limit(plain // 2), machine(), staging_bytes=0).plan.microbatches == 1
 
 
 def test_clipping_by_the_norm_makes_updates_wait() -> None:

@@ -128,7 +128,7 @@ def advise(
         probed,
         machine,
         allow=allow,
-        may_split=not whole.reads_batch_statistics,  # that the loss adds up is shown by `fit`, which runs it
+        may_split=whole.may_split,  # that the loss adds up is shown by `fit`, which runs it
         clips_norm=clips_norm,
         # How a model without bytes will be loaded is not known.
         load_bytes=machine.load_bytes(model) if has_bytes else 0,

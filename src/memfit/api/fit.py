@@ -179,8 +179,7 @@ def _plan_job(task: _Task, given: Plan | None, budget: Budget) -> Job:
     if budget.limit_bytes is None and task.like is None:
         return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
     probed = task.hardware()
-    may_split = not found.reads_batch_statistics
-    chosen = task.choose(found, budget, probed, may_split=may_split)
+    chosen = task.choose(found, budget, probed, may_split=found.may_split)
     try:
         return task.checked_job(chosen.plan, chosen.reason, chosen.profile, budget)
     except UnsupportedError:
@@ -286,11 +285,19 @@ def _check_tiers(plan: Plan, machine: Machine) -> None:
         )
 
 
-def _check_statistics(profile: Profile) -> None:
+def _check_splits(profile: Profile) -> None:
     if profile.reads_batch_statistics:
         raise UnsupportedError(
             "the model computes statistics over the batch (batch norm in training mode), so that microbatches would not mean the same as the "
             "whole batch: plan microbatches=1, freeze the statistics (module.eval()), or use a norm without them"
+        )
+    if profile.unsplittable_buffers:
+        name, *others = profile.unsplittable_buffers
+        told = f"{name!r}" if not others else f"{name!r} (and {len(others)} more)"
+        raise UnsupportedError(
+            f"the model's forward changes its buffer {told}, and not only to count or to cache: what is in the batch goes into it, or each microbatch would "
+            "compute with what another one left there. As with batch statistics, microbatches would not mean the same as the whole batch, and their order "
+            "would show: plan microbatches=1, or freeze what changes it (in most modules, module.eval())"
         )
 
 
@@ -336,7 +343,7 @@ class _Task:
         check_precision(plan, self.problem.model, self.allow)
         found = self.problem.profile_for(plan, self.sample)
         if plan.microbatches > 1:
-            _check_statistics(found)
+            _check_splits(found)
         return found
 
     def replan(self, batch: Any, margin_bytes: int) -> JobParts:
@@ -354,7 +361,7 @@ class _Task:
         held = self.machine.meter.live_bytes() + margin_bytes
         budget = replace(budget, reserve_bytes=budget.reserve_bytes + held)
         found = task.problem.profile(batch, microbatch_counts(batch), chunk_tokens=None)
-        chosen = task.choose(found, budget, self.hardware(), may_split=not found.reads_batch_statistics)
+        chosen = task.choose(found, budget, self.hardware(), may_split=found.may_split)
         return task.parts(chosen.plan, chosen.reason, chosen.profile, budget)
 
     @property

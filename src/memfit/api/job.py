@@ -56,6 +56,7 @@ from memfit.runtime.loss_scaling import LossScaler, in_half
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks
 from memfit.runtime.run_store import RunStore
+from memfit.runtime.saved import Buffers
 from memfit.runtime.sites import Site
 from memfit.runtime.split import SplitMasters
 from memfit.runtime.states import BlockStates, StateRest, embedding_names
@@ -643,7 +644,7 @@ class Job:
     def check_split(self, sample: Any) -> None:
         """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
 
-        In evaluation mode (dropout off), with the generators put back after; weights stream as in a step, so that it fits where the step fits.
+        In evaluation mode (dropout off), with generators and buffers as they were after; weights stream as in a step, so that it fits where the step fits.
 
         Raises:
             UnsupportedError: the results differ by more than 1e-5 of the whole.
@@ -660,6 +661,7 @@ class Job:
             evaluating(model),
             training_setting(model, self.plan.loss_chunk_tokens),
             torch.random.fork_rng(devices=[]),
+            Buffers(model).restored(),
         ):
             state = torch.get_rng_state()
             for batches in ([whole], parts):

@@ -188,6 +188,8 @@ class Profile:
         state_bytes: optimizer state bytes at home by block name, once the states exist.
         encoded_elements: by block name, elements of states that an update decodes and encodes.
         reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
+        unsplittable_buffers: names of the buffers that the forward changes in a way that would tell microbatches from the whole batch (running ranges of
+            activations, power iterations): the batch must not be split.
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
@@ -199,6 +201,7 @@ class Profile:
     state_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     encoded_elements: Mapping[str, int] = field(default_factory=dict[str, int])
     reads_batch_statistics: bool = False
+    unsplittable_buffers: tuple[str, ...] = ()
     buffer_bytes: int = 0
     source: str = "fake"
     source_reason: str = ""
@@ -209,6 +212,11 @@ class Profile:
             if block.name == name:
                 return block
         raise KeyError(name)
+
+    @property
+    def may_split(self) -> bool:
+        """The model, as far as the trace can tell, means the same where the batch is cut. Whether the loss adds up is another question."""
+        return not self.reads_batch_statistics and not self.unsplittable_buffers
 
     @property
     def weight_bytes(self) -> int:

@@ -139,9 +139,8 @@ def choose_plan(
         profile: with traces of the microbatch sizes to consider; sizes without a trace are not candidates.
         budget: of the device; without a limit everything fits.
         hardware: speeds and capacities.
-        allow: names of changes that the user permits; "batch-statistics" lets a batch be cut although the model computes
-            statistics over it. "bf16" permits plans with masters, "bf16-weights-sr" plans that do without, where the profile is of weights in
-            bf16. Other names change nothing here.
+        allow: names of changes that the user permits: "bf16" permits plans with masters, "bf16-weights-sr" plans that do without, where the profile is
+            of weights in bf16. Other names change nothing here.
         clips_norm: gradients are clipped by their global norm.
         compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
         has_disk: homes on disk may be used.
@@ -171,7 +170,7 @@ def choose_plan(
         for tier, is_there in ((Tier.HOST, has_host and hardware.host is not None), (Tier.DISK, has_disk))
         if is_there
     )
-    may_split = splits_allowed and (not profile.reads_batch_statistics or "batch-statistics" in allow)
+    may_split = splits_allowed and profile.may_split
     priced = _price_all(profile, question, tiers, may_split=may_split)
     if like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(like)]

@@ -26,6 +26,7 @@ class Traced:
     profile: TraceProfile
     spanning: frozenset[str]
     reads_batch_statistics: bool
+    unsplittable_buffers: tuple[str, ...]
 
 
 def assemble_profile(
@@ -71,6 +72,7 @@ def assemble_profile(
         traces=traces,
         state_bytes=states,
         reads_batch_statistics=any(t.reads_batch_statistics for t in traced) or _has_batch_norm(model),
+        unsplittable_buffers=tuple(dict.fromkeys(name for t in traced for name in t.unsplittable_buffers)),
         buffer_bytes=sum({id(b): b.nbytes for b in model.buffers()}.values()),
         source=source,
         source_reason=source_reason,

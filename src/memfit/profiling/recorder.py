@@ -34,6 +34,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.operations import is_random, is_selected, reads_batch_statistics, run_operation
+from memfit.profiling.origins import Origins
 from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors
 from memfit.profiling.values import Values
 from memfit.profiling.workspaces import workspace_bytes
@@ -77,6 +78,13 @@ class StorageRecord:
     freed_in: int | None = None
     freed_in_backward: bool = False
     is_trusted: bool = True
+    origins: int = 0
+    is_written: bool = False
+
+    @property
+    def is_saved(self) -> bool:
+        """Autograd saved it."""
+        return bool(self.saved_inside or self.saved_outside)
 
 
 @dataclass(eq=False)
@@ -126,18 +134,34 @@ class Recorder(TorchDispatchMode):
         self.backward: list[SegmentRecord] = []
         self.spanning: set[str] = set()
         self.reads_batch_statistics = False
+        self.unsplittable_buffers: tuple[str, ...] = ()
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._active: CallRecord | None = None
         self._modules: list[str] = []
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int] | None = None
         self._values = Values(self._is_trusted, self._distrust) if follows_values else None
+        self._origins = Origins()
 
     # -- what is known before the step -------------------------------------------------------------------------
 
     def register(self, tensor: torch.Tensor, role: Role, block: str = "", *, is_batch: bool = False) -> None:
         """Declares a weight or an input; what is neither declared nor made by an operation is a shared input."""
-        self._record_of(tensor, role, block).is_batch = is_batch
+        record = self._record_of(tensor, role, block)
+        record.is_batch = is_batch
+        if is_batch:
+            self._origins.declare_batch(record)
+
+    def register_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Declares the model's buffers, by name."""
+        for name, buffer in buffers.items():
+            self.register(buffer, Role.INPUT)
+            self._origins.declare_buffer(name, self._record_of(buffer, Role.INPUT))
+
+    def end_forward(self, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
+        """The forward has given its loss and left these buffers."""
+        left = {name: self._record_of(buffer, Role.INPUT) for name, buffer in buffers.items()}
+        self.unsplittable_buffers = self._origins.unsplittable(left, self._record_of(loss, Role.INPUT))
 
     @property
     def segment(self) -> int:
@@ -159,14 +183,15 @@ class Recorder(TorchDispatchMode):
         # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
         self._pending_sum = None
         read = list(operator_tensors((args, kwargs)))
-        for tensor in read:
-            self._note_read(func, tensor)
+        found = [(tensor, self._note_read(func, tensor)) for tensor in read]
         is_answered, out = self._values.answer(func, args, kwargs) if self._values else (False, None)
         if not is_answered:
             out = run_operation(func, args, kwargs, is_fake=self._values is not None)
             if self._values:
                 self._values.follow(func, args, kwargs, out)
         made = [self._note_made(func, tensor) for tensor in operator_tensors(out)]
+        if not self.is_backward:
+            self._origins.follow(func, args, kwargs, found, made)
         self._note_operation(func, args, kwargs, out)
         if self._active and not self.is_backward and is_selected(func, args, kwargs):
             self._active.select_bytes += sum(r.nbytes for r in {id(r): r for r in made}.values() if r.role is Role.MADE)
@@ -174,7 +199,7 @@ class Recorder(TorchDispatchMode):
             self._note_sum(args, made)
         return out
 
-    def _note_read(self, func: Any, tensor: torch.Tensor) -> None:
+    def _note_read(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
         record = self._record_of(tensor, Role.INPUT)
         if record.role is Role.WEIGHT:
             if self.is_backward and not func.is_view:
@@ -189,6 +214,7 @@ class Recorder(TorchDispatchMode):
             )
         if not self.is_backward:
             record.last_use = self.segment
+        return record
 
     def _note_made(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
         storage = tensor.untyped_storage()

@@ -157,6 +157,7 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
         profile=profile,
         spanning=frozenset(step.spanning | _read_beside_their_call(step, profile)),
         reads_batch_statistics=step.reads_batch_statistics,
+        unsplittable_buffers=step.unsplittable_buffers,
     )
 
 
@@ -207,6 +208,7 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
             value = setting.loss(setting.model, batch)
         _check_loss(value)
         if is_whole:
+            recorder.end_forward(value, dict(setting.model.named_buffers(remove_duplicate=False)))
             recorder.begin_backward_phase()
             value.backward()
     return recorder
@@ -329,8 +331,7 @@ def _declare(recorder: Recorder, setting: _Setting, made: Mapping[int, torch.Ten
             recorder.register(stand_in, Role.WEIGHT, block.name)
             if stand_in.requires_grad:
                 stand_in.register_post_accumulate_grad_hook(recorder.note_gradient)
-    for buffer in setting.model.buffers():
-        recorder.register(buffer, Role.INPUT)
+    recorder.register_buffers(dict(setting.model.named_buffers(remove_duplicate=False)))
     for tensor in contained_tensors(batch):
         recorder.register(tensor, Role.INPUT, is_batch=True)
 

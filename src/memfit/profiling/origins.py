@@ -1,0 +1,146 @@
+"""Follows what values are made from: the batch, random numbers, each buffer as the forward found it.
+
+In: operations with their storages, as the recorder sees them. Out: which buffers forbid that the batch is cut.
+
+[Note: buffers and microbatches]
+A forward may change buffers. Cut into k microbatches, a step changes them k times instead of once, from parts of the rows, and in an order that the plan
+chooses (layer-major order meets the microbatches last to first). That is as good as the whole batch only where neither the rows nor the order can be told
+from what comes out:
+
+- a buffer whose new value is made from the batch or from random numbers forbids it: running means and ranges of activations, codebooks, "the last input";
+- so does a changed buffer whose value at the forward's entry reaches the loss, or a decision of the program: each microbatch would meet what the one
+  before it left behind (power iterations, annealing by a count);
+- so does a buffer that is written in place and saved for backward: the next microbatch would overwrite what the backward of this one needs;
+- counts of forwards that nothing reads, and caches made from weights and constants (masks, positions, rotations), are free. Counts then count
+  microbatches, as they do in plain accumulation.
+
+Values are followed by storage, through operations; where a part is overwritten, the origins of the whole stay. What a program learns as a Python number is
+taken to reach the loss, and a floating-point number of the batch that it learns to reach every buffer that changes (`mask.all()` and lengths are not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from memfit.profiling.operations import argument_of, is_random
+from memfit.profiling.trees import operator_tensors
+
+aten = torch.ops.aten
+
+# An origin is a bit: these two, and from there on one for each buffer.
+_BATCH, _RANDOM, _FIRST_BUFFER = 1, 2, 4
+# Results that take nothing but shapes from their tensors.
+_OF_SHAPES = {
+    aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like, aten.randint_like,
+    aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full,
+}  # fmt: skip
+# What these find in the tensor that they change is gone.
+_OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_}
+
+
+class Traceable(Protocol):
+    """A storage, as the recorder knows it."""
+
+    nbytes: int
+    origins: int
+    is_written: bool
+
+    @property
+    def is_saved(self) -> bool:
+        """Autograd saved it."""
+        ...
+
+
+class Origins:
+    """The origins of all storages of one forward. Memory: an integer a storage, with a bit for each buffer."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Traceable] = {}
+        self._bits: dict[str, int] = {}
+        self._read = 0
+        self._is_told_of_batch = False
+
+    def declare_batch(self, record: Traceable) -> None:
+        """The record is of the batch."""
+        record.origins |= _BATCH
+
+    def declare_buffer(self, name: str, record: Traceable) -> None:
+        """The record is of a buffer. Several may be views of one storage."""
+        self._found[name] = record
+        if not record.origins:
+            record.origins = _FIRST_BUFFER << len(self._bits)
+        self._bits[name] = record.origins
+
+    def follow(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        read: Sequence[tuple[torch.Tensor, Traceable]],
+        made: Iterable[Traceable],
+    ) -> None:
+        """An operation of the forward: `read` are its tensors with their records, `made` the records of its results."""
+        overwritten, changed = _written(func, args, kwargs)
+        came = _RANDOM if is_random(func, args, kwargs) else 0
+        if func._overloadpacket not in _OF_SHAPES:
+            for tensor, record in read:
+                if id(tensor) not in overwritten:
+                    came |= record.origins
+        if torch.Tag.data_dependent_output in func.tags:
+            self._note_told(read, came)
+        known = {id(record) for _, record in read}
+        for record in made:
+            if id(record) not in known:
+                record.origins |= came
+        for tensor, record in read:
+            if id(tensor) in overwritten and tensor.nbytes == record.nbytes:
+                record.origins, record.is_written = came, True
+            elif id(tensor) in changed:
+                record.origins, record.is_written = record.origins | came, True
+
+    def _note_told(self, read: Sequence[tuple[torch.Tensor, Traceable]], came: int) -> None:
+        """Python learns a number."""
+        self._read |= came
+        if came & _BATCH and any(tensor.is_floating_point() for tensor, _ in read):
+            self._is_told_of_batch = True
+
+    def unsplittable(self, buffers: Mapping[str, Traceable], loss: Traceable) -> tuple[str, ...]:
+        """Names of the buffers that forbid cutting the batch; see [Note: buffers and microbatches].
+
+        Args:
+            buffers: as the forward left them, by the names under which they were declared; new ones too.
+            loss: its result.
+        """
+        changed = [name for name, now in buffers.items() if now.is_written or now is not self._found.get(name)]
+        read = self._read | loss.origins
+        return tuple(
+            name
+            for name in changed
+            if buffers[name].origins & (_BATCH | _RANDOM)
+            or self._is_told_of_batch
+            or self._bits.get(name, 0) & read
+            or (buffers[name].is_written and buffers[name].is_saved)
+        )
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], set[int]]:
+    """Ids of the tensors that an operation writes without having looked, and of all that it writes."""
+    overwritten: set[int] = set()
+    changed: set[int] = set()
+    if func._schema.is_mutable:
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                ids = {id(t) for t in operator_tensors(argument_of(func, argument.name, args, kwargs))}
+                changed |= ids
+                if argument.is_out or func._overloadpacket in _OVERWRITING:
+                    overwritten |= ids
+    elif "batch_norm" in func._overloadpacket.__name__ and any(
+        argument_of(func, name, args, kwargs) is True for name in ("training", "train")
+    ):
+        # These kernels change the running statistics behind their schema's back.
+        for name in ("running_mean", "running_var"):
+            changed |= {id(t) for t in operator_tensors(argument_of(func, name, args, kwargs))}
+    return overwritten, changed
