@@ -285,7 +285,15 @@ def _check_tiers(plan: Plan, machine: Machine) -> None:
         )
 
 
+def _check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
+    """Raises `UnsupportedError` where the plan would train another model than the profile is of."""
+    if plan.microbatches > 1:
+        _check_splits(profile)
+    _check_written(plan, profile, is_committed=is_committed)
+
+
 def _check_splits(profile: Profile) -> None:
+    """Raises `UnsupportedError` where microbatches would not mean the same as the whole batch."""
     if profile.reads_batch_statistics:
         raise UnsupportedError(
             "the model computes statistics over the batch (batch norm in training mode), so that microbatches would not mean the same as the "
@@ -298,6 +306,27 @@ def _check_splits(profile: Profile) -> None:
             f"the model's forward changes its buffer {told}, and not only to count or to cache: what is in the batch goes into it, or each microbatch would "
             "compute with what another one left there. As with batch statistics, microbatches would not mean the same as the whole batch, and their order "
             "would show: plan microbatches=1, or freeze what changes it (in most modules, module.eval())"
+        )
+
+
+def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
+    """Weights that the forward itself changes must stay where they are, and nothing may change them twice a step."""
+    if not profile.written_weights:
+        return
+    name, *others = profile.written_weights
+    written = set(profile.written_weights)
+    homes = [plan.block(b.name).weight_home for b in profile.blocks if any(p.name in written for p in b.parameters)]
+    runs_once = plan.microbatches == 1 and all(call.saved in (Saved.KEEP, Saved.OFFLOAD) for call in plan.calls)
+    if (
+        any(home is not Tier.DEVICE for home in homes)
+        or not runs_once
+        or plan.compute_dtype.has_masters
+        or is_committed
+    ):
+        raise UnsupportedError(
+            f"the model's forward changes its parameter {name!r}{f' (and {len(others)} more)' if others else ''} in place: that is kept only under a plan that "
+            "leaves it on the device in its own dtype and runs forward once (no microbatches, no recompute), and without store=. Change it between steps "
+            "instead, inside `with job.weights():`, or make it a buffer"
         )
 
 
@@ -342,8 +371,7 @@ class _Task:
         _check_tiers(plan, self.machine)
         check_precision(plan, self.problem.model, self.allow)
         found = self.problem.profile_for(plan, self.sample)
-        if plan.microbatches > 1:
-            _check_splits(found)
+        _check_meaning(plan, found, is_committed=self.run is not None)
         return found
 
     def replan(self, batch: Any, margin_bytes: int) -> JobParts:
@@ -390,11 +418,18 @@ class _Task:
         return Job(self.parts(plan, reason, found, budget))
 
     def parts(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> JobParts:
-        """What a job of a plan is made of."""
+        """What a job of a plan is made of.
+
+        Raises:
+            UnsupportedError: the plan would train another model.
+        """
+        _check_meaning(plan, found, is_committed=self.run is not None)
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
-            return _prepared(problem.profile_for(chosen, batch), chosen, clips_norm=self.clips_norm)
+            traced = problem.profile_for(chosen, batch)
+            _check_meaning(chosen, traced, is_committed=self.run is not None)
+            return _prepared(traced, chosen, clips_norm=self.clips_norm)
 
         rows = -(-found.batch_rows // plan.microbatches)
         is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces

@@ -188,6 +188,7 @@ class Job:
         self.reason = parts.reason
         self._parts = parts
         self._prepared = {parts.signature: parts.prepared}
+        self._modes = _modes(parts.model)
         driver = parts.driver
         self._blocks = tuple(
             BlockWeights(i, name, parameters, parts.plan.compute_dtype)
@@ -336,6 +337,7 @@ class Job:
             self._check_unchanged()
             if self._commits is not None:
                 self._commits.check_registered()
+            self._note_modes()
             self._keep_changes()
             self._seal()
             if self._parts.replan is None:
@@ -554,6 +556,13 @@ class Job:
             is_skipped=outcome.is_skipped,
             is_finite=_is_finite(total) and (norm is None or _is_finite(norm)),
         )
+
+    def _note_modes(self) -> None:
+        """Modules in other modes (`model.train()` after a frozen start) are another program: what was prepared is prepared again, and checked."""
+        modes = _modes(self._parts.model)
+        if modes != self._modes:
+            self._prepared.clear()
+            self._modes = modes
 
     def _prepare(self, batch: Any) -> Prepared:
         signature = signature_of(batch)
@@ -1104,6 +1113,10 @@ def _is_overwritten(home: ByteHome | None) -> bool:
 def _tail(plan: Plan) -> int | None:
     # A single microbatch has nothing to wait for: its one backward is plain PyTorch's, also in the order of its sums.
     return plan.tail if plan.order is Order.LAYER_MAJOR and plan.microbatches > 1 else None
+
+
+def _modes(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in model.modules())
 
 
 def _tokens(batch: Any) -> int | None:

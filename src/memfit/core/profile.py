@@ -190,6 +190,8 @@ class Profile:
         reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
         unsplittable_buffers: names of the buffers that the forward changes in a way that would tell microbatches from the whole batch (running ranges of
             activations, power iterations): the batch must not be split.
+        written_weights: names of the parameters that the forward itself changes (`nn.Embedding(max_norm=)`, averages of weights): they must stay where they
+            are, and nothing may run twice.
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
@@ -202,6 +204,7 @@ class Profile:
     encoded_elements: Mapping[str, int] = field(default_factory=dict[str, int])
     reads_batch_statistics: bool = False
     unsplittable_buffers: tuple[str, ...] = ()
+    written_weights: tuple[str, ...] = ()
     buffer_bytes: int = 0
     source: str = "fake"
     source_reason: str = ""
@@ -216,7 +219,7 @@ class Profile:
     @property
     def may_split(self) -> bool:
         """The model, as far as the trace can tell, means the same where the batch is cut. Whether the loss adds up is another question."""
-        return not self.reads_batch_statistics and not self.unsplittable_buffers
+        return not (self.reads_batch_statistics or self.unsplittable_buffers or self.written_weights)
 
     @property
     def weight_bytes(self) -> int:

@@ -24,10 +24,11 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from memfit.core.errors import UsageError
+from memfit.core.errors import UnsupportedError, UsageError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _UNCALLABLE = (nn.ParameterList, nn.ParameterDict)
@@ -90,9 +91,15 @@ def find_blocks(model: nn.Module, overrides: Sequence[str | nn.Module] | None = 
         Blocks and sites in the order of the model's modules (the trace puts them in the order of calls).
 
     Raises:
+        UnsupportedError: a TorchScript module.
         UsageError: a parameter without shape yet (lazy modules), or an override that is unknown, given twice, inside
             another one, not callable, or without parameters.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{name or 'the model'!r} is a TorchScript module, whose weights are outside of Python's reach: use the module that it was scripted from"
+            )
     tree = _Tree(model)
     if not tree.parameters:
         raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to place in memory")

@@ -83,7 +83,7 @@ class Origins:
         made: Iterable[Traceable],
     ) -> None:
         """An operation of the forward: `read` are its tensors with their records, `made` the records of its results."""
-        overwritten, changed = _written(func, args, kwargs)
+        overwritten, changed = written_tensors(func, args, kwargs)
         came = _RANDOM if is_random(func, args, kwargs) else 0
         if func._overloadpacket not in _OF_SHAPES:
             for tensor, record in read:
@@ -126,7 +126,7 @@ class Origins:
         )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], set[int]]:
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], set[int]]:
     """Ids of the tensors that an operation writes without having looked, and of all that it writes."""
     overwritten: set[int] = set()
     changed: set[int] = set()

@@ -34,7 +34,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.operations import is_random, is_selected, reads_batch_statistics, run_operation
-from memfit.profiling.origins import Origins
+from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors
 from memfit.profiling.values import Values
 from memfit.profiling.workspaces import workspace_bytes
@@ -135,6 +135,7 @@ class Recorder(TorchDispatchMode):
         self.spanning: set[str] = set()
         self.reads_batch_statistics = False
         self.unsplittable_buffers: tuple[str, ...] = ()
+        self.written_weights: tuple[str, ...] = ()
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._active: CallRecord | None = None
@@ -158,10 +159,20 @@ class Recorder(TorchDispatchMode):
             self.register(buffer, Role.INPUT)
             self._origins.declare_buffer(name, self._record_of(buffer, Role.INPUT))
 
-    def end_forward(self, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
-        """The forward has given its loss and left these buffers."""
+    def end_forward(
+        self, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """The forward has given its loss and left these buffers and weights."""
         left = {name: self._record_of(buffer, Role.INPUT) for name, buffer in buffers.items()}
         self.unsplittable_buffers = self._origins.unsplittable(left, self._record_of(loss, Role.INPUT))
+        found = {name: self._record_of(weight, Role.INPUT) for name, weight in weights.items()}
+        for name, record in found.items():
+            if record.role is not Role.WEIGHT:
+                raise UnsupportedError(
+                    f"the forward gives the parameter {name!r} other memory (parameter.data = ...), but memfit places that memory: change it in place "
+                    "(copy_), or compute with a tensor made from it"
+                )
+        self.written_weights = tuple(name for name, record in found.items() if record.is_written)
 
     @property
     def segment(self) -> int:
@@ -184,6 +195,8 @@ class Recorder(TorchDispatchMode):
         self._pending_sum = None
         read = list(operator_tensors((args, kwargs)))
         found = [(tensor, self._note_read(func, tensor)) for tensor in read]
+        if self._values is None and not self.is_backward:
+            self._check_unwritten(func, args, kwargs, found)
         is_answered, out = self._values.answer(func, args, kwargs) if self._values else (False, None)
         if not is_answered:
             out = run_operation(func, args, kwargs, is_fake=self._values is not None)
@@ -216,7 +229,24 @@ class Recorder(TorchDispatchMode):
             record.last_use = self.segment
         return record
 
+    def _check_unwritten(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        read: Sequence[tuple[torch.Tensor, StorageRecord]],
+    ) -> None:
+        """Real weights are not to be changed by a trace."""
+        written = written_tensors(func, args, kwargs)[1]
+        for tensor, record in read:
+            if record.role is Role.WEIGHT and id(tensor) in written:
+                raise UnsupportedError(
+                    f"the forward changes a weight of {record.block!r} in place ({func}), and it cannot be traced without data, so that the "
+                    "trace itself would change it: make it a buffer, or change it between steps, inside `with job.weights()`"
+                )
+
     def _note_made(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
+        check_dense(tensor, f"{func._overloadpacket} makes")
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         if entry is None:
@@ -377,6 +407,21 @@ class Recorder(TorchDispatchMode):
     def begin_backward(self, call: CallRecord) -> None:
         """The first gradient reaches an output of a call."""
         self.backward.append(SegmentRecord(call=call.index, began=len(self.events)))
+
+
+def check_dense(tensor: torch.Tensor, whose: str) -> None:
+    """Raises `UnsupportedError` for a tensor that is more than one stretch of memory.
+
+    Args:
+        tensor: any.
+        whose: begins the sentence whose object it is.
+    """
+    if tensor.layout is not torch.strided:
+        name = str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedError(
+            f"{whose} a sparse tensor ({name}, of shape {tuple(tensor.shape)}), and memfit places dense ones only: "
+            "nn.Embedding(sparse=False), or to_dense()"
+        )
 
 
 @contextmanager

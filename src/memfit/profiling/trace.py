@@ -33,7 +33,7 @@ from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.batch import batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
-from memfit.profiling.recorder import CallRecord, Recorder, Role, storage_resizes
+from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, storage_resizes
 from memfit.profiling.standins import fake_like, stand_ins, untouched_generators
 from memfit.profiling.summary import summarize
 from memfit.profiling.trees import contained_tensors
@@ -87,6 +87,7 @@ def profile_step(
         raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
     setting = _Setting(model=model, loss=loss, batch=batch, block_map=block_map, compute=compute_dtype)
     _check_known_parameters(setting)
+    _check_dense(setting)
     traced, source, reason = _trace_sizes(setting, sizes, trace)
     return assemble_profile(
         model,
@@ -158,6 +159,7 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
         spanning=frozenset(step.spanning | _read_beside_their_call(step, profile)),
         reads_batch_statistics=step.reads_batch_statistics,
         unsplittable_buffers=step.unsplittable_buffers,
+        written_weights=step.written_weights,
     )
 
 
@@ -208,7 +210,8 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
             value = setting.loss(setting.model, batch)
         _check_loss(value)
         if is_whole:
-            recorder.end_forward(value, dict(setting.model.named_buffers(remove_duplicate=False)))
+            weights = {n: made[id(p)] for block in setting.block_map.blocks for n, p in block.parameters}
+            recorder.end_forward(value, dict(setting.model.named_buffers(remove_duplicate=False)), weights)
             recorder.begin_backward_phase()
             value.backward()
     return recorder
@@ -263,6 +266,13 @@ def _check_known_parameters(setting: _Setting) -> None:
             raise UsageError(
                 f"parameter {name!r} is not in the block map: call find_blocks(model) after the model's last change"
             )
+
+
+def _check_dense(setting: _Setting) -> None:
+    for name, buffer in setting.model.named_buffers():
+        check_dense(buffer, f"the buffer {name!r} is")
+    for tensor in contained_tensors(setting.batch):
+        check_dense(tensor, "the batch holds")
 
 
 # -- stand-ins -------------------------------------------------------------------------------------------------
