@@ -250,7 +250,7 @@ def distance(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(batch["inputs"]), batch["targets"])
 
 
-def _picture_loss(model: nn.Module, batch: Batch) -> Tensor:
+def picture_loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
 
@@ -279,8 +279,8 @@ ZOO: dict[str, Callable[[], Case]] = {
         untouched=frozenset({"blocks.1.spare", "never_called.weight", "never_called.bias"}),
     ),
     "sequential": _small(lambda: small_models.sequential(WIDTH)),
-    "convolution": _small(small_models.ConvolutionNet, loss=_picture_loss, batch=images),
-    "batch-norm": _small(lambda: small_models.ConvolutionNet(norm="batch"), loss=_picture_loss, batch=images),
+    "convolution": _small(small_models.ConvolutionNet, loss=picture_loss, batch=images),
+    "batch-norm": _small(lambda: small_models.ConvolutionNet(norm="batch"), loss=picture_loss, batch=images),
     "kwargs": _small(lambda: small_models.Stack(small_models.KeywordBlock, WIDTH)),
     "tuple": _small(lambda: small_models.Stack(small_models.TupleBlock, WIDTH)),
     "dict": _small(lambda: small_models.Stack(small_models.DictBlock, WIDTH)),
