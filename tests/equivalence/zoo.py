@@ -247,7 +247,7 @@ def rows(step: int) -> Batch:
 
 
 def distance(model: nn.Module, batch: Batch) -> Tensor:
-    return nn.functional.mse_loss(model(batch["inputs"]), batch["targets"])
+    return nn.functional.mse_loss(model(batch["inputs"]).to(batch["targets"].dtype), batch["targets"])
 
 
 def picture_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -310,6 +310,7 @@ def test_a_placed_block_lies_where_it_was_told_and_maps_nothing_new(allocator: A
     assert allocator.stats().arena_bytes == base.arena_bytes
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so of every profile
 def test_the_profiler_still_sees_cpu_memory(allocator: Allocator) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kept = torch.empty(3 * MIB, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Floating point operations of one operation, from the shapes of its arguments (2 a multiply-add).
 
-In: an operator, arguments, result. Out: a count. torch's own table (`torch.utils.flop_counter`), and what it misses:
-flash attention on CPU and grouped products, which it would count as nothing. Element-wise work is counted as 0, as
+In: an operator, arguments, result. Out: a count. torch's own table (`torch.utils.flop_counter`), and what it misses: grouped products, flash attention on
+CPU, which it would count as nothing, and queries that share heads of keys and values, which torch 2.11 refuses. Element-wise work is counted as 0, as
 there.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
@@ -26,12 +26,16 @@ def operation_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
-def _flash_forward(args: Sequence[Any], _: Any) -> int:
-    return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+def _attention_flops(args: Sequence[Any], _: Any) -> int:
+    """Of queries (batch, heads, length, width), keys and values, which may have fewer heads: scores, and their products with values."""
+    query, key, value = args[:3]
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _flash_backward(args: Sequence[Any], _: Any) -> int:
-    return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+def _attention_backward_flops(args: Sequence[Any], _: Any) -> int:
+    """As the forward with the gradient before them: scores once more, and a product for each of their, queries', keys' and values' gradients."""
+    _gradient, query, key, value = args[:4]
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> int:
@@ -44,7 +48,13 @@ def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> int:
 
 
 _OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention: _attention_flops,
+    aten._scaled_dot_product_efficient_attention: _attention_flops,
+    aten._scaled_dot_product_cudnn_attention: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
     aten._grouped_mm: _grouped_product,
 }
