@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 MIB = 1 << 20
@@ -65,57 +64,40 @@ losses = [job.step(batch).loss for _ in range(3)]
 print(json.dumps({
     "limit": limit, "losses": losses, "measured": job.proof().measured_peak_bytes, "predicted": job.predicted_peak_bytes,
     "dtype": job.plan.compute_dtype, "splits": job.plan.splits_masters,
-}))
+}), flush=True)
 job.close(restore=False)
+print("closed", flush=True)
+sys.stdin.readline()  # looked at from outside; how the interpreter ends is not training
 """
 
 
-class _Watch:
-    """The largest VmHWM that a process shows to another."""
-
-    def __init__(self, pid: int) -> None:
-        self._path = Path(f"/proc/{pid}/status")
-        self._is_over = threading.Event()
-        self.peak_bytes = 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(0.02):
-            try:
-                lines = self._path.read_text().splitlines()
-            except (FileNotFoundError, ProcessLookupError):
-                return
-            self.peak_bytes = max(
-                [self.peak_bytes, *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))]
-            )
-
-    def stop(self) -> int:
-        self._is_over.set()
-        self._thread.join()
-        return self.peak_bytes
+def _peak_bytes(pid: int) -> int:
+    """The largest resident size that the kernel saw of another process (VmHWM)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def test_a_model_born_empty_trains_in_bf16_below_a_limit_of_a_fraction_of_its_state(tmp_path: Path) -> None:
     arguments = [str(LAYERS), str(WIDTH), str(ROOM), str(tmp_path / "homes")]
-    child = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", _CHILD, *arguments],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-    )
-    assert child.stdout is not None
-    begins = child.stdout.readline()  # the libraries' own warming up is over
-    watch = _Watch(child.pid)
-    output, errors = child.communicate()
-    seen = watch.stop()
-    assert (child.returncode, begins) == (0, "begins\n"), errors
-    found = json.loads(output)
+    ) as child:
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(3)]
+        seen = _peak_bytes(child.pid) if lines[-1] else 0
+        _, errors = child.communicate("\n")
+    assert (child.returncode, lines[0], lines[-1]) == (0, "begins\n", "closed\n"), errors
+    found = json.loads(lines[1])
     # Weights, gradients and two moments in fp32; the weights alone in bf16 would not fit.
     assert 16 * PARAMETERS > 8 * ROOM
     assert 2 * PARAMETERS > ROOM
     assert found["dtype"] == "bfloat16"
     assert found["losses"][-1] < found["losses"][0]
+    assert abs(found["measured"] - seen) < 4 * MIB  # the process's own word is what others see
     assert max(found["measured"], found["predicted"], seen) <= found["limit"]
     assert seen >= 0.9 * found["measured"]
