@@ -1,17 +1,20 @@
 """Kills training runs with SIGKILL at random instants, takes each up again, and compares what it comes to with the run that nobody killed.
 
-    .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, four plans, three durabilities
+    .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, five plans, three durabilities
     .venv/bin/python benchmarks/kill.py --kills 20 --models tied-and-frozen --directory /dev/shm
 
-A run loads, trains, commits and saves; it is killed at any moment of that, taken up again, killed again, until it ends by itself. Half of the kills
-come at a random moment of the clock, half at a random moment of the process's own CPU time (a timer of the kernel), so that a busy machine does not
-move all of them into waiting. After each kill:
+A run loads, trains, commits and saves; under the plan "replanned" it also meets its limit, twice, because the program takes memory that no plan knew
+of, and plans anew. It is killed at any moment of that, taken up again, killed again, until it ends by itself. Kills come, a third each, at a random
+moment of the clock; at a random moment of the process's own CPU time, so that a busy machine does not move all of them into waiting; and at a random
+moment after a phase was entered (loading, opening the store, the first commit, a step, a commit, a save, replanning, the step made again, closing), so
+that short phases are hit as often as long ones. The last two are timers of the kernel in the process itself. After each kill:
 
 - the store's manifest names a step that the durability promises, given the steps that the run had told of;
 - a save that is there is whole;
 - the next process goes on at exactly that step.
 
-At the end of each run: weights, optimizer states, rates, averages and the next random number are, bit for bit, those of the run that was not killed.
+At the end of each run: weights, optimizer states, rates, averages and the next random number are, bit for bit, those of the run that was not killed, and no
+file of a process that died is left. Kills are counted by the phase in which they came.
 
 Each process is forked from one that has loaded torch and done nothing else, so that a kill costs a second and not ten.
 """
@@ -29,11 +32,15 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +51,12 @@ from memfit.core.plan import Plan
 
 TOTAL = 6
 DURABILITIES: tuple[Any, ...] = ("step", 2, "exit")
+REPLANNED = "replanned"
+ROWS = 8192
+"""Of a batch under the plan that is replanned: activations are most of what it takes."""
+STORE_FILES = frozenset({"homes-0.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
+LEAVES = {2: 0.8, 4: 0.6}
+"""From which step on the program leaves the job how much of what the first plan takes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,19 @@ class Scenario:
 
     def __str__(self) -> str:
         return f"{self.model}, {self.plan}, durability {self.durability}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a scenario's process runs: a plan, options of `fit`, rows of a batch; by step, the bytes that the program itself holds from there on.
+
+    A run with such bytes begins under the plan and goes on under its own, which replanning may have changed.
+    """
+
+    plan: Plan
+    options: dict[str, Any]
+    rows: int = small_run.ROWS
+    hogs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -77,13 +103,101 @@ class Child:
         """Steps made, as it told them: the one that it went on at first."""
         return [line["step"] for line in self.told if "step" in line]
 
+    @property
+    def phase(self) -> str:
+        """Where it was last."""
+        return next((line["at"] for line in reversed(self.told) if "at" in line), "starting")
 
-def kill_after_cpu(seconds: float) -> None:
-    """From now on the kernel kills this process when it has used so much CPU time (timer_create(2), CLOCK_PROCESS_CPUTIME_ID)."""
+    def visits(self) -> dict[str, list[float]]:
+        """By phase, the seconds of each of its visits."""
+        found: dict[str, list[float]] = {}
+        for line in self.told:
+            if "left" in line:
+                found.setdefault(line["left"], []).append(line["s"])
+        return found
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: after seconds of the clock, after seconds of the process's CPU time, or so long after a phase was entered for the n-th time."""
+
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    phase: str = ""
+    visit: int = 0
+    delay_s: float = 0.0
+
+
+class Phases:
+    """Tells where a process is, and arms the timer of a moment inside a phase."""
+
+    def __init__(self, tell: Callable[[dict[str, Any]], None], moment: Moment) -> None:
+        self._tell = tell
+        self._moment = moment
+        self._stack: list[str] = []
+        self._visits: Counter[str] = Counter()
+
+    @contextmanager
+    def inside(self, phase: str) -> Iterator[None]:
+        """For as long as the context lasts, the process is in this phase."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._visits[phase] += 1
+        self._stack.append(phase)
+        self._tell({"at": phase})
+        began = time.perf_counter()
+        if (phase, self._visits[phase]) == (self._moment.phase, self._moment.visit):
+            kill_after(time.CLOCK_MONOTONIC, self._moment.delay_s)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+            around = self._stack[-1] if self._stack else "the loop"
+            self._tell({"left": phase, "s": time.perf_counter() - began, "at": around})
+
+    def watch(self) -> None:
+        """Puts itself around what memfit does, in this process."""
+        from memfit.api import commits, job
+        from memfit.runtime import run_store
+
+        def around(holder: Any, name: str, phase: Callable[[Any, dict[str, Any]], str]) -> None:
+            inner = getattr(holder, name)
+
+            def outer(*args: Any, **kwargs: Any) -> Any:
+                with self.inside(phase(args[0] if args else None, kwargs)):
+                    return inner(*args, **kwargs)
+
+            setattr(holder, name, outer)
+
+        around(run_store.RunStore, "_open", lambda *_: "opening the store")
+        around(
+            run_store.RunStore, "prepare", lambda run, _: "opening the store" if run.is_resumed else "making the store"
+        )
+        around(commits.Commits, "_seal", lambda _, known: "the first commit" if known.get("is_first") else "committing")
+        around(
+            job.Job,
+            "_step",
+            lambda *_: "the step made again" if self._visits["replanning"] > self._answered else "a step",
+        )
+        around(job.Job, "_make_tighter", lambda *_: "replanning")
+        around(job.Job, "save", lambda *_: "saving")
+        around(job.Job, "close", lambda *_: "closing")
+        around(import_module("memfit.api.fit"), "_plan_job", lambda *_: "planning and loading")
+
+    _answered = 0
+
+    def note_step(self) -> None:
+        """A step is through: what was replanned is."""
+        self._answered = self._visits["replanning"]
+
+
+def kill_after(clock: int, seconds: float) -> None:
+    """From now on the kernel kills this process when so much of a clock has passed, of real or of CPU time (timer_create(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
     event = (ctypes.c_int * 16)(0, 0, signal.SIGKILL, 0)  # sigev_value, sigev_signo, SIGEV_SIGNAL
     timer = ctypes.c_void_p()
-    if libc.timer_create(time.CLOCK_PROCESS_CPUTIME_ID, ctypes.byref(event), ctypes.byref(timer)):
+    if libc.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)):
         raise OSError(ctypes.get_errno(), "timer_create")
     whole, part = divmod(seconds, 1.0)
     when = (ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9))  # no interval; first expiry
@@ -91,9 +205,7 @@ def kill_after_cpu(seconds: float) -> None:
         raise OSError(ctypes.get_errno(), "timer_settime")
 
 
-def run_child(
-    work: Callable[[Callable[[dict[str, Any]], None]], None], *, wall_s: float | None, cpu_s: float | None
-) -> Child:
+def run_child(work: Callable[[Callable[[dict[str, Any]], None], Moment], None], moment: Moment) -> Child:
     """Forks, works, and kills at the given moment, if the work is not done before."""
     reader, writer = os.pipe()
     began = time.perf_counter()
@@ -102,9 +214,9 @@ def run_child(
         os.close(reader)
         status = 1
         try:
-            if cpu_s is not None:
-                kill_after_cpu(cpu_s)
-            work(lambda line: _write(writer, line))
+            if moment.cpu_s is not None:
+                kill_after(time.CLOCK_PROCESS_CPUTIME_ID, moment.cpu_s)
+            work(lambda line: _write(writer, line), moment)
             status = 0
         except BaseException:  # noqa: BLE001, a child must not go on as its parent
             traceback.print_exc()
@@ -112,7 +224,7 @@ def run_child(
             os._exit(status)
     os.close(writer)
     text = b""
-    deadline = None if wall_s is None else began + wall_s
+    deadline = None if moment.wall_s is None else began + moment.wall_s
     while True:
         left = None if deadline is None else max(0.0, deadline - time.perf_counter())
         ready, _, _ = select.select([reader], [], [], left)
@@ -135,34 +247,93 @@ def _write(descriptor: int, line: dict[str, Any]) -> None:
     os.write(descriptor, (json.dumps(line) + "\n").encode())
 
 
-def plans_of(models: list[str]) -> dict[tuple[str, str], tuple[Plan, dict[str, Any]]]:
-    """The plans, made in a process of their own: one that has run backward cannot be forked."""
+def programs_of(models: list[str], plans: list[str]) -> dict[tuple[str, str], Program]:
+    """What is run, made in a process of its own: one that has run backward cannot be forked."""
 
-    def work(tell: Callable[[dict[str, Any]], None]) -> None:
+    def work(tell: Callable[[dict[str, Any]], None], _: Moment) -> None:
         for model in models:
             for name, make in small_run.PLANS.items():
-                plan, options = make(small_run.profile(model))
-                known = {key: sorted(value) if isinstance(value, set) else value for key, value in options.items()}
-                tell({"model": model, "plan": name, "json": plan.to_json(), "options": known})
+                if name in plans:
+                    plan, options = make(small_run.profile(model))
+                    known = {key: sorted(value) if isinstance(value, set) else value for key, value in options.items()}
+                    tell({"model": model, "plan": name, "json": plan.to_json(), "options": known})
+            if REPLANNED in plans:
+                tell({"model": model, "plan": REPLANNED, "peak": peak_of(model)})
 
-    found = run_child(work, wall_s=None, cpu_s=None)
+    found = run_child(work, Moment())
     if found.status:
         raise SystemExit("the plans could not be made")
-    return {(line["model"], line["plan"]): (Plan.from_json(line["json"]), line["options"]) for line in found.told}
+    return {(line["model"], line["plan"]): program_of(line) for line in found.told}
 
 
-def training(scenario: Scenario, plan: Plan, options: dict[str, Any], directory: Path) -> Callable[..., None]:
-    def work(tell: Callable[[dict[str, Any]], None]) -> None:
-        result = small_run.train(
-            scenario.model,
-            plan,
-            directory / "run",
-            total=TOTAL,
-            durability=scenario.durability,
-            save=directory / "saved",
-            tell=lambda step: tell({"step": step}),
-            **options,
-        )
+def peak_of(model: str) -> int:
+    """Bytes that a step takes with everything resident."""
+    import memfit
+
+    made = small_run.build(model)
+    batch = small_run.draw(torch_generator(), ROWS)
+    with memfit.fit(made, small_run.adamw(made), small_run.loss, batch, plan=Plan(), emulate_device=True) as job:
+        job.step(batch)
+        return job.step(batch).peak_bytes
+
+
+def torch_generator() -> Any:
+    import torch
+
+    return torch.Generator()
+
+
+def program_of(line: dict[str, Any]) -> Program:
+    if "json" in line:
+        return Program(Plan.from_json(line["json"]), line["options"])
+    # Of its own devices and speeds nothing is probed, so that each process plans the same.
+    from memfit.core.hardware import Hardware, Link
+
+    fast = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
+    room = 1 << 40
+    hardware = Hardware(
+        device="cpu", flops_per_s=1e11, device_bytes=room, disk=fast, disk_bytes=room, host=fast, host_bytes=room
+    )
+    limit = int(1.2 * line["peak"])
+    options = {"limit": limit, "emulate_device": True, "hardware": hardware, "on_breach": "replan"}
+    hogs = tuple((step, limit - int(share * line["peak"])) for step, share in LEAVES.items())
+    return Program(Plan(), options, ROWS, hogs)
+
+
+def training(scenario: Scenario, program: Program, directory: Path) -> Callable[..., None]:
+    """A process of a run: it begins, or goes on, and trains to the end."""
+
+    def work(tell: Callable[[dict[str, Any]], None], moment: Moment) -> None:
+        import torch
+
+        phases = Phases(tell, moment)
+        phases.watch()
+        warnings.filterwarnings("ignore", message="step .* met the limit")
+        held: list[torch.Tensor] = []
+
+        def before_step(step: int) -> None:
+            wanted = max((nbytes for first, nbytes in program.hogs if first <= step), default=0)
+            missing = wanted - sum(hog.nbytes for hog in held)
+            if missing:
+                held.append(torch.empty(missing, dtype=torch.uint8))
+
+        def told(step: int) -> None:
+            phases.note_step()
+            tell({"step": step})
+
+        with phases.inside("the loop"):
+            result = small_run.train(
+                scenario.model,
+                None if program.hogs and committed_step(directory) is not None else program.plan,
+                directory / "run",
+                total=TOTAL,
+                durability=scenario.durability,
+                save=directory / "saved",
+                rows=program.rows,
+                before_step=before_step,
+                tell=told,
+                **program.options,
+            )
         tell({"digest": result.digest(), "first": result.first})
 
     return work
@@ -205,7 +376,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--models", nargs="+", choices=list(small_run.MODELS), default=list(small_run.MODELS))
-    parser.add_argument("--plans", nargs="+", choices=list(small_run.PLANS), default=list(small_run.PLANS))
+    every = [*small_run.PLANS, REPLANNED]
+    parser.add_argument("--plans", nargs="+", choices=every, default=every)
     parser.add_argument(
         "--directory", type=Path, default=None, help="where stores are made; the temporary directory by default"
     )
@@ -221,72 +393,104 @@ def main() -> None:
 
 def campaign(options: argparse.Namespace, chance: random.Random, place: Path) -> int:
     began = time.monotonic()
-    plans = plans_of(options.models)
+    programs = programs_of(options.models, options.plans)
     scenarios = [
         Scenario(model, plan, durability)
         for durability in DURABILITIES
         for plan in options.plans
         for model in options.models
+        if plan != REPLANNED or durability == "step"  # replanning needs the commit of the step before
     ]
     chance.shuffle(scenarios)
     whole: dict[Scenario, Child] = {}
     kills = runs = 0
-    where: Counter[str] = Counter()
+    tally = Tally()
     while kills < options.kills and (options.seconds is None or time.monotonic() - began < options.seconds):
         scenario = scenarios[runs % len(scenarios)]
         runs += 1
-        plan, known = plans[scenario.model, scenario.plan]
+        program = programs[scenario.model, scenario.plan]
         if scenario not in whole:
-            whole[scenario] = reference(scenario, plan, known, place / "whole")
-        kills += one_run(scenario, plan, known, whole[scenario], place / f"run-{runs}", chance, where)
+            whole[scenario] = reference(scenario, program, place / "whole")
+        kills += one_run(scenario, program, whole[scenario], place / f"run-{runs}", chance, tally)
         print(f"{kills:4d} kills, {runs} runs: {scenario}", flush=True)
     print(
         f"{kills} kills in {runs} runs over {len(whole)} kinds of run, {time.monotonic() - began:.0f} s: every one was taken up at its last commit and ended "
-        f"bit for bit. Killed {', '.join(f'{count} times {what}' for what, count in where.most_common())}."
+        f"bit for bit. {tally}"
     )
     return 0
 
 
-def reference(scenario: Scenario, plan: Plan, known: dict[str, Any], directory: Path) -> Child:
+@dataclass
+class Tally:
+    """Kills, by phase, by progress and by kind of moment."""
+
+    phases: Counter[str] = field(default_factory=Counter[str])
+    progress: Counter[str] = field(default_factory=Counter[str])
+    moments: Counter[str] = field(default_factory=Counter[str])
+
+    def __str__(self) -> str:
+        def words(found: Counter[str]) -> str:
+            return ", ".join(f"{what} {count}" for what, count in found.most_common())
+
+        return f"Killed in: {words(self.phases)}. After: {words(self.progress)}. By: {words(self.moments)}."
+
+
+def reference(scenario: Scenario, program: Program, directory: Path) -> Child:
     """The run that nobody kills."""
     directory.mkdir()
-    found = run_child(training(scenario, plan, known, directory), wall_s=None, cpu_s=None)
+    found = run_child(training(scenario, program, directory), Moment())
     shutil.rmtree(directory)
     if found.status:
         raise SystemExit(f"{scenario}: the run that nobody killed failed")
+    replans = len(found.visits().get("replanning", []))
+    if (scenario.plan == REPLANNED) != (replans > 0):
+        raise SystemExit(f"{scenario}: it was replanned {replans} times")
     return found
 
 
+def moment_of(whole: Child, attempt: int, chance: random.Random) -> Moment:
+    """Drawn anywhere in a run; later moments as the run goes on, or it would never end."""
+    reach = 1.1 + 0.2 * attempt
+    match chance.randrange(3):
+        case 0:
+            return Moment(wall_s=chance.random() * whole.seconds * reach)
+        case 1:
+            return Moment(cpu_s=0.001 + chance.random() * whole.cpu_s * reach)
+        case _:
+            visits = whole.visits()
+            phase = chance.choice(sorted(visits.keys() - {"the loop"}))
+            # A process that goes on opens the store too, and makes fewer visits than the whole run.
+            number = 1 + chance.randrange(len(visits[phase]) + attempt // 3)
+            return Moment(phase=phase, visit=number, delay_s=1e-6 + chance.random() * 1.2 * max(visits[phase]))
+
+
+def left_over(directory: Path, store: frozenset[str]) -> str | None:
+    """What processes that died have left behind, once the run is through."""
+    found = {path.name for path in directory.iterdir()} - {"run", "saved"}
+    inside = {path.name for path in (directory / "run").iterdir()} - store
+    return f"left behind: {sorted(found | inside)}" if found | inside else None
+
+
 def one_run(
-    scenario: Scenario,
-    plan: Plan,
-    known: dict[str, Any],
-    whole: Child,
-    directory: Path,
-    chance: random.Random,
-    where: Counter[str],
+    scenario: Scenario, program: Program, whole: Child, directory: Path, chance: random.Random, tally: Tally
 ) -> int:
     """Kills and takes up until a process ends by itself; the number of kills."""
     directory.mkdir()
     kills = 0
     for attempt in range(1000):
         before = committed_step(directory)
-        # Later moments as the run goes on, or it would never end.
-        reach = 1.1 + 0.2 * attempt
-        wall_s = cpu_s = None
-        if chance.random() < 0.5:
-            wall_s = chance.random() * whole.seconds * reach
-        else:
-            cpu_s = 0.001 + chance.random() * whole.cpu_s * reach
-        found = run_child(training(scenario, plan, known, directory), wall_s=wall_s, cpu_s=cpu_s)
-        told = f"{scenario}, attempt {attempt}: told {found.told}, committed before {before}, now {committed_step(directory)}"
+        moment = moment_of(whole, attempt, chance)
+        found = run_child(training(scenario, program, directory), moment)
+        told = f"{scenario}, attempt {attempt}, {moment}: told {found.told}, committed before {before}, now {committed_step(directory)}"
         if found.steps and found.steps[0] != (before or 0):
             raise SystemExit(f"{told}: it did not go on at its last commit")
         if found.was_killed:
             kills += 1
             after = committed_step(directory)
             made = found.steps[-1] if found.steps else before or 0
-            where["while loading" if not found.steps else f"after {made} of {TOTAL} steps"] += 1
+            tally.phases[found.phase] += 1
+            tally.progress["no step told" if not found.steps else f"{made} of {TOTAL} steps"] += 1
+            tally.moments["the phase" if moment.phase else "the clock" if moment.cpu_s is None else "CPU time"] += 1
             is_fine = after in promised(scenario.durability, before or 0, made) or (after is None and not found.steps)
             if not is_fine:
                 raise SystemExit(f"{told}: not what the durability promises")
@@ -299,6 +503,9 @@ def one_run(
         if found.told[-1]["digest"] != whole.told[-1]["digest"]:
             raise SystemExit(f"{told}: it came to something else than the run that nobody killed")
         break
+    problem = left_over(directory, STORE_FILES)
+    if problem is not None:
+        raise SystemExit(f"{scenario}: {problem}")
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(directory)
     return kills

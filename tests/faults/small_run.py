@@ -142,10 +142,10 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
-def draw(generator: torch.Generator) -> dict[str, Tensor]:
+def draw(generator: torch.Generator, rows: int = ROWS) -> dict[str, Tensor]:
     """A batch that takes from every generator."""
     shift = int(np.random.randint(3)) + random.randrange(3)
-    tokens = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (rows, TOKENS + 1), generator=generator)
     return {"tokens": (tokens + shift + int(torch.randint(3, ()))) % VOCABULARY}
 
 
@@ -181,6 +181,8 @@ def train(
     stop: int | None = None,
     tell: Callable[[int], None] = lambda step: None,
     save: Path | None = None,
+    rows: int = ROWS,
+    before_step: Callable[[int], None] = lambda step: None,
     **options: Any,
 ) -> Result:
     """Trains from wherever the run in `store` stands to `total`, or to `stop`, where it ends without a word.
@@ -193,6 +195,8 @@ def train(
         stop: leave there, as if the process ended well.
         tell: called with the number of steps made, when the run begins or goes on, and after each.
         save: `Job.save` there after every second step.
+        rows: of a batch.
+        before_step: called with a step's number (from 0) before its batch is drawn.
         options: for `memfit.fit`.
     """
     # Before anything is seeded.
@@ -203,7 +207,7 @@ def train(
     torch.manual_seed(5)
     random.seed(6)
     np.random.seed(7)
-    sample = {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}
+    sample = {"tokens": torch.zeros(rows, TOKENS + 1, dtype=torch.int64)}
     job = memfit.fit(made, optimizer, loss, sample, plan=decided, store=store, **{**known, **options})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for name, thing in (("scheduler", scheduler), ("average", average), ("data", generator)):
@@ -214,7 +218,8 @@ def train(
         if step == stop:
             job.close(restore=False)
             return result
-        found = job.step(draw(generator))
+        before_step(step)
+        found = job.step(draw(generator, rows))
         scheduler.step()
         average.value = 0.5 * average.value + found.loss
         result.losses[step] = found.loss

@@ -28,6 +28,16 @@ RAW = (
     "[" * 200,
     '{"a":' * 200,
     "[" * 100_000,
+    "[" * 120 + "]" * 120,
+    "[" * 900 + "]" * 900,
+    '{"a":' * 900 + "1" + "}" * 900,
+    "[" + "[]," * 5000 + "0]",
+    "1.0",
+    "1e2",
+    "-0",
+    "01",
+    '"\\ud83d"',
+    '"\\ud83d\\ude00' + "x" * 5000 + '"',
     "\\u0000",
     "tru",
     "'",
@@ -48,9 +58,11 @@ def mutate_json(value: Any, chance: random.Random) -> str:
         return text.replace(json.dumps(_MARK), chance.choice(RAW), 1)
     text = json.dumps(changed)
     if chance.random() < 0.05:
-        # A key that comes twice.
-        at = text.find("{")
-        key = chance.choice(sorted(changed)) if isinstance(changed, dict) and changed else "x"
+        # A key that comes twice, at any depth.
+        starts = [at for at, mark in enumerate(text) if mark == "{"]
+        at = chance.choice(starts) if starts else -1
+        known = text[at + 1 :].split('"', 2)
+        key = known[1] if len(known) > 2 and not known[0].strip() else "x"
         text = f"{text[: at + 1]}{json.dumps(key)}: {json.dumps(chance.choice(HOSTILE))}, {text[at + 1 :]}"
     return text
 
@@ -88,12 +100,46 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def _walk(value: Any, chance: random.Random) -> tuple[Any, Any]:
+    """A (container, key), drawn from the top down: a field that comes once is met as often as one of a thousand."""
+    holder = value
+    while True:
+        key = chance.choice(list(holder.keys())) if isinstance(holder, dict) else chance.randrange(len(holder))
+        inner = holder[key]
+        if not isinstance(inner, dict | list) or not inner or chance.random() < 0.25:
+            return holder, key
+        holder = inner
+
+
+def _other_form(value: Any, chance: random.Random) -> Any:
+    """The same number or text in another form, or one container more around it."""
+    forms: list[Any] = [[value], {"x": value}, str(value), repr(value)]
+    if isinstance(value, int) and not isinstance(value, bool):
+        forms += [float(value) if abs(value) < 1 << 1000 else 0.5, -value, value << 40, value * 10**400, bool(value)]
+    if isinstance(value, float):
+        forms += [int(value) if value - value == 0 else 0, -value, value * 1e300]
+    if isinstance(value, str):
+        forms += [
+            value.upper(),
+            value + "\ud800",
+            value + "\x00",
+            value.replace(".", "/"),
+            list(value[:50]),
+            value.encode().hex(),
+        ]
+    if isinstance(value, list):
+        forms += [dict(enumerate(value)), value[::-1], value[:1] * len(value)]
+    if isinstance(value, dict):
+        forms += [list(value), [list(pair) for pair in value.items()], dict.fromkeys(value)]
+    return chance.choice(forms)
+
+
 def _mutate_value(value: Any, chance: random.Random) -> Any:
     places = _places(value)
     if not places:
         return copy.deepcopy(chance.choice(HOSTILE))
-    holder, key = chance.choice(places)
-    match chance.randrange(10):
+    holder, key = _walk(value, chance) if chance.random() < 0.5 else chance.choice(places)
+    match chance.randrange(13):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
@@ -113,6 +159,11 @@ def _mutate_value(value: Any, chance: random.Random) -> Any:
             holder[key] += chance.choice((-4096, -1, 1, 8, 4096, 1 << 32))
         case 4 if isinstance(holder[key], list):
             holder[key] = holder[key] * chance.choice((0, 2, 3))
+        case 6 | 7:
+            holder[key] = _other_form(holder[key], chance)
+        case 8:
+            other, from_key = _walk(value, chance)
+            holder[key], other[from_key] = copy.deepcopy(other[from_key]), copy.deepcopy(holder[key])
         case 5 if isinstance(holder[key], str):
             holder[key] = chance.choice((holder[key] + "x", holder[key][:-1], holder[key] * 40, "../" + holder[key]))
         case _:

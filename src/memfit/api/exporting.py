@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memfit.api.run_state import part
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
+from memfit.core.documents import read_document
 from memfit.core.errors import StoreError, UnsupportedError
-from memfit.core.states import StateFormat
+from memfit.core.states import StateFormat, moment_of, records_of
 from memfit.core.units import parse_bytes
 from memfit.runtime.export.conversions import FileTensor, Range
 from memfit.runtime.export.files import INDEX_NAME, join, pack_states, pack_weights
 from memfit.runtime.export.sources import HomeSource, TensorSource
 from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, write_text
-from memfit.runtime.homes import DiskHome
+from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.run_store import BUFFERS, FORMAT
+from memfit.runtime.state_codecs import codec_of
+from memfit.runtime.states import DecodedState, StateSlot
 from memfit.runtime.store import CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace, verify
 from memfit.runtime.store.directory import is_there
 from memfit.runtime.store.explain import explain
-from memfit.runtime.store.manifest import MANIFEST_NAME
+from memfit.runtime.store.manifest import MANIFEST_NAME, STATE_LIMIT_BYTES
 from memfit.runtime.store.state import decode_state, encode_state
 
 REGISTERED_NAME = "registered.safetensors"
@@ -62,7 +68,8 @@ def export_run(
     """Copies the last commit of a run out of its store, as `Job.save` would have written it.
 
     Weights are for `from_pretrained` and plain `load_file`; `memfit.api.saving.load` puts weights, optimizer states and settings into plain objects.
-    The states of registered objects go along in `registered.safetensors`, as `read_registered` gives them back.
+    The states of registered objects go along in `registered.safetensors`, as `read_registered` gives them back. States of the optimizer that rest in fewer
+    bits come out decoded to fp32, as `optimizer.state_dict()` has them.
 
     Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first.
 
@@ -72,8 +79,8 @@ def export_run(
         max_shard_bytes: of one file of weights.
 
     Raises:
-        StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the disk. UnsupportedError: masters or states rest in bits that only
-            a job decodes.
+        StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the disk. UnsupportedError: masters rest in bits that only a job
+            joins.
     """
     began = time.perf_counter()
     used = FileOperations()
@@ -111,12 +118,15 @@ def export_run(
 
 def _check_plain(identity: Mapping[str, str], directory: str | Path) -> None:
     """Bytes that only a job can read are not copied out as something else."""
-    plain = {"masters": ("whole", "none"), "state format": (str(StateFormat.GIVEN),)}
-    for key, values in plain.items():
-        if identity.get(key) not in values:
-            raise UnsupportedError(
-                f"the run in {directory} keeps {key} {identity.get(key)!r:.80}, which only a job decodes: go on with it and call job.save(...)"
-            )
+    if identity.get("masters") not in ("whole", "none"):
+        raise UnsupportedError(
+            f"the run in {directory} keeps masters {identity.get('masters')!r:.80}, which only a job decodes: go on with it and call job.save(...)"
+        )
+    if identity.get("state format") not in (*StateFormat,):
+        raise UnsupportedError(
+            f"the run in {directory} keeps optimizer states in {identity.get('state format')!r:.80}, which this memfit does not know: use the version that "
+            "wrote it"
+        )
 
 
 def read_registered(directory: str | Path) -> dict[str, Any]:
@@ -127,9 +137,11 @@ def read_registered(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory).expanduser() / REGISTERED_NAME
     try:
-        content = path.read_bytes()
+        content = read_document(path, limit_bytes=STATE_LIMIT_BYTES)
     except OSError as error:
         raise explain(error, doing="read the registered states", path=path) from error
+    except ValueError as error:
+        raise StoreError(f"{path} holds no registered states: {error}; export the run again") from error
     return decode_state(content)
 
 
@@ -141,15 +153,59 @@ def _sources(
     weights: dict[str, TensorSource] = {}
     states: dict[str, TensorSource] = {}
     regions = store.disk.regions
+    resting: dict[str, tuple[DiskHome, TensorPlace]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     # Masters come after weights, and take their place.
     for name in sorted(regions, key=lambda region: regions[region].tag == "master"):
         home = DiskHome(store.region(name))
         for place in regions[name].tensors:
             if regions[name].tag == "state":
-                states[place.name] = _source(home, place, orders.get(place.name.rpartition(".")[0]))
+                resting[place.name] = home, place
             else:
+                shapes[place.name] = place.shape
                 weights[place.name] = _source(home, place, None if name == BUFFERS else orders.get(place.name))
+    chosen = StateFormat(store.disk.identity["state format"])
+    keys: defaultdict[str, list[str]] = defaultdict(list)
+    for parameter, _, key in (name.rpartition(".") for name in resting):
+        keys[parameter].append(key)
+    for name, (home, place) in resting.items():
+        parameter, _, key = name.rpartition(".")
+        found = _decoded(home, place, chosen, key, keys[parameter], shapes.get(parameter, ()))
+        states[name] = _source(*(found or (home, place)), orders.get(parameter))
     return weights, states
+
+
+def _decoded(
+    home: DiskHome, place: TensorPlace, chosen: StateFormat, key: str, keys: Collection[str], shape: tuple[int, ...]
+) -> tuple[DecodedState, TensorPlace] | None:
+    """A state that rests encoded, as a home of fp32 values and its place there; None for one that rests as it is.
+
+    Args:
+        home: of the block's states.
+        place: of this one.
+        chosen: the run's format of states.
+        key: the state's name.
+        keys: names of all states of its parameter.
+        shape: of the parameter, in memory order.
+    """
+    numel = math.prod(shape)
+    moment = None if chosen is StateFormat.GIVEN else moment_of(key, keys, numel, "float32")
+    if moment is None or place.dtype != "uint8":
+        return None
+    if place.nbytes != records_of(chosen).size(numel):
+        raise StoreError(
+            f"{place.name!r} of the store has {place.nbytes} bytes, and {numel} elements in {chosen} take {records_of(chosen).size(numel)}: it is damaged"
+        )
+    slot = StateSlot(
+        key=key,
+        dtype=torch.float32,
+        shape=shape,
+        numel=numel,
+        offset_bytes=place.offset,
+        is_like_weight=True,
+        codec=codec_of(chosen, moment),
+    )
+    return DecodedState(home, slot), TensorPlace(name=place.name, dtype="float32", shape=shape, offset=0)
 
 
 def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict[str, TensorSource]:
@@ -173,7 +229,7 @@ def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict
         ) from error
 
 
-def _source(home: DiskHome, place: TensorPlace, order: Any) -> HomeSource:
+def _source(home: ByteHome, place: TensorPlace, order: Any) -> HomeSource:
     """A tensor of a region; `order` is its parameter's shape and strides, where those are not row-major."""
     shape: tuple[int, ...] = place.shape
     stride: tuple[int, ...] | None = None

@@ -15,11 +15,13 @@ from torch import nn
 
 from memfit.api.machine import device_of
 from memfit.api.setting import training_setting
-from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.documents import read_document
+from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.states import StateFormat
+from memfit.core.units import MIB
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.trace import profile_step
@@ -42,6 +44,7 @@ ALLOWANCES = frozenset(
     }
 )
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
+_PLAN_LIMIT_BYTES = 64 * MIB
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -164,14 +167,23 @@ def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDr
 
 
 def read_plan(plan: Plan | str | Path) -> Plan:
-    """A plan, from its JSON text or file where it is none yet."""
+    """A plan, from its JSON text or file where it is none yet.
+
+    Raises:
+        PlanError: not a plan, or a file that cannot be read. UsageError: something else.
+    """
     if isinstance(plan, Plan):
         return plan
-    if isinstance(plan, Path):
-        return Plan.from_json(plan.read_text())
-    if isinstance(plan, str):
-        return Plan.from_json(plan if plan.lstrip().startswith("{") else Path(plan).read_text())
-    raise UsageError(f"plan must be a Plan, its JSON text or a path to it, not {type(plan).__name__}")
+    if isinstance(plan, str) and plan.lstrip().startswith("{"):
+        return Plan.from_json(plan)
+    if not isinstance(plan, str | Path):
+        raise UsageError(f"plan must be a Plan, its JSON text or a path to it, not {type(plan).__name__}")
+    try:
+        return Plan.from_json(read_document(Path(plan), limit_bytes=_PLAN_LIMIT_BYTES))
+    except (OSError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"the plan {str(plan)[:200]!r} cannot be read: {error}") from error
 
 
 def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:

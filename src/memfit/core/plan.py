@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, cast
 
+from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
 from memfit.core.states import StateFormat
@@ -186,15 +187,15 @@ class Plan:
         return json.dumps({"format": PLAN_FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Reads a plan.
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Reads a plan. At most 16 MiB beside the text.
 
         Raises:
             PlanError: not JSON, another format, an unknown field, or a value that the field does not take.
         """
         try:
-            read: object = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            read: object = parse_json(text)
+        except ValueError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         try:
             raw = _object("the plan", read)

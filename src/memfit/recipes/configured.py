@@ -5,7 +5,6 @@ In: a `config.json`, sizes of a batch. Out: a model whose weights have shapes an
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import UsageError
 from memfit.recipes.gpt import build_adamw, causal_language_loss
 
@@ -45,7 +45,7 @@ def causal_config(path: str | Path, *, sequence_length: int) -> Any:
 
     file = config_file(path)
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES))
         config: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

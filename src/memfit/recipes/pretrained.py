@@ -5,7 +5,6 @@ In: a directory. Out: a function that builds the model as its configuration says
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import UsageError
 
 
@@ -27,7 +27,7 @@ def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
     source = Path(directory)
     file = source / "config.json"
     try:
-        named = json.loads(file.read_text(encoding="utf-8"))["architectures"][0]
+        named = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES))["architectures"][0]
         kind = getattr(transformers, str(named))
         config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
         generation = None

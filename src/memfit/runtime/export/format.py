@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from memfit.core.documents import ROOM_BYTES, parse_json
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.units import round_up
 
@@ -25,6 +26,7 @@ DATA_ALIGNMENT_BYTES = 4096
 LENGTH_BYTES = 8
 # The limit that the reference reader sets, too.
 HEADER_LIMIT_BYTES = 100_000_000
+_ENTRY_BYTES = 500
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -121,6 +123,8 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Heade
 def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
     """Reads and checks a header that anybody may have written.
 
+    Memory: at most 16 MiB beside as many bytes as the file has.
+
     Args:
         raw: the length field and the header.
         path: for messages.
@@ -130,9 +134,10 @@ def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
         StoreError: not a header, or one that lies: sizes that do not multiply to the bytes, gaps, overlaps, bytes beyond the file.
     """
     try:
-        fields = json.loads(raw[LENGTH_BYTES:], object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its header cannot be read ({error})") from error
+        room_bytes = ROOM_BYTES + file_bytes - 2 * len(raw) - _ENTRY_BYTES * raw.count(b"{")
+        fields = parse_json(raw[LENGTH_BYTES:], room_bytes=room_bytes)
+    except ValueError as error:
+        raise damaged(path, f"its header cannot be read ({str(error)[:200]})") from error
     if not isinstance(fields, dict):
         raise damaged(path, "its header is not a JSON object")
     metadata = fields.pop("__metadata__", {})
@@ -168,13 +173,6 @@ def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
-    return found
 
 
 def damaged(path: Path, why: str) -> StoreError:

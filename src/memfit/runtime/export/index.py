@@ -5,10 +5,10 @@ In: a directory. Out: names of the safetensors files in it, from `model.safetens
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from memfit.core.documents import ROOM_BYTES, parse_json, read_document
 from memfit.core.errors import StoreError
 from memfit.runtime.export.files import INDEX_NAME
 
@@ -29,15 +29,13 @@ def weight_file_names(source: Path, known: re.Pattern[str]) -> list[str]:
     if not index.exists():
         return ["model.safetensors"]
     try:
-        if index.stat().st_size > _LIMIT_BYTES:
-            raise StoreError(f"{index} is too large to be an index of weights; take another save")  # noqa: TRY301
-        document = json.loads(index.read_text(encoding="utf-8"))
+        content = read_document(index, limit_bytes=_LIMIT_BYTES)
+        weights_bytes = sum(path.lstat().st_size for path in source.iterdir() if path.suffix == ".safetensors")
+        document = parse_json(content, room_bytes=ROOM_BYTES + weights_bytes)
         names = sorted(set(document["weight_map"].values()))
-    except StoreError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
-            f"{index} is no index of weights ({type(error).__name__}: {error}); take another save"
+            f"{index} is no index of weights ({type(error).__name__}: {str(error)[:200]}); take another save"
         ) from error
     for name in names:
         # A name with directories in it would read files from elsewhere.

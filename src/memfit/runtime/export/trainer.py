@@ -6,7 +6,6 @@ In: an optimizer's settings, scalar states, the random numbers' place, the step.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from typing import Any
 
 import torch
 
+from memfit.core.documents import ROOM_BYTES, parse_json, read_document
 from memfit.core.errors import StoreError
-from memfit.core.units import MIB, format_bytes
+from memfit.core.units import MIB
 from memfit.runtime.export.values import decode_value, encode_value
 from memfit.runtime.store.explain import explain
 
@@ -101,16 +101,13 @@ def read_text(path: Path) -> TrainerState:
         StoreError: it cannot be read, is of another format, or is not what memfit writes.
     """
     try:
-        nbytes = path.stat().st_size
-        if nbytes > _LIMIT_BYTES:
-            raise _damaged(path, f"{format_bytes(nbytes)} are too many")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except StoreError:
-        raise
+        content = read_document(path, limit_bytes=_LIMIT_BYTES)
+        saved_bytes = sum(file.lstat().st_size for file in path.parent.iterdir() if file.suffix == ".safetensors")
+        document = parse_json(content, room_bytes=ROOM_BYTES + saved_bytes)
     except OSError as error:
         raise explain(error, doing="read the state of the training run", path=path) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"it is not JSON ({error})") from error
+    except ValueError as error:
+        raise _damaged(path, f"it is not JSON that can be read ({str(error)[:200]})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else None
         raise _damaged(path, f"its format is {str(found)[:20]!r}, this version of memfit reads {FORMAT}")
@@ -131,8 +128,10 @@ def read_text(path: Path) -> TrainerState:
             random_cuda=base64.b64decode(random["cuda"], validate=True) if "cuda" in random else None,
             extra={str(key): decode_value(v, f"extra[{key!r}]") for key, v in document["extra"].items()},
         )
-    except (KeyError, TypeError, AttributeError, binascii.Error, RecursionError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise _damaged(path, f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _group(group: Any, index: int) -> GroupState:

@@ -187,13 +187,17 @@ def read_manifest_file(directory: Path, *, operations: FileOperations) -> Manife
             if count <= 0:
                 break
             read_bytes += count
-        return read_manifest(bytes(content[:read_bytes]), path=path)
+        return read_manifest(bytes(content[:read_bytes]), path=path, data_bytes=_data_bytes(directory))
     except StoreError:
         raise
     except OSError as error:
         raise explain(error, doing="read the manifest", path=path) from error
     finally:
         operations.close(descriptor)
+
+
+def _data_bytes(directory: Path) -> int:
+    return sum(path.lstat().st_size for path in directory.iterdir() if _DATA_FILE.fullmatch(path.name))
 
 
 def open_files(directory: Path, manifest: Manifest, *, operations: FileOperations) -> tuple[FileHandle, ...]:

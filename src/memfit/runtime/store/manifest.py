@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memfit.core.documents import ROOM_BYTES, parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.units import MIB
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.layout import LARGEST_BYTES, RegionSpec, SlotPlace, check_places, check_spec
 from memfit.runtime.store.memory import ALIGNMENT_BYTES
-from memfit.runtime.store.strict_json import read_strict_json
 from memfit.runtime.store.tensors import TensorPlace
 
 FORMAT = "memfit-store"
@@ -34,7 +34,9 @@ VERSION = 2
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
 LIMIT_BYTES = 16 * MIB
-"""A longer manifest is not read: some 80,000 regions fit. Hostile JSON grows some twentyfold in memory."""
+"""A longer manifest is not read. What a shorter one may take to read is bounded too: see `read_manifest`."""
+_COPIES = 4
+"""Of the text, at most, while its checksum is made again."""
 
 _LARGEST_STEP = (1 << 63) - 1
 _MOST_FILES = 1 << 16
@@ -176,27 +178,35 @@ def write_manifest(manifest: Manifest) -> bytes:
     text = _canonical(body)
     whole = {"format": FORMAT, "version": VERSION, "checksum": _checksum(text), "body": body}
     content = json.dumps(whole, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-    if len(content) > LIMIT_BYTES:
+    if len(content) > LIMIT_BYTES or parsed_bytes(content) > _room_bytes(content, sum(manifest.file_bytes)):
         raise UsageError(
-            f"a store of {len(manifest.regions)} regions needs a manifest above {LIMIT_BYTES} bytes: join small regions"
+            f"a store of {len(manifest.regions)} regions needs a manifest of {len(content)} bytes, above what is read of one: join small regions"
         )
     return content
 
 
-def read_manifest(content: bytes, *, path: Path) -> Manifest:
+def _room_bytes(content: bytes, data_bytes: int) -> int:
+    """Memory for the values of a manifest: as much as the data that it speaks of, and a little."""
+    return ROOM_BYTES + data_bytes - _COPIES * len(content)
+
+
+def read_manifest(content: bytes, *, path: Path, data_bytes: int = 0) -> Manifest:
     """Reads and checks a manifest.
 
+    Memory: at most 16 MiB beside its own bytes and `data_bytes`.
+
     Args:
-        content: at most `LIMIT_BYTES` bytes; reading takes up to some twenty times as much.
+        content: at most `LIMIT_BYTES` bytes.
         path: for messages.
+        data_bytes: of the files beside it that it speaks of.
 
     Raises:
         StoreError: torn, changed, of another version, or not a manifest.
     """
     try:
-        whole = read_strict_json(content)
-    except (ValueError, RecursionError) as error:
-        raise _broken(path, f"it is not JSON ({type(error).__name__})") from error
+        whole = parse_json(content, room_bytes=_room_bytes(content, data_bytes))
+    except ValueError as error:
+        raise _broken(path, f"it is not JSON that can be read ({str(error)[:200]})") from error
     fields = _fields(whole, path, "it", {"format": str, "version": int, "checksum": str, "body": dict}, is_open=True)
     if fields["format"] != FORMAT:
         raise store_error(f"{path} is not a manifest of a memfit store: its format is {fields['format']!r:.80}")

@@ -25,13 +25,20 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from memfit.core.documents import parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UnsupportedError
+from memfit.core.units import MIB, format_bytes
 from memfit.runtime.store.explain import store_error
-from memfit.runtime.store.strict_json import read_strict_json
 
 _TEXT_NAME = "state.json"
+_LENGTH_BYTES = 8
 _TAG = "$"
 _DEEPEST = 100
+_ROOM_BYTES = 256 * MIB
+"""Memory for numbers, texts and containers of a state, tensors apart: some two million numbers in lists."""
+_COPIES = 2
+"""Of the values: as JSON has them, and as they were."""
+_TENSOR_BYTES = 1024
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -52,6 +59,12 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
         text = json.dumps(_encode(dict(state), "state", tensors, 0), separators=(",", ":"), allow_nan=False)
     except ValueError as error:  # A whole number of more than some 4300 digits.
         raise UnsupportedError(f"the state has a number that cannot be written: {error}") from error
+    needed = _COPIES * parsed_bytes(text.encode()) + _TENSOR_BYTES * len(tensors)
+    if needed > _ROOM_BYTES:
+        raise UnsupportedError(
+            f"the state has so many numbers, texts and containers that reading them could take {format_bytes(needed)}, more than {format_bytes(_ROOM_BYTES)}: "
+            "keep long lists as tensors or arrays"
+        )
     tensors[_TEXT_NAME] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return safetensors.torch.save(tensors)
 
@@ -59,15 +72,19 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 def decode_state(content: bytes) -> dict[str, Any]:
     """What `encode_state` was given. Tensors are on the CPU.
 
-    Memory: twice the bytes.
+    Memory: twice the bytes, and at most 256 MiB for numbers, texts and containers.
 
     Raises:
         StoreError: these are not the bytes of a state.
     """
     try:
+        header = content[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")]
+        room = _ROOM_BYTES - _TENSOR_BYTES * header.count(b"{")
+        if room < 0:
+            raise _damaged(f"it has {header.count(b'{')} tensors")
         tensors = safetensors.torch.load(content)
         text = tensors.pop(_TEXT_NAME).numpy().tobytes()
-        found = read_strict_json(text)
+        found = parse_json(text, room_bytes=room // _COPIES)
         state = _decode(found, tensors, 0)
     except StoreError:
         raise
