@@ -9,8 +9,8 @@ every 4     every fourth
 "exit"      none but the first and the last
 resident    all in memory, every step committed: what a commit writes of blocks that rest in memory
 
-Printed: medians over the rounds of seconds a step, and of the ratio to "plain" (or to the resident job without a store) within the same round; seconds of
-a commit alone; bytes that a step writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
+Printed: medians over the rounds of seconds a step, and of the ratio (with its quartiles) to "plain" (or to the resident job without a store) within the
+same round; seconds of a commit alone; bytes that a step writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, default=None)
+    parser.add_argument(
+        "--only", nargs="+", default=None, help="of the names above; what each is compared with comes along"
+    )
     options = parser.parse_args()
     batch = torch.randint(VOCABULARY, (options.batch, options.tokens + 1))
     with tempfile.TemporaryDirectory(prefix="memfit-committing-", dir=options.directory) as name:
@@ -115,6 +118,11 @@ def make(options: argparse.Namespace, batch: Tensor, place: Path) -> list[Contes
         ("resident, plain", "resident, plain", Plan(), {}),
         ("resident, step", "resident, plain", Plan(), {"durability": "step"}),
     ]
+    if options.only is not None:
+        wanted = {kind[0] for kind in kinds if kind[0] in options.only} | {
+            kind[1] for kind in kinds if kind[0] in options.only
+        }
+        kinds = [kind for kind in kinds if kind[0] in wanted]
     contestants: list[Contestant] = []
     for index, (name, against, plan, known) in enumerate(kinds):
         model = build(*shape)
@@ -138,9 +146,10 @@ def tell(contestants: list[Contestant], options: argparse.Namespace) -> None:
         if contestant.commit_s:
             alone = statistics.median(contestant.commit_s)
             commits = f"commit alone {alone * 1e3:.1f} ms (most {max(contestant.commit_s) * 1e3:.1f})"
+        spread = statistics.quantiles((a / b for a, b in zip(contestant.step_s, other.step_s, strict=True)), n=4)
         print(
-            f"{contestant.name:<16} {statistics.median(contestant.step_s):7.3f} s a step, {ratio:5.3f} of {contestant.against!r}, "
-            f"{format_bytes(contestant.written)} written a step  {commits}"
+            f"{contestant.name:<16} {statistics.median(contestant.step_s):7.3f} s a step, {ratio:5.3f} ({spread[0]:5.3f} to {spread[2]:5.3f}) "
+            f"of {contestant.against!r}, {format_bytes(contestant.written)} written a step  {commits}"
         )
 
 

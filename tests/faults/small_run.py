@@ -23,18 +23,20 @@ from torch.nn import functional
 
 import memfit
 from equivalence import plans
+from memfit.api.problem import ALLOWANCES
 from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.states import StateFormat
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 29, 32
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -46,16 +48,16 @@ class TiedAndFrozen(nn.Module):
 
     mean: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layers = [Layer() for _ in range(3)]
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        layers = [Layer(width) for _ in range(3)]
         self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         layers[0].requires_grad_(requires_grad=False)
         layers[1].norm.bias.requires_grad = False
-        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
@@ -76,7 +78,13 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(config).train()
 
 
+def _wide() -> nn.Module:
+    return TiedAndFrozen(width=64)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": _gpt2, "tied-and-frozen": TiedAndFrozen}
+WIDE: dict[str, Callable[[], nn.Module]] = {"wide": _wide}
+"""Large enough for states to be encoded."""
 
 
 def _resident(_: Profile) -> tuple[Plan, dict[str, Any]]:
@@ -111,6 +119,33 @@ PLANS: dict[str, Callable[[Profile], tuple[Plan, dict[str, Any]]]] = {
 }
 
 
+def _in_format(*, on_disk: bool = True, **changes: Any) -> Callable[[Profile], tuple[Plan, dict[str, Any]]]:
+    def make(found: Profile) -> tuple[Plan, dict[str, Any]]:
+        plan = Plan(microbatches=2, blocks=plans.on_disk(found) if on_disk else {})
+        return replace(plan, **changes), {"allow": set(ALLOWANCES)}
+
+    return make
+
+
+FORMATS: dict[str, Callable[[Profile], tuple[Plan, dict[str, Any]]]] = {
+    "int8-state": _in_format(state_format=StateFormat.INT8),
+    "int4-state": _in_format(state_format=StateFormat.INT4, on_disk=False),
+    "fp8-state": _in_format(state_format=StateFormat.FP8),
+    "bf16-state": _in_format(state_format=StateFormat.BF16),
+    "fp16": _in_format(compute_dtype=ComputeDtype.FLOAT16, update=UpdateTime.AFTER_BACKWARD),
+    "fp16 resident": _in_format(compute_dtype=ComputeDtype.FLOAT16, on_disk=False),
+    "bf16-weights-sr": _in_format(compute_dtype=ComputeDtype.BFLOAT16, drops_masters=True),
+    "bf16-weights-sr resident, int8-state": _in_format(
+        compute_dtype=ComputeDtype.BFLOAT16, drops_masters=True, state_format=StateFormat.INT8, on_disk=False
+    ),
+    "split masters": _in_format(compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True),
+    "split masters, bf16-state": _in_format(
+        compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True, state_format=StateFormat.BF16
+    ),
+}
+"""Plans that change the arithmetic."""
+
+
 class Average:
     """A number that the loop keeps, as an average of weights would be kept."""
 
@@ -126,7 +161,7 @@ class Average:
 
 def build(model: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[model]()
+    return (MODELS | WIDE)[model]()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -162,6 +197,7 @@ class Result:
     first: int = 0
     losses: dict[int, float] = field(default_factory=dict[int, float])
     kept: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    skipped: list[int] = field(default_factory=list[int])
 
     def digest(self) -> str:
         """Of the kept values' bits."""
@@ -183,24 +219,26 @@ def train(
     save: Path | None = None,
     rows: int = ROWS,
     before_step: Callable[[int], None] = lambda step: None,
+    steepness: float = 1.0,
     **options: Any,
 ) -> Result:
     """Trains from wherever the run in `store` stands to `total`, or to `stop`, where it ends without a word.
 
     Args:
         model: of `MODELS`.
-        plan: of `PLANS`, or one; None: the run's own.
+        plan: of `PLANS` or `FORMATS`, or one; None: the run's own.
         store: the directory.
         total: steps of the run.
         stop: leave there, as if the process ended well.
         tell: called with the number of steps made, when the run begins or goes on, and after each.
         save: `Job.save` there after every second step.
         rows: of a batch.
+        steepness: factor of the loss. Large ones overflow in fp16.
         before_step: called with a step's number (from 0) before its batch is drawn.
         options: for `memfit.fit`.
     """
     # Before anything is seeded.
-    decided, known = PLANS[plan](profile(model)) if isinstance(plan, str) else (plan, dict[str, Any]())
+    decided, known = (PLANS | FORMATS)[plan](profile(model)) if isinstance(plan, str) else (plan, dict[str, Any]())
     made = build(model)
     optimizer = adamw(made)
     average, generator = Average(), torch.Generator().manual_seed(3)
@@ -208,7 +246,8 @@ def train(
     random.seed(6)
     np.random.seed(7)
     sample = {"tokens": torch.zeros(rows, TOKENS + 1, dtype=torch.int64)}
-    job = memfit.fit(made, optimizer, loss, sample, plan=decided, store=store, **{**known, **options})
+    criterion = loss if steepness == 1.0 else lambda model, batch: steepness * loss(model, batch)
+    job = memfit.fit(made, optimizer, criterion, sample, plan=decided, store=store, **{**known, **options})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for name, thing in (("scheduler", scheduler), ("average", average), ("data", generator)):
         job.register(name, thing)
@@ -223,6 +262,7 @@ def train(
         scheduler.step()
         average.value = 0.5 * average.value + found.loss
         result.losses[step] = found.loss
+        result.skipped += [step] if found.is_skipped else []
         tell(step + 1)
         if save is not None and step % 2:
             job.save(save)
@@ -233,5 +273,7 @@ def train(
     for index, group in enumerate(optimizer.param_groups):
         result.kept[f"lr {index}"] = torch.tensor(group["lr"], dtype=torch.float64)
     result.kept["average"] = torch.tensor(average.value, dtype=torch.float64)
+    if job.loss_scaler is not None:
+        result.kept["loss scale"] = torch.tensor(job.loss_scaler.scale, dtype=torch.float64)
     result.kept["random"] = torch.randint(1 << 60, ())
     return result

@@ -27,6 +27,7 @@ from faults import small_run
 from memfit.api import run_state
 from memfit.api.exporting import export_run
 from memfit.core.errors import MemfitError
+from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.runtime.export.format import LENGTH_BYTES
@@ -40,6 +41,19 @@ from property.mutations import mutate_bytes, mutate_json
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SEEDS = st.integers(0, (1 << 63) - 1)
+
+
+LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=1e9)
+MACHINE = Hardware(
+    device="cpu",
+    flops_per_s=1e11,
+    device_bytes=1 << 33,
+    disk=LINK,
+    disk_bytes=1 << 40,
+    host=LINK,
+    host_bytes=1 << 36,
+    bf16_flops_per_s=2e11,
+)
 
 
 @cache
@@ -64,6 +78,7 @@ def files() -> dict[str, bytes]:
             "tensors": shards[0].read_bytes(),
             "index": (place / "out" / "model.safetensors.index.json").read_bytes(),
             "trainer": (place / "out" / "trainer_state.json").read_bytes(),
+            "hardware": MACHINE.to_json().encode(),
             "plan": small_run.PLANS["clipped"](small_run.profile("tied-and-frozen"))[0].to_json().encode(),
         }
 
@@ -186,6 +201,13 @@ def test_a_plan_that_lies_is_refused(seed: int) -> None:
     chance = random.Random(seed)
     text = mutate_json(json.loads(files()["plan"]), chance)
     refused_or_read(lambda: Plan.from_json(text), len(text))
+
+
+@given(SEEDS)
+def test_a_hardware_file_that_lies_is_refused(seed: int) -> None:
+    chance = random.Random(seed)
+    text = mutate_json(json.loads(files()["hardware"]), chance)
+    refused_or_read(lambda: Hardware.from_json(text), len(text))
 
 
 @pytest.fixture(name="place", scope="module")

@@ -62,6 +62,7 @@ def choose(
     clips_norm: bool,
     load_bytes: int,
     like: Plan | None = None,
+    has_store: bool = False,
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -77,6 +78,7 @@ def choose(
         clips_norm: gradients are clipped by their global norm.
         load_bytes: held while weights move home: no smaller limit is advised.
         like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
+        has_store: the run is committed to a store.
 
     Raises:
         DoesNotFitError: no plan does.
@@ -114,6 +116,7 @@ def choose(
                     has_host=machine.has_host,
                     host_bytes=machine.limits.host_bytes,
                     disk_bytes=machine.limits.disk_bytes,
+                    has_store=has_store,
                 )
             except DoesNotFitError as error:
                 refusals.append(error)

@@ -16,14 +16,25 @@ from memfit.api.choosing import Choice, choose, microbatch_counts
 from memfit.api.commits import check_model, stored_plan, stored_reason
 from memfit.api.job import Job, JobParts, Prepared
 from memfit.api.machine import Machine, device_of
-from memfit.api.problem import Loss, Problem, check_arguments, check_precision, driver_of, read_plan
+from memfit.api.problem import (
+    Loss,
+    Problem,
+    check_arguments,
+    check_precision,
+    driver_of,
+    encodes_states,
+    read_hardware,
+    read_plan,
+)
 from memfit.api.sources import Bring, Forget, bring_from, forget_in, open_sources
 from memfit.api.splitting import Weigh, signature_of
-from memfit.core.errors import PlanError, UnsupportedError, UsageError
+from memfit.core.errors import DoesNotFitError, PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
+from memfit.core.units import format_bytes
+from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
@@ -60,7 +71,7 @@ def fit(
     enforce: bool = True,
     keep_gradients: bool = False,
     emulate_device: bool = False,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | Path | None = None,
 ) -> Job:
     """Plans, prepares and gives a job whose `step(batch)` is forward, backward and update inside the limit.
 
@@ -100,12 +111,12 @@ def fit(
             the last commit under a tighter plan, at most three times; `job.breaches` and a warning tell it with its cause. Needs `store=`, and
             durability "step".
         host_limit: the same for host memory beside a device.
-        disk_limit: the same for files.
+        disk_limit: the same for files: homes on disk, activations that are offloaded there, and all that `store=` claims (homes on disk lie inside of that).
         enforce: arm the limit in the allocator, so that passing it is an error at the allocation. Otherwise it is only reported.
         keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`); costs their bytes there.
         emulate_device: on a machine without a GPU, count a device of its own inside the process, with host memory beside it: for trying plans of
             three tiers.
-        hardware: what the machine can do; by default it is probed (about a second).
+        hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json` writes one); by default it is probed (about a second).
 
     Returns:
         The job.
@@ -117,6 +128,7 @@ def fit(
     """
     check_arguments(model, loss, allow, max_grad_norm)
     limits = Limits.read(limit, host_limit, disk_limit)
+    stated = read_hardware(hardware)
     machine = Machine(device_of(model), limits, is_emulated=emulate_device)
     home = directory or store or resume
     with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as stack:
@@ -155,7 +167,9 @@ def fit(
             keeps_gradients=keep_gradients,
             enforces=enforce,
             replans=on_breach == "replan",
-            probe=cache(lambda: hardware or machine.probe(home, probes_bf16="bf16" in allow)),
+            probe=cache(
+                lambda: stated or machine.probe(home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+            ),
         )
         job = _plan_job(task, given, budget)
         try:
@@ -411,7 +425,20 @@ class _Task:
             clips_norm=self.clips_norm,
             load_bytes=self.load_bytes,
             like=self.like,
+            has_store=self.run is not None,
         )
+
+    def _check_disk(self, plan: Plan, found: Profile, predicted: Prepared) -> None:
+        """Refuses what takes more of the disk than `disk_limit`: the store's room, and homes and activations beside it."""
+        limit = self.machine.limits.disk_bytes
+        needed = predicted.timeline.disk_peak_bytes
+        if self.run is not None:
+            needed = disk_bytes_with_store(plan, found, needed)
+        if limit is not None and needed > limit:
+            store = "" if self.run is None else f", {format_bytes(store_bytes(plan, found))} of it claimed by the store"
+            raise DoesNotFitError(
+                f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk"
+            )
 
     def job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:
         """The job of a plan: everything moves home."""
@@ -434,6 +461,7 @@ class _Task:
         rows = -(-found.batch_rows // plan.microbatches)
         is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces
         ready = _prepared(found, plan, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
+        self._check_disk(plan, found, ready)
         return JobParts(
             model=problem.model,
             loss=problem.loss,

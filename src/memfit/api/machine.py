@@ -22,6 +22,7 @@ from memfit.core.limits import RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, 
 from memfit.core.units import MIB, format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame_malloc
 from memfit.runtime.guard import is_away
+from memfit.runtime.state_codecs import probe_codecs
 from memfit.runtime.store import probe_disk
 from memfit.verification.meters import CpuMeter, CudaMeter, DeviceMeter, Phases, ProcessMeter
 
@@ -197,18 +198,24 @@ class Machine:
         """There is host memory beside the device."""
         return self.device.type == "cuda" or self.is_emulated
 
-    def probe(self, directory: str | Path | None, *, probes_bf16: bool = False) -> Hardware:
-        """Measures what plans are priced with: matrix products, the disk, the update. About a second; rough on a busy machine.
+    def probe(
+        self, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False
+    ) -> Hardware:
+        """Measures what plans are priced with: matrix products and the disk, and what else is asked for. About a second; rough on a busy machine.
+
+        The rate of updates is not measured: it is `Hardware`'s default.
 
         Args:
             directory: on the disk that homes would use; the temporary directory's if None.
             probes_bf16: matrix products in bf16 too.
+            probes_codecs: decoding and encoding of optimizer states.
         """
         where = self.disk_directory(directory)
         speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
         free = shutil.disk_usage(where).free
         is_cuda = self.device.type == "cuda"
         link = self._probe_host_link() if self.has_host else None
+        codecs = {"codec_elements_per_s": probe_codecs(self.device)} if probes_codecs else {}
         return Hardware(
             device=torch.cuda.get_device_name(self.device) if is_cuda else "cpu",
             flops_per_s=_probe_flops(self.device, torch.float32),
@@ -218,6 +225,7 @@ class Machine:
             disk_bytes=free if self.limits.disk_bytes is None else min(free, self.limits.disk_bytes),
             host=link,
             host_bytes=None if link is None else (self.limits.host_bytes or _memory_bytes()),
+            **codecs,
         )
 
     @staticmethod

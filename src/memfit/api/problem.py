@@ -17,6 +17,8 @@ from memfit.api.machine import device_of
 from memfit.api.setting import training_setting
 from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
+from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
+from memfit.core.hardware import Hardware
 from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
@@ -47,6 +49,11 @@ ALLOWANCES = frozenset(
 _PLAN_LIMIT_BYTES = 64 * MIB
 
 Loss = Callable[[nn.Module, Any], Any]
+
+
+def encodes_states(allow: Collection[str]) -> bool:
+    """Optimizer states may rest in fewer bits."""
+    return any(one.allowance in allow for one in STATE_FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +191,25 @@ def read_plan(plan: Plan | str | Path) -> Plan:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"the plan {str(plan)[:200]!r} cannot be read: {error}") from error
+
+
+def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
+    """A machine, from its JSON text or file where it is none yet; None stays None.
+
+    Raises:
+        UsageError: not a machine, or a file that cannot be read.
+    """
+    if hardware is None or isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str | Path):
+        raise UsageError(f"hardware must be a Hardware, its JSON text or a path to it, not {type(hardware).__name__}")
+    if isinstance(hardware, str) and hardware.lstrip().startswith("{"):
+        return Hardware.from_json(hardware)
+    try:
+        content = read_document(Path(hardware), limit_bytes=HARDWARE_LIMIT_BYTES)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the hardware file {str(hardware)[:200]!r} cannot be read: {error}") from error
+    return Hardware.from_json(content)
 
 
 def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:

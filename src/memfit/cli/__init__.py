@@ -1,6 +1,6 @@
 """The command line: reading what a person typed, printing what `api` says. Nothing is computed here.
 
-In: arguments. Out: text, exit code 0; 2 with one message for everything that memfit refuses on purpose, 1 for a run that broke its limit.
+In: arguments. Out: text, exit code 0; 2 with one message for everything that memfit refuses on purpose, 1 for a run that broke its limit, 130 after Ctrl-C.
 The heavy libraries are imported inside the commands.
 """
 
@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from memfit.cli.doctor import doctor
 from memfit.cli.formats import FORMATS_SETTINGS, formats
+from memfit.cli.interrupted import INTERRUPTED, leave_at_once
 from memfit.cli.plan import plan
 from memfit.cli.profile import profile
 from memfit.cli.report import report
@@ -39,6 +40,10 @@ class _Commands(TyperGroup):
                 raise
             typer.echo(f"memfit: {error}", err=True)
             raise typer.Exit(code=2) from None
+        except KeyboardInterrupt:
+            leave_at_once()
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(code=INTERRUPTED) from None
 
 
 app = typer.Typer(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memfit.cli.interrupted import INTERRUPTED, leave_at_once
 from memfit.cli.source import AllowOption, BatchOption, ModelOption, RecipeOption, SequenceOption
 from memfit.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from memfit.api import Job
     from memfit.recipes import Recipe
-
-_INTERRUPTED = 130
 
 
 def train(
@@ -58,7 +58,6 @@ def train(
     """
     from memfit.api import fit
     from memfit.api.machine import prepare_process
-    from memfit.api.used import used_settings
     from memfit.core.units import parse_bytes
     from memfit.report.progress import TrainingProgress
 
@@ -66,34 +65,35 @@ def train(
     process = prepare_process()
     chosen = _chosen(recipe, model, data, batch, sequence, rate)
     store = _open_store(store, fresh=fresh)
-    with TrainingProgress(total_steps=steps, limit_bytes=limit_bytes) as progress:
-        progress.wait_for("reading text")
-        batches = chosen.batches(seed)
-        position = batches.state_dict()
-        sample = next(batches)
-        batches.load_state_dict(position)  # the sample is the first step's batch too
-        progress.wait_for("building the model")
-        net = _build(chosen, seed)
-        optimizer = chosen.build_optimizer(net)
-        scheduler = chosen.build_scheduler(optimizer, steps)
-        before_bytes = process.peak_bytes().whole_bytes
-        progress.wait_for("planning")
-        job = fit(
-            net,
-            optimizer,
-            chosen.loss,
-            sample,
-            limit=limit_bytes,
-            weights=chosen.weights,
-            plan=plan,
-            allow=frozenset(allow or ()),
-            directory=directory,
-            store=store,
-        )
-        first = job.steps
-        # A run that had its steps is given as many more.
-        total = (first // steps + 1) * steps
-        try:
+    job: Job | None = None
+    try:
+        with TrainingProgress(total_steps=steps, limit_bytes=limit_bytes) as progress:
+            progress.wait_for("reading text")
+            batches = chosen.batches(seed)
+            position = batches.state_dict()
+            sample = next(batches)
+            batches.load_state_dict(position)  # the sample is the first step's batch too
+            progress.wait_for("building the model")
+            net = _build(chosen, seed)
+            optimizer = chosen.build_optimizer(net)
+            scheduler = chosen.build_scheduler(optimizer, steps)
+            before_bytes = process.peak_bytes().whole_bytes
+            progress.wait_for("planning")
+            job = fit(
+                net,
+                optimizer,
+                chosen.loss,
+                sample,
+                limit=limit_bytes,
+                weights=chosen.weights,
+                plan=plan,
+                allow=frozenset(allow or ()),
+                directory=directory,
+                store=store,
+            )
+            first = job.steps
+            # A run that had its steps is given as many more.
+            total = (first // steps + 1) * steps
             if store is not None:
                 begun = _Begun(chosen.name, seed)
                 for name, thing in (("recipe", begun), ("batches", batches), ("scheduler", scheduler)):
@@ -114,19 +114,19 @@ def train(
             if save is not None:
                 progress.wait_for(f"saving to {save}")
                 job.save(save)
-        except KeyboardInterrupt:
-            _leave(job)
-            raise typer.Exit(code=_INTERRUPTED) from None
-        except BaseException:
+        _tell(job, losses, seconds, chosen.tokens_per_step)
+        proof = job.proof(before_bytes=before_bytes)
+        typer.echo(proof.line())
+        if store is not None:
+            typer.echo(f"committed: step {total} in {store}; the same command goes on from there, --fresh begins anew")
+        job.close(restore=False)
+    except KeyboardInterrupt:
+        _leave(job, store)
+        raise typer.Exit(code=INTERRUPTED) from None
+    except BaseException:
+        if job is not None:
             job.close(restore=False, commit=False)
-            raise
-    _tell(job, losses, seconds, chosen.tokens_per_step)
-    typer.echo("ran with " + "; ".join(f"{what}: {how}" for what, how in used_settings()))
-    proof = job.proof(before_bytes=before_bytes)
-    typer.echo(proof.line())
-    if store is not None:
-        typer.echo(f"committed: step {total} in {store}; the same command goes on from there, --fresh begins anew")
-    job.close(restore=False)
+        raise
     if not proof.holds:
         raise typer.Exit(code=1)
 
@@ -169,7 +169,8 @@ def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
 
 
 def _tell(job: Any, losses: list[float], seconds: float, tokens_per_step: int) -> None:
-    """What the steps came to."""
+    """What the steps came to, and under which settings."""
+    from memfit.api.used import used_settings
     from memfit.core.units import format_bytes
 
     made = len(losses)
@@ -182,6 +183,7 @@ def _tell(job: Any, losses: list[float], seconds: float, tokens_per_step: int) -
         f"{made} steps in {seconds:.0f} s, {made * tokens_per_step / seconds:.0f} tokens/s; disk {per_step} a step; "
         f"loss {losses[0]:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
     )
+    typer.echo("ran with " + "; ".join(f"{what}: {how}" for what, how in used_settings()))
 
 
 def _make_steps(job: Any, batches: Any, scheduler: Any, progress: Any, steps: range, tokens: int) -> list[float]:
@@ -223,14 +225,18 @@ class _Begun:
             )
 
 
-def _leave(job: Any) -> None:
+def _leave(job: Job | None, store: Path | None) -> None:
     """After Ctrl-C: says where the run stands. A step that was not through with its scheduler is made again by the run that goes on."""
-    report = job.commits
-    job.close(restore=False, commit=False)
-    if report is None:
-        typer.echo("interrupted; nothing was kept: --store keeps each step", err=True)
-    else:
+    leave_at_once()
+    report = None if job is None else job.commits
+    if job is not None:
+        job.close(restore=False, commit=False)
+    if report is not None:
         typer.echo(
             f"interrupted: step {report.step} is committed in {report.directory}; the same command goes on from there",
             err=True,
         )
+    elif store is not None:
+        typer.echo(f"interrupted before training began: {store} is as it was", err=True)
+    else:
+        typer.echo("interrupted; nothing was kept: --store keeps each step", err=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
@@ -27,7 +27,7 @@ from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
-from memfit.prediction.bytes import STAGING_BYTES, flat_weight_bytes, master_home_bytes, trace_of
+from memfit.prediction.bytes import STAGING_BYTES, disk_bytes_with_store, flat_weight_bytes, master_home_bytes, trace_of
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
 from memfit.prediction.seconds import compute_seconds, link_of, update_compute_seconds, update_traffic
@@ -100,6 +100,7 @@ class _Question:
     clips_norm: bool
     host_bytes: int | None
     disk_bytes: int | None
+    has_store: bool
     staging_bytes: int
     masters: MasterForms
     compute: ComputeDtype | None
@@ -108,6 +109,9 @@ class _Question:
         plan = priced.candidate.plan
         schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
         found = appraise(schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes)
+        if self.has_store:
+            in_all = disk_bytes_with_store(plan, priced.profile, found.disk_peak_bytes)
+            found = replace(found, disk_peak_bytes=in_all)
         elsewhere = _within(found.host_peak_bytes, self.host_bytes) and _within(found.disk_peak_bytes, self.disk_bytes)
         return _Built(
             priced=priced,
@@ -131,6 +135,7 @@ def choose_plan(
     like: Plan | None = None,
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
+    has_store: bool = False,
     staging_bytes: int = STAGING_BYTES,
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
@@ -149,6 +154,7 @@ def choose_plan(
         like: only plans whose masters rest as this one's do.
         host_bytes: limit of host memory; None: the hardware's capacity.
         disk_bytes: limit of disk; None: the hardware's capacity.
+        has_store: the run is committed to a store, whose room counts as disk.
         staging_bytes: as in `prediction.predict`.
 
     Raises:
@@ -161,6 +167,7 @@ def choose_plan(
         clips_norm=clips_norm,
         host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
         disk_bytes=hardware.disk_bytes if disk_bytes is None else disk_bytes,
+        has_store=has_store,
         staging_bytes=staging_bytes,
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
         compute=compute,

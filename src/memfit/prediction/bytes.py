@@ -42,7 +42,7 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
-from memfit.core.units import MIB
+from memfit.core.units import MIB, round_up
 from memfit.prediction.lifetimes import Event, EventCost, Lifetimes
 from memfit.prediction.segments import SegmentFacts
 
@@ -50,6 +50,7 @@ from memfit.prediction.segments import SegmentFacts
 STAGING_BYTES = 32 * MIB
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
+_PAGE_BYTES = 4096
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
 
@@ -309,17 +310,43 @@ class DeviceBytes:
 
 def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
     """Bytes of weights, gradients and states whose home is a tier; on disk kept ones have a spare slot where steps are atomic."""
-    kept = working = 0
+    working = sum(
+        flat_gradient_bytes(block)
+        for block in profile.blocks
+        if plan.block(block.name).gradient_home is tier and any(p.requires_grad for p in block.parameters)
+    )
+    return kept_bytes(plan, profile, tier) + working
+
+
+def kept_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
+    """The part of `home_bytes` that outlives a step: weights, masters, states."""
+    kept = 0
     for block in profile.blocks:
         homes = plan.block(block.name)
-        trains = any(p.requires_grad for p in block.parameters)
         if homes.weight_home is tier:
             kept += flat_weight_bytes(block)
         if homes.state_home is tier:
             kept += profile.state_bytes.get(block.name, 0) + master_home_bytes(plan, block)
-        if homes.gradient_home is tier and trains:
-            working += flat_gradient_bytes(block)
-    return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1) + working
+    return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1)
+
+
+def store_bytes(plan: Plan, profile: Profile) -> int:
+    """Disk that a store claims for a run: two slots of every weight, master and state, wherever they rest, and of the buffers; each from a page on."""
+    sizes = [profile.buffer_bytes]
+    for block in profile.blocks:
+        sizes += [flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block)]
+    return 2 * sum(round_up(size, _PAGE_BYTES) for size in sizes)
+
+
+def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int) -> int:
+    """What a plan's disk comes to where its run is committed to a store: homes on disk lie inside of that.
+
+    Args:
+        plan: the decisions.
+        profile: with its states' formats.
+        disk_bytes: predicted peak without a store.
+    """
+    return store_bytes(plan, profile) + disk_bytes - kept_bytes(plan, profile, Tier.DISK)
 
 
 def _split(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[Event, int], ...]]:

@@ -26,7 +26,7 @@ def weight_file_names(source: Path, known: re.Pattern[str]) -> list[str]:
         StoreError: the index is none, or names other files.
     """
     index = source / INDEX_NAME
-    if not index.exists():
+    if not index.exists() and not index.is_symlink():
         return ["model.safetensors"]
     try:
         content = read_document(index, limit_bytes=_LIMIT_BYTES)

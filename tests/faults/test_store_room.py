@@ -1,0 +1,64 @@
+"""What a store claims of the disk, foretold to the byte, and counted once against `disk_limit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+from equivalence import plans
+from faults import small_run
+from faults.small_run import adamw, build, draw, loss
+from memfit.core.errors import DoesNotFitError
+from memfit.core.plan import CallPlan, Plan, Saved, Tier
+from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
+
+
+def fit(store: Path | None, plan: Plan | None, **options: Any) -> memfit.Job:
+    model = build("wide")
+    return memfit.fit(model, adamw(model), loss, draw(torch.Generator()), plan=plan, store=store, **options)
+
+
+@pytest.mark.parametrize("name", ["resident", "layer-major", "bf16", *small_run.FORMATS])
+def test_the_room_that_a_store_claims_is_foretold(name: str, tmp_path: Path) -> None:
+    plan, options = (small_run.PLANS | small_run.FORMATS)[name](small_run.profile("wide"))
+    job = fit(tmp_path / "run", plan, **options)
+    assert job.commits is not None
+    claimed = (tmp_path / "run" / "homes-0.bin").stat().st_size
+    assert claimed == job.commits.disk_bytes
+    assert store_bytes(job.plan, job.profile) == claimed
+    job.close(restore=False)
+
+
+def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path) -> None:
+    found = small_run.profile("wide")
+    resident, on_disk = Plan(), Plan(blocks=plans.on_disk(found))
+    offloading = Plan(calls=plans.fates(found, CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)))
+    for number, plan in enumerate((resident, on_disk, offloading)):
+        job = fit(tmp_path / f"free-{number}", plan)
+        needed = disk_bytes_with_store(plan, job.profile, job._parts.prepared.timeline.disk_peak_bytes)
+        claimed = store_bytes(plan, job.profile)
+        # Homes on disk lie in the store: only gradients, which have no spare slot, and activations take more.
+        assert (needed == claimed) == (plan is resident)
+        job.close(restore=False)
+        fit(tmp_path / f"enough-{number}", plan, disk_limit=needed).close(restore=False)
+        with pytest.raises(DoesNotFitError, match=r"of it claimed by the store, above disk_limit"):
+            fit(tmp_path / f"short-{number}", plan, disk_limit=needed - 1)
+        assert not (tmp_path / f"short-{number}").exists()
+    # Without a store a plan that keeps nothing on disk needs none of it.
+    fit(None, resident, disk_limit=0).close()
+
+
+def test_the_planner_keeps_to_a_limit_of_disk_with_a_store(tmp_path: Path) -> None:
+    claimed = store_bytes(Plan(), small_run.profile("wide"))
+    job = fit(tmp_path / "run", None, limit="64GiB", disk_limit=claimed)
+    assert all(home is not Tier.DISK for block in job.plan.blocks.values() for home in (block.gradient_home,))
+    job.close(restore=False)
+    # It goes on within the same limit: what is claimed already is not counted twice.
+    job = fit(tmp_path / "run", None, limit="64GiB", disk_limit=claimed)
+    job.close(restore=False)
+    with pytest.raises(DoesNotFitError, match="disk"):
+        fit(tmp_path / "other", None, limit="64GiB", disk_limit=claimed - 1)

@@ -1,0 +1,81 @@
+"""A machine as a file: what was written is read, and what is not a machine is refused by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.api.problem import read_hardware
+from memfit.core.errors import UsageError
+from memfit.core.hardware import Hardware, Link
+from memfit.runtime.state_codecs import probe_codecs
+
+LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
+MACHINE = Hardware(device="cpu", flops_per_s=1e11, device_bytes=1 << 33, disk=LINK, disk_bytes=1 << 40)
+WITH_HOST = Hardware(
+    device="a GPU", flops_per_s=1.1e13, device_bytes=1 << 36, disk=LINK, disk_bytes=1 << 40, host=LINK, host_bytes=1 << 37,
+    bf16_flops_per_s=3e14, codec_elements_per_s=1.25e9, update_elements_per_s=7.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", [MACHINE, WITH_HOST])
+def test_a_machine_comes_back_from_its_text_and_its_file(machine: Hardware, tmp_path: Path) -> None:
+    text = machine.to_json()
+    assert Hardware.from_json(text) == machine
+    (tmp_path / "machine.json").write_text(text)
+    assert read_hardware(tmp_path / "machine.json") == read_hardware(str(tmp_path / "machine.json")) == machine
+    assert read_hardware(text) == read_hardware(machine) == machine
+    # A person may write it by hand, without what has a default.
+    short = {
+        key: value
+        for key, value in json.loads(MACHINE.to_json()).items()
+        if key not in ("host", "host_bytes", "codec_elements_per_s")
+    }
+    assert Hardware.from_json(json.dumps(short)) == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"flops_per_s": 0}, "'flops_per_s'"),
+        ({"flops_per_s": "fast"}, "'flops_per_s'"),
+        ({"flops_per_s": True}, "'flops_per_s'"),
+        ({"flops_per_s": 10**400}, "'flops_per_s'"),
+        ({"update_elements_per_s": None}, "'update_elements_per_s'"),
+        ({"device_bytes": -1}, "'device_bytes'"),
+        ({"device_bytes": 1.5}, "'device_bytes'"),
+        ({"device": 7}, "'device'"),
+        ({"disk": None}, "no 'disk'"),
+        ({"disk": [1, 2]}, "'disk' of the hardware file is no link"),
+        ({"disk": {"read_bytes_per_s": 1}}, "no 'write_bytes_per_s'"),
+        ({"disk": {"read_bytes_per_s": 1, "write_bytes_per_s": -1}}, "'write_bytes_per_s'"),
+        ({"host_bytes": 5}, "'host' without 'host_bytes'"),
+        ({"speed": 5}, "unknown field 'speed'"),
+        ({"format": 2}, '"format": 1'),
+        ({"format": True}, '"format": 1'),
+    ],
+)
+def test_what_is_no_machine_is_refused_by_the_field(change: dict[str, Any], said: str) -> None:
+    raw = json.loads(MACHINE.to_json()) | change
+    with pytest.raises(UsageError, match=said):
+        Hardware.from_json(json.dumps(raw))
+
+
+def test_a_field_that_is_missing_and_files_that_are_none_are_told(tmp_path: Path) -> None:
+    raw = json.loads(MACHINE.to_json())
+    del raw["flops_per_s"]
+    with pytest.raises(UsageError, match="no 'flops_per_s'"):
+        Hardware.from_json(json.dumps(raw))
+    for given in (tmp_path, tmp_path / "nothing", "/dev/zero", "no\0name"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_hardware(given)
+    with pytest.raises(UsageError, match="not int"):
+        read_hardware(7)  # type: ignore[arg-type]
+
+
+def test_codecs_are_probed_in_a_plausible_time() -> None:
+    assert 1e6 < probe_codecs(torch.device("cpu"), elements=1 << 14, tries=2) < 1e12
