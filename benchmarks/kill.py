@@ -54,6 +54,7 @@ DURABILITIES: tuple[Any, ...] = ("step", 2, "exit")
 REPLANNED = "replanned"
 ROWS = 8192
 """Of a batch under the plan that is replanned: activations are most of what it takes."""
+_LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "sympy", "scipy", "numpy", "memfit"}
 STORE_FILES = frozenset({"homes-0.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
 LEAVES = {2: 0.8, 4: 0.6}
 """From which step on the program leaves the job how much of what the first plan takes."""
@@ -259,10 +260,17 @@ def programs_of(models: list[str], plans: list[str]) -> dict[tuple[str, str], Pr
                     tell({"model": model, "plan": name, "json": plan.to_json(), "options": known})
             if REPLANNED in plans:
                 tell({"model": model, "plan": REPLANNED, "peak": peak_of(model)})
+            peak_of(model)  # whatever a step imports is imported now
+        tell({"modules": sorted(sys.modules)})
 
     found = run_child(work, Moment())
     if found.status:
         raise SystemExit("the plans could not be made")
+    # What a process imports while it trains takes longer than the training: it is here before the others are forked.
+    for name in found.told.pop()["modules"]:
+        if name.split(".", maxsplit=1)[0] in _LIBRARIES:
+            with contextlib.suppress(ImportError):
+                import_module(name)
     return {(line["model"], line["plan"]): program_of(line) for line in found.told}
 
 
