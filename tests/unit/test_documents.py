@@ -91,3 +91,9 @@ def test_only_plain_files_are_read_and_nothing_waits(tmp_path: Path) -> None:
         read_document(tmp_path, limit_bytes=1 << 20)
     with pytest.raises(FileNotFoundError):
         read_document(tmp_path / "nothing", limit_bytes=1)
+
+
+def test_configurations_may_have_what_python_writes() -> None:
+    assert parse_json('{"limits": [0.0, Infinity]}', is_strict=False) == {"limits": [0.0, float("inf")]}
+    with pytest.raises(ValueError, match="repeated"):
+        parse_json('{"a": 1, "a": NaN}', is_strict=False)

@@ -57,10 +57,15 @@ def read_document(path: Path, *, limit_bytes: int) -> bytes:
         return file.read(found.st_size)
 
 
-def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES) -> Any:
+def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bool = True) -> Any:
     """Reads one JSON value.
 
     Memory: at most `room_bytes` beside the text. See [Note: what JSON takes in memory].
+
+    Args:
+        text: in UTF-8.
+        room_bytes: see above.
+        is_strict: False takes what Python's own writer writes and JSON does not know: NaN, infinities (configurations of models have them).
 
     Raises:
         ValueError: not JSON; not UTF-8; a repeated key; NaN or an infinity, be it as a number that is too large; nested too deep; or it could take more memory.
@@ -75,8 +80,8 @@ def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES) -> Any:
         return json.loads(
             content.decode(),
             object_pairs_hook=_without_repetition,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            parse_constant=_refuse_constant if is_strict else None,
+            parse_float=_finite if is_strict else None,
         )
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error

@@ -45,7 +45,7 @@ def causal_config(path: str | Path, *, sequence_length: int) -> Any:
 
     file = config_file(path)
     try:
-        fields = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES))
+        fields = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES), is_strict=False)
         config: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

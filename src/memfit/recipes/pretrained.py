@@ -27,7 +27,7 @@ def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
     source = Path(directory)
     file = source / "config.json"
     try:
-        named = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES))["architectures"][0]
+        named = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES), is_strict=False)["architectures"][0]
         kind = getattr(transformers, str(named))
         config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
         generation = None

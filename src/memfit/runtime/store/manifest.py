@@ -44,6 +44,8 @@ STATE_LIMIT_BYTES = 1 << 30
 """A longer small state is not one; it is read whole."""
 _LARGEST_PIECE = 1 << 30
 _SUM_DIGITS = 8
+_PARSED_GROWTH = 8
+"""Bytes of memory for each byte by which a manifest grows, at most: checksums and long numbers, and copies of the text."""
 _ROOM_FOR_NUMBERS = 64
 """Bytes by which a region's entry may grow: steps become long numbers, null becomes text."""
 _SUMS = re.compile(r"[0-9a-f]*")
@@ -136,7 +138,9 @@ def check_room_for_sums(content: bytes, manifest: Manifest) -> None:
     if manifest.piece_bytes is None:
         return
     pieces = sum(-(-entry.spec.nbytes // manifest.piece_bytes) for entry in manifest.regions.values())
-    if len(content) + _SUM_DIGITS * pieces > LIMIT_BYTES - _ROOM_FOR_NUMBERS * len(manifest.regions):
+    growth = _SUM_DIGITS * pieces + _ROOM_FOR_NUMBERS * len(manifest.regions)
+    needed = parsed_bytes(content) + _PARSED_GROWTH * growth
+    if len(content) + growth > LIMIT_BYTES or needed > _room_bytes(content, sum(manifest.file_bytes)):
         raise UsageError(
             f"{pieces} checksums make a manifest above {LIMIT_BYTES} bytes: let one cover more than "
             f"{manifest.piece_bytes} bytes"
