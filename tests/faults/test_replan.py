@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.errors import LimitBreachError, MemfitWarning, UsageError
+from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
+from memfit.runtime.run_store import RunStore
 
 ROWS, WIDTH, LAYERS = 4096, 96, 6
 LIMIT = 200 * MIB
@@ -117,6 +118,30 @@ def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp
     assert again.steps == 1
     again.step(batch(1))
     again.close()
+
+
+def test_a_store_that_cannot_be_gone_back_to_ends_the_job_with_the_breach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, job = start(tmp_path, plan=Plan())
+    torch.manual_seed(1)
+    peak = job.step(batch(0)).peak_bytes
+    hog = torch.empty(LIMIT - peak * 2 // 3, dtype=torch.uint8)
+
+    def broken(_: RunStore) -> None:
+        raise StoreError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunStore, "go_back", broken)
+        with pytest.raises(LimitBreachError) as caught:
+            job.step(batch(1))
+    assert any("the disk is gone" in note for note in caught.value.__notes__)
+    with pytest.raises(UsageError, match="closed"):
+        job.step(batch(1))
+    del hog
+    _, _, again = start(tmp_path)
+    assert again.steps == 1
+    again.close(restore=False)
 
 
 def test_replan_wants_a_store_that_commits_each_step(tmp_path: Path) -> None:

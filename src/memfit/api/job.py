@@ -374,17 +374,11 @@ class Job:
         assert commits is not None
         limit = self._machine.limits.device_bytes or 0
         peak = self._prepared[signature_of(batch)].timeline.peak_bytes
-        self._running.close()
-        for block in self._blocks:
-            block.give_up()
-        for states in self._states.values():
-            states.home = None
-        parts.driver.release()
-        self._house.close()
-        commits.run.go_back()
-        clear_frames(error)
-        foreign_bytes = self._machine.meter.live_bytes()
         try:
+            self._give_up()
+            commits.run.go_back()
+            clear_frames(error)
+            foreign_bytes = self._machine.meter.live_bytes()
             tighter = replan(batch, margin_bytes(limit, attempt))
             if tighter.prepared.timeline.peak_bytes >= peak:
                 raise DoesNotFitError(f"the tightest plan that fits is predicted to take no less: {tighter.reason}")
@@ -392,13 +386,15 @@ class Job:
             self._assemble(tighter, commits)
             if tighter.plan.microbatches > 1 and parts.plan.microbatches == 1 and tighter.checks_split:
                 self.check_split(batch)
-        except (MemfitError, torch.OutOfMemoryError) as other:
-            error.add_note(
-                f"no tighter plan took its place ({type(other).__name__}: {other}). The job is closed; step {commits.run.committed.step} is whole in "
-                f"{commits.run.directory}"
-            )
+        except BaseException as other:
             self._is_closed = True
             self._end(restore=False)
+            if not isinstance(other, MemfitError | torch.OutOfMemoryError):
+                raise
+            error.add_note(
+                f"no tighter plan took its place ({type(other).__name__}: {other}). The job is closed; step {commits.run.committed.committed_step} is whole in "
+                f"{commits.run.directory}"
+            )
             raise error from other
         return BreachReport(
             step=self.steps + 1,
@@ -408,6 +404,16 @@ class Job:
             after=tighter.plan,
             reason=tighter.reason,
         )
+
+    def _give_up(self) -> None:
+        """Lets go of all that the plan made; only the store stays."""
+        self._running.close()
+        for block in self._blocks:
+            block.give_up()
+        for states in self._states.values():
+            states.home = None
+        self._parts.driver.release()
+        self._house.close()
 
     def _step(self, batch: Any) -> StepResult:
         began = time.perf_counter()
