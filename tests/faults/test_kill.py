@@ -1,4 +1,4 @@
-"""Real processes, really killed: the short version of `benchmarks/kill.py`, which says what is checked."""
+"""Real processes, really killed and interrupted: short versions of `benchmarks/kill.py` and `interrupting.py`, which say what is checked."""
 
 from __future__ import annotations
 
@@ -12,27 +12,41 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kill.py"
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(60, marks=pytest.mark.slow)])
-def test_runs_that_are_killed_at_random_instants_go_on_bit_for_bit(kills: int, tmp_path: Path) -> None:
-    models = ["tied-and-frozen"] if kills < 10 else ["tied-and-frozen", "gpt2"]
-    plans = ["resident", "layer-major"] if kills < 10 else ["resident", "layer-major", "clipped", "bf16"]
+INTERRUPTING = PROGRAM.with_name("interrupting.py")
+
+
+def run(program: Path, *arguments: str) -> str:
     found = subprocess.run(
-        [
-            sys.executable,
-            str(PROGRAM),
-            "--kills",
-            str(kills),
-            "--directory",
-            str(tmp_path),
-            "--models",
-            *models,
-            "--plans",
-            *plans,
-        ],
+        [sys.executable, str(program), *arguments],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "bit for bit" in found.stdout
+    return found.stdout
+
+
+def test_runs_that_are_killed_at_random_instants_go_on_bit_for_bit(tmp_path: Path) -> None:
+    only = ("--models", "tied-and-frozen", "--plans", "resident", "layer-major")
+    assert "bit for bit" in run(PROGRAM, "--kills", "5", "--directory", str(tmp_path), *only)
+
+
+@pytest.mark.slow
+def test_all_kinds_of_runs_are_killed_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    told = run(PROGRAM, "--kills", "60", "--directory", str(tmp_path))
+    assert "bit for bit" in told
+    assert "committing" in told
+
+
+@pytest.mark.slow
+def test_a_run_that_meets_its_limit_is_killed_while_it_is_replanned_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    only = ("--models", "tied-and-frozen", "--plans", "replanned")
+    told = run(PROGRAM, "--kills", "16", "--seed", "1", "--directory", str(tmp_path), *only)
+    assert "replanning" in told
+    assert "bit for bit" in told
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_leaves_a_whole_commit_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    assert "the same command went on" in run(INTERRUPTING, "--interrupts", "4", "--directory", str(tmp_path))

@@ -381,7 +381,9 @@ class Job:
             foreign_bytes = self._machine.meter.live_bytes()
             tighter = replan(batch, margin_bytes(limit, attempt))
             if tighter.prepared.timeline.peak_bytes >= peak:
-                raise DoesNotFitError(f"the tightest plan that fits is predicted to take no less: {tighter.reason}")
+                raise DoesNotFitError(  # noqa: TRY301, answered below like the planner's own
+                    f"the tightest plan that fits is predicted to take no less: {tighter.reason}"
+                )
             self._torn = None
             self._assemble(tighter, commits)
             if tighter.plan.microbatches > 1 and parts.plan.microbatches == 1 and tighter.checks_split:

@@ -18,6 +18,8 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.states import StateFormat
 
 PLAN_FORMAT = 1
+_LARGEST = 1 << 40
+_SHOWN = 400
 
 
 class Tier(StrEnum):
@@ -118,6 +120,9 @@ class Plan:
     state_format: StateFormat = StateFormat.GIVEN
 
     def __post_init__(self) -> None:
+        counts = (self.microbatches, self.prefetch, self.tail or 0, self.loss_chunk_tokens or 0)
+        if any(abs(count) > _LARGEST for count in counts):
+            raise PlanError(f"a plan counts microbatches, calls and tokens up to {_LARGEST}")
         if self.microbatches < 1:
             raise PlanError(f"a plan needs at least one microbatch, not {self.microbatches}")
         if self.prefetch < 0:
@@ -161,7 +166,7 @@ class Plan:
         unknown = sorted(set(self.blocks) - set(block_names))
         if unknown:
             raise PlanError(
-                f"the plan names blocks that the model does not have: {unknown}; it has {list(block_names)}"
+                f"the plan names blocks that the model does not have: {str(unknown)[:_SHOWN]}; it has {str(list(block_names))[:_SHOWN]}"
             )
         if len(self.calls) > number_of_calls:
             raise PlanError(f"the plan decides {len(self.calls)} calls, the model makes {number_of_calls}")
@@ -201,7 +206,7 @@ class Plan:
             raw = _object("the plan", read)
             _check_format(raw.pop("format", None))
             blocks = {
-                name: BlockPlan(**_values(BlockPlan, _object(f"blocks[{name!r}]", block)))
+                name: BlockPlan(**_values(BlockPlan, _object(f"blocks[{name!r:.80}]", block)))
                 for name, block in _object("blocks", raw.pop("blocks", {})).items()
             }
             calls = tuple(
@@ -214,7 +219,7 @@ class Plan:
         except PlanError:
             raise
         except (TypeError, ValueError) as error:
-            raise PlanError(f"the plan cannot be read: {error}") from error
+            raise PlanError(f"the plan cannot be read: {str(error)[:_SHOWN]}") from error
 
 
 _ENUMS: dict[str, type[StrEnum]] = {
@@ -247,17 +252,17 @@ def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
     """Checked values of a dataclass's fields, enums made of their texts."""
     known = {f.name for f in fields(kind)}
     if unknown := sorted(set(raw) - known):
-        raise ValueError(f"unknown field {unknown[0]!r} of {kind.__name__}; it has {sorted(known)}")
+        raise ValueError(f"unknown field {unknown[0]!r:.80} of {kind.__name__}; it has {sorted(known)}")
     values: dict[str, Any] = {}
     for name, value in raw.items():
         if name in _ENUMS:
             values[name] = _ENUMS[name](value)
         elif name in _BOOLEANS:
             if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, not {value!r}")
+                raise ValueError(f"{name} must be true or false, not {value!r:.80}")
             values[name] = value
         elif (value is None and name in _OPTIONAL) or (isinstance(value, int) and not isinstance(value, bool)):
             values[name] = value
         else:
-            raise ValueError(f"{name} must be an integer, not {value!r}")
+            raise ValueError(f"{name} must be an integer, not {value!r:.80}")
     return values
