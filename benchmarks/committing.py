@@ -10,7 +10,7 @@ every 4     every fourth
 resident    all in memory, every step committed: what a commit writes of blocks that rest in memory
 
 Printed: medians over the rounds of seconds a step, and of the ratio (with its quartiles) to "plain" (or to the resident job without a store) within the
-same round; seconds of a commit alone; bytes that a step writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
+same round, of wall-clock and of CPU time (which other work on the machine moves less); seconds of a commit alone; bytes that a step writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class Contestant:
     job: Any
     step_s: list[float] = field(default_factory=list)
     commit_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     written: int = 0
 
     def step(self, batch: Tensor) -> None:
         """One step and, in a store, its commit, as the durability asks for it."""
         before = sum(self.job.bytes_moved[1].values())
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         self.job.step(batch)
         if self.job.commits is not None and self.job.commits.durability == "step":
             # What the next step would do first: here, so that each step pays for its own commit. Rarer ones are paid for by the step after them.
@@ -71,6 +72,7 @@ class Contestant:
             self.job.commit()
             self.commit_s.append(time.perf_counter() - sealing)
         self.step_s.append(time.perf_counter() - began)
+        self.cpu_s.append(time.process_time() - busy)
         self.written = sum(self.job.bytes_moved[1].values()) - before
 
 
@@ -95,6 +97,7 @@ def main() -> None:
                 if turn == 0:  # states come up, libraries are loaded
                     contestant.step_s.clear()
                     contestant.commit_s.clear()
+                    contestant.cpu_s.clear()
         tell(contestants, options)
         for contestant in contestants:
             contestant.job.close(restore=False)
@@ -142,6 +145,7 @@ def tell(contestants: list[Contestant], options: argparse.Namespace) -> None:
     for contestant in contestants:
         other = by_name[contestant.against]
         ratio = statistics.median(a / b for a, b in zip(contestant.step_s, other.step_s, strict=True))
+        busy = statistics.median(a / b for a, b in zip(contestant.cpu_s, other.cpu_s, strict=True))
         commits = ""
         if contestant.commit_s:
             alone = statistics.median(contestant.commit_s)
@@ -149,7 +153,7 @@ def tell(contestants: list[Contestant], options: argparse.Namespace) -> None:
         spread = statistics.quantiles((a / b for a, b in zip(contestant.step_s, other.step_s, strict=True)), n=4)
         print(
             f"{contestant.name:<16} {statistics.median(contestant.step_s):7.3f} s a step, {ratio:5.3f} ({spread[0]:5.3f} to {spread[2]:5.3f}) "
-            f"of {contestant.against!r}, {format_bytes(contestant.written)} written a step  {commits}"
+            f"of {contestant.against!r}, CPU time {busy:5.3f} of its, {format_bytes(contestant.written)} written a step  {commits}"
         )
 
 

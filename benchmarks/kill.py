@@ -400,8 +400,8 @@ def main() -> None:
 
 
 def campaign(options: argparse.Namespace, chance: random.Random, place: Path) -> int:
-    began = time.monotonic()
     programs = programs_of(options.models, options.plans)
+    began = time.monotonic()
     scenarios = [
         Scenario(model, plan, durability)
         for durability in DURABILITIES
@@ -421,6 +421,8 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
             whole[scenario] = reference(scenario, program, place / "whole")
         kills += one_run(scenario, program, whole[scenario], place / f"run-{runs}", chance, tally)
         print(f"{kills:4d} kills, {runs} runs: {scenario}", flush=True)
+    if not kills:
+        raise SystemExit("no kill came in the time that was given")
     print(
         f"{kills} kills in {runs} runs over {len(whole)} kinds of run, {time.monotonic() - began:.0f} s: every one was taken up at its last commit and ended "
         f"bit for bit. {tally}"

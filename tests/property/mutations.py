@@ -125,7 +125,7 @@ def _other_form(value: Any, chance: random.Random) -> Any:
             value + "\x00",
             value.replace(".", "/"),
             list(value[:50]),
-            value.encode().hex(),
+            value.encode(errors="surrogatepass").hex(),
         ]
     if isinstance(value, list):
         forms += [dict(enumerate(value)), value[::-1], value[:1] * len(value)]
