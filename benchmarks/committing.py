@@ -10,7 +10,8 @@ every 4     every fourth
 resident    all in memory, every step committed: what a commit writes of blocks that rest in memory
 
 Printed: medians over the rounds of seconds a step, and of the ratio (with its quartiles) to "plain" (or to the resident job without a store) within the
-same round, of wall-clock and of CPU time (which other work on the machine moves less); seconds of a commit alone; bytes that a step writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
+same round, of wall-clock and of CPU time (which other work on the machine moves less); seconds of a commit alone; bytes that a step
+writes. The fewer tokens a batch has, the larger the share of the disk: few tokens are the worst case.
 """
 
 from __future__ import annotations
