@@ -1,4 +1,4 @@
-"""What a store claims of the disk, foretold to the byte, and counted once against `disk_limit`."""
+"""What a store claims of the disk, foretold to the last pages, and counted once against `disk_limit`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,32 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier
 from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 
+PAGE_BYTES = 4096
+
 
 def fit(store: Path | None, plan: Plan | None, **options: Any) -> memfit.Job:
     model = build("wide")
     return memfit.fit(model, adamw(model), loss, draw(torch.Generator()), plan=plan, store=store, **options)
 
 
-@pytest.mark.parametrize("name", ["resident", "layer-major", "bf16", *small_run.FORMATS])
+QUICK = ("layer-major", "bf16", "int8-state")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in ("resident", "layer-major", "bf16", *small_run.FORMATS)
+    ],
+)
 def test_the_room_that_a_store_claims_is_foretold(name: str, tmp_path: Path) -> None:
     plan, options = (small_run.PLANS | small_run.FORMATS)[name](small_run.profile("wide"))
     job = fit(tmp_path / "run", plan, **options)
     assert job.commits is not None
     claimed = (tmp_path / "run" / "homes-0.bin").stat().st_size
     assert claimed == job.commits.disk_bytes
-    assert store_bytes(job.plan, job.profile) == claimed
+    states = sum(len(slots) for own in job._states.values() for slots in own.slots.values())
+    assert 0 <= claimed - store_bytes(job.plan, job.profile) < 2 * PAGE_BYTES * (states + 1)
     job.close(restore=False)
 
 
@@ -44,7 +56,11 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
         # Homes on disk lie in the store: only gradients, which have no spare slot, and activations take more.
         assert (needed == claimed) == (plan is resident)
         job.close(restore=False)
-        fit(tmp_path / f"enough-{number}", plan, disk_limit=needed).close(restore=False)
+        assert job.commits is not None
+        enough = needed + job.commits.disk_bytes - claimed
+        fit(tmp_path / f"enough-{number}", plan, disk_limit=enough).close(restore=False)
+        with pytest.raises(DoesNotFitError, match="disk_limit"):
+            fit(tmp_path / f"short-{number}", plan, disk_limit=job.commits.disk_bytes - 1)
         with pytest.raises(DoesNotFitError, match=r"of it claimed by the store, above disk_limit"):
             fit(tmp_path / f"short-{number}", plan, disk_limit=needed - 1)
         assert not (tmp_path / f"short-{number}").exists()
@@ -53,7 +69,10 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
 
 
 def test_the_planner_keeps_to_a_limit_of_disk_with_a_store(tmp_path: Path) -> None:
-    claimed = store_bytes(Plan(), small_run.profile("wide"))
+    made = fit(tmp_path / "first", Plan())
+    assert made.commits is not None
+    claimed = made.commits.disk_bytes
+    made.close(restore=False)
     job = fit(tmp_path / "run", None, limit="64GiB", disk_limit=claimed)
     assert all(home is not Tier.DISK for block in job.plan.blocks.values() for home in (block.gradient_home,))
     job.close(restore=False)

@@ -173,6 +173,7 @@ def fit(
         )
         job = _plan_job(task, given, budget)
         try:
+            task.check_claim()
             job.begin_run()
         except BaseException:
             job.undo()
@@ -427,6 +428,14 @@ class _Task:
             like=self.like,
             has_store=self.run is not None,
         )
+
+    def check_claim(self) -> None:
+        """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
+        limit = self.machine.limits.disk_bytes
+        if self.run is not None and limit is not None and self.run.nbytes > limit:
+            raise DoesNotFitError(
+                f"the store claims {format_bytes(self.run.nbytes)} of disk, above disk_limit of {format_bytes(limit)}: raise it, or keep states in fewer bits"
+            )
 
     def _check_disk(self, plan: Plan, found: Profile, predicted: Prepared) -> None:
         """Refuses what takes more of the disk than `disk_limit`: the store's room, and homes and activations beside it."""

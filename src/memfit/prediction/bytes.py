@@ -331,7 +331,10 @@ def kept_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
 
 
 def store_bytes(plan: Plan, profile: Profile) -> int:
-    """Disk that a store claims for a run: two slots of every weight, master and state, wherever they rest, and of the buffers; each from a page on."""
+    """Disk that a store claims for a run: two slots of every weight, master and state, wherever they rest, and of the buffers.
+
+    Not counted: what is left of the last page of each state tensor.
+    """
     sizes = [profile.buffer_bytes]
     for block in profile.blocks:
         sizes += [flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block)]
