@@ -19,7 +19,7 @@ from memfit.runtime.store import verify
 
 TESTS = Path(__file__).parents[1]
 TOTAL = 6
-STEEPNESS = {"fp16": 3000.0, "fp16 resident": 3000.0}
+STEEPNESS = {"fp16": 25.0, "fp16 resident": 25.0}
 QUICK = ("int8-state", "fp16", "bf16-weights-sr")
 GO_ON = f"""
 import json, sys
