@@ -330,8 +330,11 @@ def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
         return
     name, *others = profile.written_weights
     written = set(profile.written_weights)
-    homes = [plan.block(b.name).weight_home for b in profile.blocks if any(p.name in written for p in b.parameters)]
-    runs_once = plan.microbatches == 1 and all(call.saved in (Saved.KEEP, Saved.OFFLOAD) for call in plan.calls)
+    blocks = {b.name for b in profile.blocks if any(p.name in written for p in b.parameters)}
+    homes = [plan.block(name).weight_home for name in blocks]
+    calls = next(iter(profile.traces.values())).calls
+    again = [call for call in calls if plan.call(call.index).saved not in (Saved.KEEP, Saved.OFFLOAD)]
+    runs_once = plan.microbatches == 1 and not any(blocks.intersection(call.blocks) for call in again)
     if (
         any(home is not Tier.DEVICE for home in homes)
         or not runs_once
@@ -340,7 +343,7 @@ def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     ):
         raise UnsupportedError(
             f"the model's forward changes its parameter {name!r}{f' (and {len(others)} more)' if others else ''} in place: that is kept only under a plan that "
-            "leaves it on the device in its own dtype and runs forward once (no microbatches, no recompute), and without store=. Change it between steps "
+            "leaves it on the device in its own dtype and runs its forward once (no microbatches, no recompute), and without store=. Change it between steps "
             "instead, inside `with job.weights():`, or make it a buffer"
         )
 

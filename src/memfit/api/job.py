@@ -18,7 +18,7 @@ from memfit.api.commits import CommitReport, Commits, run_identity
 from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine
-from memfit.api.run_state import give_random, take_random
+from memfit.api.run_state import give_random, is_random_state, take_random
 from memfit.api.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_states, save_job
 from memfit.api.setting import training_setting
 from memfit.api.splitting import (
@@ -30,6 +30,7 @@ from memfit.api.splitting import (
     shares,
     signature_of,
     split,
+    without_dropout,
 )
 from memfit.core.errors import (
     DoesNotFitError,
@@ -661,7 +662,8 @@ class Job:
     def check_split(self, sample: Any) -> None:
         """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
 
-        In evaluation mode (dropout off), with generators and buffers as they were after; weights stream as in a step, so that it fits where the step fits.
+        As the model trains but without dropout; where it draws random numbers even so, in evaluation mode. Generators and buffers are as they were after;
+        weights stream as in a step, so that it fits where the step fits.
 
         Raises:
             UnsupportedError: the results differ by more than 1e-5 of the whole.
@@ -670,29 +672,41 @@ class Job:
         if pieces is None:
             return
         whole, parts = pieces
-        model, loss = self._parts.model, self._loss
-        profile = self._parts.prepared.profile
-        results: list[list[Any]] = []
-        with (
-            torch.no_grad(),
-            evaluating(model),
-            training_setting(model, self.plan.loss_chunk_tokens),
-            torch.random.fork_rng(devices=[]),
-            Buffers(model).restored(),
-        ):
-            state = torch.get_rng_state()
-            for batches in ([whole], parts):
-                torch.set_rng_state(state)
-                schedule = build_forward(self.plan, profile, len(batches))
-                work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
-                results.append(self._engine.evaluate(schedule, work))
+        model = self._parts.model
+        with without_dropout(model):
+            found = self._losses_of_split(whole, parts, may_draw=False)
+        if found is None:
+            with evaluating(model):
+                found = self._losses_of_split(whole, parts, may_draw=True)
+        assert found is not None
         compare_split(
-            results[0][0],
-            results[1],
+            found[0][0],
+            found[1],
             parts,
             self._parts.weight,
-            is_rounded=self.plan.compute_dtype is not ComputeDtype.GIVEN,
+            is_rounded=self.plan.compute_dtype is not ComputeDtype.GIVEN
+            or any(
+                slot.given_dtype.is_floating_point and slot.given_dtype.itemsize < 4 for _, slot in self._place.values()
+            ),
         )
+
+    def _losses_of_split(self, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:
+        """What the loss gives for the whole, and for its parts; None where random numbers are drawn that may not be."""
+        model, loss = self._parts.model, self._loss
+        results: list[list[Any]] = []
+        before = take_random()
+        try:
+            for batches in ([whole], parts):
+                give_random(before)
+                schedule = build_forward(self.plan, self._parts.prepared.profile, len(batches))
+                work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
+                with torch.no_grad(), Buffers(model).restored(), training_setting(model, self.plan.loss_chunk_tokens):
+                    results.append(self._engine.evaluate(schedule, work))
+                if not may_draw and not is_random_state(before):
+                    return None
+        finally:
+            give_random(before)
+        return results
 
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:

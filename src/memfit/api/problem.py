@@ -248,4 +248,7 @@ def unfit_for_bf16(model: nn.Module) -> str | None:
             return f"the parameter {name!r} is {parameter.dtype}: bf16 training takes models in fp32 or bf16, whose masters are fp32"
         if parameter.grad is not None:
             return f"the parameter {name!r} has a gradient, whose dtype would not be that of bf16 weights: model.zero_grad() first"
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return f"the embedding {name!r} bounds its rows in the forward (max_norm), of which fp32 masters would not hear: set max_norm=None"
     return None

@@ -79,6 +79,21 @@ def take_random() -> dict[str, Any]:
     }
 
 
+def is_random_state(state: Mapping[str, Any]) -> bool:
+    """The default generators stand where they stood when the state was taken: nobody has drawn from them since."""
+    now = take_random()
+    name, words, *place = now["numpy"]
+    old_name, old_words, *old_place = state["numpy"]
+    return (
+        torch.equal(now["cpu"], state["cpu"])
+        and len(now["cuda"]) == len(state["cuda"])
+        and all(torch.equal(a, b) for a, b in zip(now["cuda"], state["cuda"], strict=True))
+        and now["python"] == state["python"]
+        and (name, place) == (old_name, old_place)
+        and np.array_equal(words, old_words)
+    )
+
+
 def give_random(state: Any) -> None:
     """Puts the default generators where they were.
 

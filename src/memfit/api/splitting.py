@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.profiling.batch import batch_rows, slice_batch
 from memfit.runtime.trees import tensors_in
 
-# Rows of the check and the sizes of its unequal parts: enough that a mean of means differs from the mean.
-_CHECK_PARTS = (2, 1)
+# The sizes of the check's unequal parts: enough that a mean of means differs from the mean. Of a sample of two rows, one each.
+_CHECK_PARTS = {3: (2, 1), 2: (1, 1)}
 _CHECK_TOLERANCE = 1e-5
 _ROUNDED_TOLERANCE = 1 / 64
 
@@ -87,14 +88,12 @@ def shares(parts: Sequence[Any], weight: Weigh | None) -> list[float] | None:
 
 
 def parts_to_check(sample: Any) -> tuple[Any, list[Any]] | None:
-    """Three rows whole, and cut into two and one; None if the sample has fewer."""
-    rows = sum(_CHECK_PARTS)
-    if batch_rows(sample) < rows:
+    """Three rows whole, and cut into two and one; two rows whole and cut, of a sample that has no more; None of one row, which cannot be cut."""
+    rows = min(batch_rows(sample), max(_CHECK_PARTS))
+    if rows not in _CHECK_PARTS:
         return None
-    return slice_batch(sample, 0, rows), [
-        slice_batch(sample, 0, _CHECK_PARTS[0]),
-        slice_batch(sample, _CHECK_PARTS[0], rows),
-    ]
+    first, _ = _CHECK_PARTS[rows]
+    return slice_batch(sample, 0, rows), [slice_batch(sample, 0, first), slice_batch(sample, first, rows)]
 
 
 def compare_split(
@@ -107,7 +106,7 @@ def compare_split(
         found: losses of the parts.
         parts: the parts.
         weight: as in `shares`.
-        is_rounded: computed in bf16: losses themselves may be rounded to 8 bits.
+        is_rounded: computed in 16 bits: losses themselves may be rounded to 8 bits.
 
     Raises:
         UnsupportedError: the whole and the sum of the parts differ by more than 1e-5 of the whole (1/64 where `is_rounded`).
@@ -125,8 +124,9 @@ def compare_split(
         _ROUNDED_TOLERANCE if is_rounded else _CHECK_TOLERANCE
     ) * max(abs(expected), 1e-12):
         raise UnsupportedError(
-            f"the loss of three rows is {expected:.6g}, but the weighted sum over two rows and one row is {summed:.6g}: this loss does not add up over "
-            "microbatches. If it is a mean over tokens, give fit(weight=...) with each microbatch's number of counted tokens, or return (sum, count). If "
+            f"the loss of {sum(map(batch_rows, parts))} rows is {expected:.6g}, but the weighted sum over {batch_rows(parts[0])} and {batch_rows(parts[1])} of them "
+            f"is {summed:.6g}: this loss does not add up over microbatches. If it is a mean over tokens, give fit(weight=...) with each microbatch's number of "
+            "counted tokens, or return (sum, count). If "
             'rows really depend on each other (contrastive, router balance), allow={"nonadditive-loss"} trains on the sum of the microbatches\' losses'
         )
 
@@ -138,14 +138,28 @@ def _value(result: Any) -> Any:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; each module has its own mode back at the end."""
+    with _modes_restored(model):
+        model.eval()
+        yield
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """The mode in which the model trains, but for torch's dropout modules."""
+    with _modes_restored(model):
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.eval()
+        yield
+
+
+@contextmanager
+def _modes_restored(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-evaluating = _evaluating

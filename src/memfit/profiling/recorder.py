@@ -212,6 +212,11 @@ class Recorder(TorchDispatchMode):
             self._note_sum(args, made)
         return out
 
+    @staticmethod
+    def _would_train(tensor: torch.Tensor) -> bool:
+        """A parameter that the loss would give a gradient: a teacher's, read under `no_grad`, gets none."""
+        return isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
+
     def _note_read(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
         record = self._record_of(tensor, Role.INPUT)
         if record.role is Role.WEIGHT:
@@ -219,7 +224,7 @@ class Recorder(TorchDispatchMode):
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
             elif not func.is_view:
                 (self._active.reads if self._active else self.spanning).add(record.block)
-        elif tensor.requires_grad and tensor.is_leaf and record.role is Role.INPUT and isinstance(tensor, nn.Parameter):
+        elif self._would_train(tensor) and record.role is Role.INPUT:
             raise UnsupportedError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that is not part of the model "
                 f"({func}); put the model and what belongs to the loss into one nn.Module, so that all parameters are "

@@ -132,7 +132,8 @@ def _held_until(step: Recorder, forward_only: Recorder) -> dict[int, int]:
         )
         raise UnsupportedError(
             f"two forwards of the same batch did different things (first at {place}): the loss depends on something "
-            "that changes from call to call; make it repeatable for the profile (or pass plan= to skip profiling)"
+            "that changes from call to call; draw what is random from a default generator (torch's, NumPy's, Python's), which is put back after the profile, "
+            "or make it repeatable"
         )
     last = len(step.calls) - 1
     return {a.order: last if b.freed_in is None else b.freed_in - 1 for a, b in zip(made, other, strict=True)}

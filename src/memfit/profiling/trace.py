@@ -133,12 +133,27 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
         raise
     except _FAKE_FAILURES as error:
         reason = _why_fake_failed(error)
+        _check_parts(setting, sizes, reason)
         if trace == "fake":
             raise UnsupportedError(
                 f"the step cannot be traced without data: {reason}. Let it be profiled on the device "
-                "(trace='real', or the default), or pass a plan with plan=, which needs no profile"
+                "(trace='real', or the default)"
             ) from error
         return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+
+
+def _check_parts(setting: _Setting, sizes: Sequence[int], reason: str) -> None:
+    """Raises `UsageError` where the loss takes the largest size but no smaller one: then dimension 0 does not count rows."""
+    if len(sizes) == 1:
+        return
+    try:
+        _run(setting, sizes[-1], is_fake=True, is_whole=False)
+    except _FAKE_FAILURES:
+        return
+    raise UsageError(
+        f"the loss takes {sizes[-1]} rows, but not the first {sizes[0]} of them ({reason}): dimension 0 of the batch's tensors must count its rows, so that a "
+        "batch can be cut. Stack a list of samples into tensors (torch.stack), or give a plan with microbatches=1"
+    )
 
 
 def _why_fake_failed(error: Exception) -> str:
@@ -156,11 +171,17 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
     step.forget()
     return Traced(
         profile=profile,
-        spanning=frozenset(step.spanning | _read_beside_their_call(step, profile)),
+        # What the forward writes must not be given up at the end of a visit.
+        spanning=frozenset(step.spanning | _written(setting, step) | _read_beside_their_call(step, profile)),
         reads_batch_statistics=step.reads_batch_statistics,
         unsplittable_buffers=step.unsplittable_buffers,
         written_weights=step.written_weights,
     )
+
+
+def _written(setting: _Setting, step: Recorder) -> set[str]:
+    """Blocks with a weight that the forward changes."""
+    return {b.name for b in setting.block_map.blocks if any(name in step.written_weights for name, _ in b.parameters)}
 
 
 def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:

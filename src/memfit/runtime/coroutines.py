@@ -7,6 +7,10 @@ A paused microbatch leaves thread-wide switches behind that another must not see
 torch-function modes, attention-kernel flags, random streams. `ThreadState.capture` takes them off the thread at a pause and `install` puts
 them back at a resume. Context variables travel with the greenlet (`gr_context`). Inference mode and functorch levels cannot be moved (they are
 scoped to the C++ stack), so a segment entered under them does not pause: it runs on, which is correct and only costs a visit.
+
+[Note: autocast's cache]
+Within `torch.autocast`, a weight is cast once and the cast kept until the context ends. Microbatches that take turns inside their contexts would share the
+cast, and their gradients would add up in its narrow dtype before they reach the weight. So the cache is emptied whenever they change turns.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class ThreadState:
 
 
 class Coroutine:
-    """One microbatch's run of the user's loss.
+    """One microbatch's run of the user's loss. With `modules` it takes turns with others.
 
     Attributes:
         microbatch: its index.
@@ -102,6 +106,7 @@ class Coroutine:
         self._stream = stream
         self._state: ThreadState | None = None
         self._modules = modules
+        self._takes_turns = modules is not None
         self.notes: Notes | None = None
         self._greenlet = greenlet.greenlet(run)
         self._greenlet.gr_context = contextvars.copy_context()
@@ -118,10 +123,12 @@ class Coroutine:
         if self._stream is not None:
             self._stream.enter()
         outside_notes = self._modules.enter(self.notes) if self._modules is not None else None
+        self._forget_casts()
         try:
             self._greenlet.parent = greenlet.getcurrent()
             result = self._greenlet.switch()
         finally:
+            self._forget_casts()
             if self._modules is not None and outside_notes is not None:
                 self.notes = self._modules.leave(outside_notes)
             if self._stream is not None:
@@ -132,6 +139,11 @@ class Coroutine:
             self.is_finished = True
             self.call = None
             self.result = result
+
+    def _forget_casts(self) -> None:
+        """See [Note: autocast's cache]."""
+        if self._takes_turns:
+            torch.clear_autocast_cache()
 
     def pause(self, call: int) -> None:
         """Called inside the coroutine, at the entry of `call`: control goes back to who resumed it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from memfit.core.errors import UnsupportedError
 from memfit.runtime.weights import BlockWeights
 
 
@@ -26,17 +27,36 @@ class Visits:
         self._settle = settle
         self._depart = depart
         self._on_demand: set[int] = set()
+        self._versions: dict[int, tuple[int, ...]] = {}
 
     def fetch(self, b: int) -> None:
         """Begins a visit that the schedule asks for."""
         self._settle(b)
-        self._blocks[b].fetch()
+        self._begin(b)
         self._on_demand.discard(b)
 
     def release(self, b: int) -> None:
-        """Ends a visit."""
+        """Ends a visit.
+
+        Raises:
+            UnsupportedError: the model's own code has changed a weight meanwhile, which would be lost.
+        """
         self._settle(b)
-        self._blocks[b].release()
+        block = self._blocks[b]
+        before = self._versions.pop(b, None)
+        if before is not None and block.travels and block.versions() != before:
+            name = next(s.name for s, old in zip(block.slots, before, strict=True) if s.parameter._version != old)
+            raise UnsupportedError(
+                f"the model's code changed the weight {name!r} in place while it visited; the change would be lost, since only updates go home. Change weights "
+                f"between steps, inside `with job.weights({block.name!r}):`"
+            )
+        block.release()
+
+    def _begin(self, b: int) -> None:
+        block = self._blocks[b]
+        if not block.is_here:
+            self._versions[b] = block.versions()
+        block.fetch()
 
     def ensure(self, blocks: Sequence[int], *, is_foreseen: bool = False) -> None:
         """The blocks' weights are here when this returns; those that had to be fetched now are counted, unless that was to be expected."""
@@ -46,7 +66,7 @@ class Visits:
                 if not is_foreseen:
                     self._depart(f"block {block.name!r} was needed where the schedule had not fetched it")
                 self._settle(b)
-                block.fetch()
+                self._begin(b)
                 self._on_demand.add(b)
             block.wait()
 
