@@ -18,7 +18,7 @@ from equivalence.plain import sgd
 from equivalence.with_memfit import fit_with, profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import UnsupportedError, UsageError
-from memfit.core.plan import Order, Plan
+from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 
 WIDTH, WORDS, ROWS = 16, 23, 6
