@@ -74,3 +74,22 @@ def test_a_model_built_empty_gets_the_advice_of_the_whole_one() -> None:
             optimizer = torch.optim.AdamW(model.parameters())
         found.append(advise(model, optimizer, _loss, rows, limit="64GiB", allow={"bf16"}, hardware=MACHINE).plan)
     assert found[0] == found[1]
+
+
+def test_a_program_that_computes_the_loss_itself_from_a_causal_models_logits_is_planned_for() -> None:
+    """The model's own loss can run in chunks, the program's cannot: plans with chunks are out, not the program."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=40, n_positions=8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+    tokens = torch.randint(40, (4, 9))
+
+    def own_loss(net: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(net(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = memfit.fit(model, optimizer, own_loss, tokens, limit="64GiB", hardware=MACHINE)
+    assert job.plan.loss_chunk_tokens is None
+    job.step(tokens)
+    job.close()

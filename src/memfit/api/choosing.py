@@ -14,7 +14,7 @@ from torch import nn
 
 from memfit.api.machine import Machine
 from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
-from memfit.core.errors import DoesNotFitError
+from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
@@ -97,7 +97,12 @@ def choose(
     for compute, chunk in product(dtypes, chunks):
         is_first = compute is ComputeDtype.GIVEN and chunk is None
         counts = microbatch_counts(sample)
-        traced = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
+        try:
+            traced = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
+        except UnsupportedError:
+            if chunk is None:
+                raise
+            continue  # the program computes its loss itself, from the logits
         speeds = in_dtype(hardware, compute)
         for states in formats:
             profile = problem.with_states(traced, compute, states)
