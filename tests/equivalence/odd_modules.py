@@ -142,12 +142,12 @@ class TwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.single = nn.Linear(WIDTH, WIDTH)
-        self.half = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.lower = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
         self.order = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
         self.mask = nn.Parameter(torch.ones(WIDTH, dtype=torch.bool), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.single(x)[..., self.order] * self.mask + self.half(x.to(torch.bfloat16)).float()
+        return self.single(x)[..., self.order] * self.mask + self.lower(x.to(dtype=torch.bfloat16)).float()
 
 
 class OwnCheckpoint(nn.Module):

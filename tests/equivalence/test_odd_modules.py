@@ -28,7 +28,7 @@ def _torch_s_own_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message="Lazy modules")
+        warnings.filterwarnings("ignore", message="Lazy modules|LSTM with projections")
         yield
 
 

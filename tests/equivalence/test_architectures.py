@@ -1,0 +1,91 @@
+"""Many architectures of transformers, three steps under two plans: bit for bit plain PyTorch's; those with a reason not to be are named, each with its own check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from equivalence import architectures, plans, zoo
+from equivalence.compare import assert_equal_training
+from equivalence.plain import adamw
+from equivalence.with_memfit import fit_case, fit_with, profile_of
+from memfit.core.errors import UnsupportedError
+from memfit.core.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("transformers")
+
+_BATCH_NORMS = (
+    "efficientnet",
+    "hgnet_v2",
+    "mobilenet_v1",
+    "mobilenet_v2",
+    "mobilevit",
+    "regnet",
+    "resnet",
+    "swiftformer",
+)
+WHOLE_BATCH = {**dict.fromkeys(_BATCH_NORMS, "statistics over the batch"), "ibert": "changes its buffer"}
+"""Microbatches would be another model: refused in these words; the whole batch is bitwise."""
+
+NO_RECOMPUTE = {"flaubert": "puts tensors into an object", "xlm": "puts tensors into an object"}
+"""They hand a dictionary to their attention, and write in it, even with the cache off: recompute is refused; without it they are bitwise."""
+
+MADE_BY_THE_FIRST_FORWARD = ("big_bird", "bigbird_pegasus")
+"""Their first forward of short rows exchanges the attention modules, with random numbers for weights that are then thrown away: they need one before `fit`."""
+
+SEVERAL_USES = {
+    "rwkv": ("time_first", "time_decay", "time_mix_key", "time_mix_value", "time_mix_receptance"),
+    "layoutlm": ("x_position_embeddings.weight", "y_position_embeddings.weight"),
+    "pegasus_x": ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+}  # fmt: skip
+"""Weights that one call uses twice: with several microbatches off by roundings of their sum, like every weight with several uses."""
+
+
+def build(name: str) -> zoo.Case:
+    case = architectures.build(name)
+    if name in MADE_BY_THE_FIRST_FORWARD:
+        case.loss(case.model, case.batch(0))
+    uses = SEVERAL_USES.get(name)
+    if uses is None:
+        return case
+    several = frozenset(n for n, _ in case.model.named_parameters() if n.endswith(uses))
+    return replace(case, shared=case.shared | several)
+
+
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+def test_an_architecture_trains_bit_for_bit_on_disk_with_recompute_and_microbatches(name: str, tmp_path: Path) -> None:
+    profile = profile_of(build(name))
+    blocks, calls = plans.on_disk(profile), plans.fates(profile, plans.RECOMPUTE)
+    plan = Plan(microbatches=4, blocks=blocks, calls=calls, tail=plans.tail(profile))
+    if name in WHOLE_BATCH:
+        with pytest.raises(UnsupportedError, match=WHOLE_BATCH[name]):
+            fit_case(build(name), plan=plan)
+        plan = Plan(blocks=blocks, calls=calls)
+    if name in NO_RECOMPUTE:
+        case = build(name)
+        with (
+            pytest.raises(UnsupportedError, match=NO_RECOMPUTE[name]),
+            fit_with(plan, tmp_path)(case, adamw()(case.model)) as job,
+        ):  # type: ignore[attr-defined]
+            job.step(case.batch(0))
+        plan = replace(plan, calls=())
+    train(name, plan, tmp_path)
+
+
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+def test_an_architecture_trains_bit_for_bit_with_everything_on_the_device(name: str, tmp_path: Path) -> None:
+    train(name, Plan(), tmp_path)
+
+
+def train(name: str, plan: Plan, directory: Path) -> None:
+    assert_equal_training(
+        lambda: build(name),
+        adamw(),
+        fit_with(plan, directory, keep_gradients=True),
+        microbatches=plan.microbatches,
+        by_terms=True,
+    )
