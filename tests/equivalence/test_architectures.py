@@ -42,7 +42,9 @@ SEVERAL_USES = {
     "layoutlm": ("_position_embeddings",),
     "pegasus_x": ("encoder.layers",),
 }
-"""Parts of the names of weights that one call uses more than once (RWKV's over time, Pegasus-X's for local and for global tokens): with several microbatches off by roundings of their sum, like every weight with several uses."""
+"""Parts of the names of weights that one call uses more than once (RWKV's over time, Pegasus-X's for local and for global tokens).
+
+With several microbatches their gradients are off by roundings of the sum, like those of every weight with several uses."""
 
 
 def build(name: str) -> zoo.Case:
