@@ -289,7 +289,7 @@ def _train(
         torch.manual_seed(0)
         with torch.device(shape.device):
             model = model_class(config).train()
-        # Built on a GPU the weights are there for a moment: in bf16 that is within the limit. Their masters begin as these.
+        # On a GPU masters begin as bf16 weights, as they do where such a model is loaded.
         model = model if shape.device == "cpu" else model.bfloat16()
         model.loss_type = "ForCausalLM"
         return model

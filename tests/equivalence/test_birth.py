@@ -17,7 +17,7 @@ from equivalence.compare import assert_equal_training, same_bits
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_case, fit_variant
 from memfit.core.errors import AwayError, StoreError, UsageError
-from memfit.runtime.birth import build_empty, find_origins
+from memfit.runtime.birth import build_empty, find_origins, recorder
 from memfit.runtime.guard import is_away
 
 
@@ -48,7 +48,16 @@ def slow_unless(names: tuple[str, ...]) -> list[object]:
     return [pytest.param(name, marks=[] if name in names else [pytest.mark.slow]) for name in zoo.ZOO]
 
 
+@pytest.fixture(params=["untouched", "without bytes"])
+def deferral(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a deferred tensor costs nothing: as on a CPU, or as on a GPU."""
+    if request.param == "without bytes":
+        monkeypatch.setattr(recorder, "_untouch", lambda storage: storage.resize_(0))
+    return request.param
+
+
 @pytest.mark.parametrize("name", slow_unless(zoo.CORE))
+@pytest.mark.usefixtures("deferral")
 def test_a_model_built_empty_gets_the_bits_and_leaves_the_generator_of_plain_building(name: str) -> None:
     plain = zoo.ZOO[name]().model
     after = torch.get_rng_state()
@@ -95,6 +104,7 @@ def odd() -> Odd:
     return Odd()
 
 
+@pytest.mark.usefixtures("deferral")
 def test_initialisations_of_every_kind_are_played_again_exactly() -> None:
     plain = odd()
     after = torch.get_rng_state()

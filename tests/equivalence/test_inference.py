@@ -18,6 +18,7 @@ from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import AwayError, DoesNotFitError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
+from memfit.runtime import caches
 from memfit.runtime.guard import is_away
 
 GENERATING = ("gpt2", "llama", "mixtral", "t5")
@@ -146,7 +147,10 @@ def say(model: Any, number: int, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_caches_that_travel_and_requests_together_give_the_tokens_of_transformers(name: str) -> None:
+def test_caches_that_travel_and_requests_together_give_the_tokens_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "PAGE_BYTES", 256)  # several pages a layer
     plain, ours = spread(zoo.ZOO[name]().model).eval(), spread(zoo.ZOO[name]().model)
     with memfit.infer(ours, cache_limit=0) as session:
         for how in ("greedy", "sampled", "beams"):

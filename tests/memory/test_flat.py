@@ -74,15 +74,19 @@ def resident_bytes() -> int:
 
 
 def train_flat(
-    variant: str, steps: int, directory: Path, *, is_bf16: bool = False
+    variant: str, steps: int, directory: Path, *, masters: str | None = None
 ) -> tuple[list[Footprint], list[int]]:
-    """Trains the zoo's GPT-2 and looks after each step; in bf16 it is born empty and its masters are split."""
+    """Trains the zoo's GPT-2 and looks after each step; in bf16, with masters "whole" or "split", it is born empty."""
     allocator = install()
     case = zoo.ZOO["gpt2"]()
     chosen = plans.BY_NAME[variant]
-    if is_bf16:
+    if masters is not None:
         case = replace(case, model=memfit.empty(lambda: zoo.ZOO["gpt2"]().model), allow=case.allow | {"bf16"})
-        plan = replace(chosen.plan(profile_by_name("gpt2")), compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True)
+        plan = replace(
+            chosen.plan(profile_by_name("gpt2")),
+            compute_dtype=ComputeDtype.BFLOAT16,
+            splits_masters=masters == "split",
+        )
         chosen = replace(chosen, plan=lambda _: plan)
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
     found: list[Footprint] = []
@@ -98,9 +102,13 @@ def train_flat(
     return found, resident
 
 
-def assert_flat(variant: str, steps: int, directory: Path, *, is_bf16: bool = False) -> None:
+def assert_flat(variant: str, steps: int, directory: Path, *, masters: str | None = None) -> None:
+    """As `assert_unchanged`, of training."""
+    assert_unchanged(*train_flat(variant, steps, directory, masters=masters))
+
+
+def assert_unchanged(found: list[Footprint], resident: list[int]) -> None:
     """Everything is equal from the third step on; resident memory stays within 1 %, or 2 MiB of a small process."""
-    found, resident = train_flat(variant, steps, directory, is_bf16=is_bf16)
     first = found[FIRST_FLAT_STEP - 1]
     changed = [(step + 1, f) for step, f in enumerate(found) if step + 1 >= FIRST_FLAT_STEP and f != first]
     assert not changed, f"step {FIRST_FLAT_STEP} left {first}, step {changed[0][0]} left {changed[0][1]}"
@@ -163,9 +171,31 @@ def test_300_steps_of_streamed_training_are_flat(variant: str, tmp_path: Path) -
     assert_flat(variant, LONG_STEPS, tmp_path)
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(LONG_STEPS, marks=pytest.mark.slow)], ids=["short", "long"])
-def test_training_in_bf16_with_split_masters_of_a_model_born_empty_is_flat(steps: int, tmp_path: Path) -> None:
-    assert_flat("disk-recompute-4", steps, tmp_path, is_bf16=True)
+LONG = pytest.param(LONG_STEPS, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("steps", [12, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("masters", ["whole", "split"])
+def test_training_in_bf16_of_a_model_born_empty_is_flat(masters: str, steps: int, tmp_path: Path) -> None:
+    assert_flat("disk-recompute-4", steps, tmp_path, masters=masters)
+
+
+@pytest.mark.parametrize("rounds", [8, LONG], ids=["short", "long"])
+def test_generation_with_streamed_weights_and_caches_is_flat(rounds: int, tmp_path: Path) -> None:
+    allocator = install()
+    model = memfit.empty(lambda: zoo.ZOO["llama"]().model)
+    prompt = torch.ones(2, 6, dtype=torch.int64)
+    found: list[Footprint] = []
+    resident: list[int] = []
+    with memfit.infer(model, cache_limit=0, directory=tmp_path / "homes", limit="8GiB") as session:
+        for _ in range(rounds):
+            session.model.generate(  # type: ignore[operator]
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=True, pad_token_id=0
+            )
+            found.append(footprint(allocator, tmp_path))
+            resident.append(resident_bytes())
+        assert session.cache_moved_bytes[1] > 0
+    assert_unchanged(found, resident)
 
 
 def test_a_closed_job_leaves_no_files_threads_or_descriptors(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def llama(depth: int) -> nn.Module:
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=depth, num_attention_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=128,
     )  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
@@ -176,3 +177,79 @@ def test_evaluation_holds_the_logits_of_one_microbatch_or_of_one_chunk(allocator
     assert peaks[None] <= weights + 3 * logits_bytes // microbatches + small < logits_bytes, peaks
     assert peaks[chunk] <= weights + 3 * 4 * vocabulary * chunk + small, peaks
     assert abs(values[0] - values[1]) < 1e-4
+
+
+def test_a_cache_that_travels_is_written_once_and_a_page_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.runtime import caches
+
+    layers, prompt_tokens, more_tokens, row_bytes = 6, 48, 24, 4 * 64
+    monkeypatch.setattr(caches, "PAGE_BYTES", 8 * row_bytes)
+    model: Any = llama(layers).eval()
+    prompt = torch.randint(0, 64, (1, prompt_tokens))
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompt), "max_new_tokens": more_tokens, "min_new_tokens": more_tokens,
+        "do_sample": False, "pad_token_id": 0,
+    }  # fmt: skip
+    expected = model.generate(prompt, **options)
+    with memfit.infer(model, cache_limit=0) as session:
+        assert torch.equal(session.model.generate(prompt, **options), expected)  # type: ignore[operator]
+        read, written = session.cache_moved_bytes
+    # Keys and values of a layer: the prompt's rows twice (whole, then in pages), and at each token the last page, of at most eight rows.
+    assert written <= layers * 2 * row_bytes * (2 * prompt_tokens + 8 * more_tokens)
+    assert read >= (layers - 2) * 2 * row_bytes * prompt_tokens * (more_tokens - 2)
+
+
+def test_a_tensor_that_somebody_writes_to_is_written_home_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows count as those of before only while nobody wrote to them."""
+    from transformers import DynamicCache
+
+    from memfit.runtime import caches
+
+    monkeypatch.setattr(caches, "PAGE_BYTES", 4 * 4 * 64)
+    model: Any = llama(4).eval()
+    tokens = torch.randint(0, 64, (1, 9))
+
+    def run(cache: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = [model(tokens[:, :5], past_key_values=cache, use_cache=True).logits]
+            found.append(model(tokens[:, 5:7], past_key_values=cache, use_cache=True).logits)
+            cache.layers[1].keys[..., :2, :].mul_(0.5)  # rows that rest already
+            cache.layers[2].values = cache.layers[2].values * 2  # others in their place
+            found += [model(tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in (7, 8)]
+            return [*found, *(t for layer in cache.layers for t in (layer.keys, layer.values))]
+
+    expected = run(DynamicCache(config=model.config))
+    with memfit.infer(model, cache_limit=0) as session:
+        got = run(DynamicCache(config=model.config))
+        assert session.cache_moved_bytes[1] > 0
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_cache_limit_that_weights_leave_no_room_for_is_refused_with_what_would_fit(allocator: Allocator) -> None:
+    from memfit.core.errors import DoesNotFitError
+
+    model = llama(2)
+    with memfit.infer(model, limit="4GiB") as session:
+        taken = session.cache_limit_bytes
+    assert taken is not None
+    with (
+        pytest.raises(DoesNotFitError, match=r"cache_limit=8\.00 GiB does not fit.*a limit of at least") as refused,
+        memfit.infer(model, limit="4GiB", cache_limit="8GiB"),
+    ):
+        pass
+    assert (refused.value.smallest_limit_bytes or 0) > 8 << 30
+    with memfit.infer(model, limit="4GiB", cache_limit=taken):
+        pass
+
+
+def test_a_breach_of_the_limit_while_generating_says_in_figures_what_would_have_passed() -> None:
+    from memfit.core.errors import LimitBreachError
+    from memfit.verification.meters import ProcessMeter
+
+    model: Any = llama(2)
+    limit = ProcessMeter().resident_bytes().whole_bytes + (400 << 20)
+    with pytest.raises(LimitBreachError, match=r"a limit of at least \d") as caught, memfit.infer(model, limit=limit):
+        torch.empty(1 << 30, dtype=torch.uint8)
+    named = str(caught.value).rsplit("a limit of at least ", 1)[1]
+    assert 0.5 < float(named.split()[0]) < 4 and "GiB" in named, named

@@ -28,7 +28,7 @@ def empty(build: Callable[[], _Model], *, initialises: bool = True) -> _Model:
     weight raises `AwayError`.
 
     Memory: the largest tensor with random numbers, for a moment, and address space (no memory) for all weights while `build` runs; afterwards the buffers, the
-    small parameters and about 6 KiB a weight.
+    small parameters and about 6 KiB a weight. On a GPU the same: a weight that `build` makes there takes its bytes only for moments.
     Time: that of plain building, random numbers included; the numbers that count are drawn a second time in `fit`.
 
     Args:

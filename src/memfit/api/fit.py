@@ -26,7 +26,7 @@ from memfit.api.problem import (
     read_hardware,
     read_plan,
 )
-from memfit.api.sources import Bring, Forget, bring_from, forget_in, open_sources
+from memfit.api.sources import Bring, Forget, TakeBack, bring_from, forget_in, open_sources, take_back_in
 from memfit.api.splitting import Weigh, signature_of
 from memfit.core.errors import DoesNotFitError, PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
@@ -155,6 +155,7 @@ def fit(
             problem=Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside),
             bring=bring_from(sources),
             forget=forget_in(sources),
+            take_back=take_back_in(sources),
             sample=sample,
             load_bytes=load_bytes,
             machine=machine,
@@ -355,6 +356,7 @@ class _Task:
     problem: Problem
     bring: Bring | None
     forget: Forget
+    take_back: TakeBack
     sample: Any
     load_bytes: int
     machine: Machine
@@ -498,6 +500,7 @@ class _Task:
             keeps_gradients=self.keeps_gradients,
             enforces=self.enforces,
             bring=self.bring,
+            take_back=self.take_back,
             run=self.run,
             forget=self.forget,
             replan=self.replan if self.replans else None,

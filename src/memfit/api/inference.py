@@ -24,12 +24,13 @@ from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.profiling.blocks import find_blocks
 from memfit.recipes.pretrained import pretrained_builder
+from memfit.runtime.allocator import shortfall_bytes
 from memfit.runtime.birth import build_empty
 from memfit.runtime.caches import TravellingCaches
 from memfit.runtime.guard import is_away
 from memfit.runtime.housing import House
 from memfit.runtime.modules import ModuleNotes
-from memfit.runtime.saved import HostStore, ScratchStore, TierStore
+from memfit.runtime.saved import HostStore, ScratchStore
 from memfit.runtime.sites import Site
 from memfit.runtime.store import DiskIO, ScratchFile
 from memfit.runtime.streaming import WeightStream
@@ -152,8 +153,9 @@ def infer(
         The session. At the end a model that was in memory is there again; the weights of one that was not are gone with their homes.
 
     Raises:
-        DoesNotFitError: two blocks do not fit. LimitBreachError: activations passed the limit. UsageError: arguments; an unknown layout of files.
-        AwayError: the model reads a weight outside of the call of its block: name the module that reads it in `blocks=`. StoreError: the disk.
+        DoesNotFitError: two blocks, or `cache_limit` beside them, do not fit. LimitBreachError: activations passed the limit. UsageError: arguments; an
+        unknown layout of files. AwayError: the model reads a weight outside of the call of its block: name the module that reads it in `blocks=`.
+        StoreError: the disk.
     """
     was_whole = isinstance(model, nn.Module) and not any(is_away(p) for p in model.parameters())
     if not isinstance(model, nn.Module):
@@ -206,13 +208,15 @@ def stream(
     """Forward passes of the user's own inside the limit: evaluation mode, no gradients, weights streamed, interrupts between two visits.
 
     Raises:
-        LimitBreachError: the limit.
+        LimitBreachError: the limit. DoesNotFitError: `cache_limit` is more than weights leave of it.
     """
     travelling = sum(block.nbytes for block in blocks if block.travels)
     resident = sum(block.nbytes for block in blocks) - travelling
-    if cache_limit is None and machine.armed_bytes is not None:
+    if machine.armed_bytes is not None:
         coming = max(0, weight_bytes - resident)
-        cache_limit = max(0, machine.armed_bytes - machine.meter.live_bytes() - coming) // 2
+        left = max(0, machine.armed_bytes - machine.meter.live_bytes() - coming)
+        cache_limit = left // 2 if cache_limit is None else cache_limit
+        _check_caches_fit(machine, cache_limit, left)
     with ExitStack() as stack:
         stack.enter_context(interrupts.held())
         stack.enter_context(machine.phases("inference"))
@@ -234,7 +238,7 @@ def stream(
             ) from error
 
 
-def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> TierStore:
+def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HostStore | ScratchStore:
     """Host memory beside a device, else a scratch file."""
     if machine.has_host:
         side = torch.cuda.Stream(machine.device) if machine.device.type == "cuda" else None
@@ -246,6 +250,19 @@ def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStac
     return ScratchStore(stack.enter_context(ScratchFile(machine.disk_directory(directory), io, tag="cache")))
 
 
+def _check_caches_fit(machine: Machine, cache_limit: int, left: int) -> None:
+    limit = machine.limits.device_bytes
+    if limit is None or cache_limit <= left:
+        return
+    needed = limit + cache_limit - left
+    raise DoesNotFitError(
+        f"cache_limit={format_bytes(cache_limit)} does not fit: beside weights, process and reserve {format_bytes(left)} are left of the limit of "
+        f"{format_bytes(limit)}, for caches and activations. Give less ({format_bytes(left // 2)} is what is taken where nothing is given), or a limit of "
+        f"at least {format_bytes(needed)} and what activations take",
+        smallest_limit_bytes=needed,
+    )
+
+
 def _breach_text(
     error: BaseException, machine: Machine, at: str, weight_bytes: int, caches: TravellingCaches | None
 ) -> str:
@@ -255,8 +272,20 @@ def _breach_text(
         held += f", caches of keys and values {format_bytes(caches.here_bytes)}"
     return (
         f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at {at}: {str(error).splitlines()[0]} Weights take two blocks at most "
-        f"({held}); the rest is activations. Try fewer rows or tokens at a time, a smaller cache_limit, or a larger limit"
+        f"({held}); the rest is activations. {_way_out(shortfall_bytes(error), limit, caches)}"
     )
+
+
+def _way_out(missing: int | None, limit: int | None, caches: TravellingCaches | None) -> str:
+    """What would have let the allocation pass that was refused, in figures where they are known."""
+    ways = ["Try fewer rows or tokens at a time"]
+    can_shrink = caches is not None and caches.here_bytes > caches.least_bytes
+    if missing is None or limit is None:
+        ways += ["a smaller cache_limit"] if can_shrink else []
+        return ", or ".join([*ways, "a larger limit"])
+    if caches is not None and caches.here_bytes - missing >= caches.least_bytes:
+        ways.append(f"a cache_limit of at most {format_bytes(caches.here_bytes - missing)}")
+    return ", or ".join([*ways, f"a limit of at least {format_bytes(limit + missing)}"])
 
 
 def _cache_bytes_per_token(model: Any) -> int | None:

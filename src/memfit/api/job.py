@@ -153,6 +153,7 @@ class JobParts:
     keeps_gradients: bool
     enforces: bool
     bring: Callable[[Iterable[nn.Parameter]], None] | None = None
+    take_back: Callable[[str, nn.Parameter], bool] | None = None
     run: RunStore | None = None
     forget: Callable[[Iterable[nn.Parameter]], None] | None = None
     replan: Replan | None = None
@@ -240,7 +241,7 @@ class Job:
         driver = parts.driver
         resumed = self._commits if self._commits is not None and self._commits.run.is_resumed else None
         if resumed is None:
-            self._house.move_in(parts.bring)
+            self._house.move_in(parts.bring, parts.take_back)
         else:
             resumed.check()
             self._house.take_up(parts.forget, has_weights=resumed.has_weights)
@@ -312,6 +313,8 @@ class Job:
         if self._commits is not None:
             self._commits.begin()
         self._has_started = True
+        # Where weights came from is not asked for any more.
+        self._parts = replace(self._parts, bring=None, take_back=None)
 
     @property
     def _is_bf16(self) -> bool:
@@ -989,7 +992,7 @@ class Job:
             )
 
     def undo(self) -> None:
-        """As `close`, for a fit that is refused before its first step: weights come back in the dtype in which they came."""
+        """As `close`, for a fit that is refused before its first step: every weight comes back in the dtype in which it came, or stays unborn."""
         self._has_begun = False
         self.close()
 
@@ -1018,7 +1021,9 @@ class Job:
             for name in sorted(self._owed):
                 self._parts.driver.restore(name, self._gather_state(name))
                 self._owed.discard(name)
-            self._house.give_back(as_given=not self._has_begun)
+            # Before the first step weights are what they were born as: what never was in memory need not come there.
+            take_back = None if self._has_begun else self._parts.take_back
+            self._house.give_back(as_given=not self._has_begun, take_back=take_back)
         except StoreError as error:
             failure = StoreError(
                 f"not everything could be given back: {error}. Repeat job.close() when the disk can be read again; job.close(restore=False) gives up "

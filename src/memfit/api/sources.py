@@ -17,6 +17,7 @@ from memfit.runtime.birth import WeightFiles, find_origins
 
 Bring = Callable[[Iterable[nn.Parameter]], None]
 Forget = Callable[[Iterable[nn.Parameter]], None]
+TakeBack = Callable[[str, nn.Parameter], bool]
 
 
 class Source(Protocol):
@@ -28,6 +29,10 @@ class Source(Protocol):
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """These got their values elsewhere, and their own are not asked for any more."""
+        ...
+
+    def take_back(self, name: str, parameter: nn.Parameter) -> bool:
+        """Makes a parameter one without values again, if it came from here and was never whole before: True then."""
         ...
 
 
@@ -65,6 +70,15 @@ def forget_in(sources: Sequence[Source]) -> Forget:
             source.forget(chosen)
 
     return forget
+
+
+def take_back_in(sources: Sequence[Source]) -> TakeBack:
+    """Asks all sources, in order, until one takes it."""
+
+    def take_back(name: str, parameter: nn.Parameter) -> bool:
+        return any(source.take_back(name, parameter) for source in sources)
+
+    return take_back
 
 
 def bring_from(sources: Sequence[Source]) -> Bring | None:

@@ -9,6 +9,12 @@ as weights do. Which comes next is learned: it is the one that followed last tim
 it is the one that is needed again the latest, so that as many as fit never travel. A cache layer's class is exchanged for one whose `keys` and `values`
 fetch what they give, so whoever reads them (attention, beam search that reorders, the user) finds them here. Its storage keeps its identity, as a
 block's does: see [Note: visits by storage identity].
+
+[Note: rows at home]
+A layer grows by making a new tensor of its old rows (one a token) and the new ones. Its rows of before are at home already, so from its second departure on only
+what is new is written: at home it lies row by row, in *pages* of some rows each, of which the last, if it is not full, is written again. It comes back in that
+order as well, as a tensor whose strides say so; growing makes an ordinary one of it, and so does reading it for anything else, because kernels may
+choose their way of adding up by strides. Rows count as those of before while the tensor's version counter says that nobody wrote to them.
 """
 
 from __future__ import annotations
@@ -16,19 +22,28 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from memfit.runtime.homes.base import Ticket
+from memfit.runtime.trees import new_storage, typed_view
+
+PAGE_BYTES = 256 << 10
+"""Of rows at home; see [Note: rows at home]. Smaller pages write less again, larger ones are fewer to read."""
 
 _RECORD = "_memfit_record"
+_DESCRIBES = "_memfit_describes"
+_GROWS = "_memfit_grows"
 _TENSORS = ("keys", "values")
 # What they tell of a layer follows from shapes and counters.
 _DESCRIPTIVE = ("get_seq_length", "get_mask_sizes", "get_max_length", "get_max_cache_shape")
 # Layers that hold their keys and values as two tensors, replace them when they change, and hold nothing else of that size.
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer")
+# The one whose `update` puts new rows behind those that it has.
+_GROWING_KIND = "DynamicLayer"
 _classes: dict[type, type] = {}
 
 
@@ -43,8 +58,8 @@ class Rests(Protocol):
         """The storage may change."""
         ...
 
-    def get(self, rest: Any, into: torch.UntypedStorage) -> Ticket:
-        """Begins to bring it back."""
+    def get(self, rest: Any, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """Begins to bring it back, to a part of a storage."""
         ...
 
     def free(self, rest: Any) -> None:
@@ -57,7 +72,7 @@ class TravellingCaches:
 
     Memory: `limit_bytes`, or the caches of the layer that runs and the one that comes next, whichever is more; what a layer makes of its cache (its
     concatenation with the new token) is the program's own.
-    Time: a cache layer that travels is read and written once a token.
+    Time: a cache layer that travels is read once a token; of what it grows by, a page is written (see [Note: rows at home]).
 
     Args:
         rests: homes of what leaves.
@@ -78,6 +93,11 @@ class TravellingCaches:
         self._last: weakref.ref[_Record] | None = None
         self._adopted: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._all: weakref.WeakSet[_Record] = weakref.WeakSet()
+
+    @property
+    def least_bytes(self) -> int:
+        """What is here whatever the limit: the caches of the two layers that have most."""
+        return sum(sorted((record.whole_bytes for record in self._all), reverse=True)[:2])
 
     def look_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Takes care of the cache objects among a call's arguments. Layers of other kinds (static, quantized, recurrent states) stay on the device."""
@@ -143,6 +163,7 @@ class TravellingCaches:
             if layer is not None:
                 self._fetch(record)
                 record.wait()
+                record.straighten()
                 layer.__class__ = _plain_class(layer)
                 del layer.__dict__[_RECORD]
             record.free()
@@ -177,6 +198,16 @@ class TravellingCaches:
                 return
 
 
+@dataclass
+class _Pages:
+    """The rows of a tensor that rest row by row: `rows` of them, `page_rows` a page; `version` of the tensor whose first rows they are."""
+
+    rests: list[Any]
+    rows: int
+    page_rows: int
+    version: object
+
+
 class _Record:
     """One cache layer's keys and values: where they are."""
 
@@ -187,6 +218,8 @@ class _Record:
         self._rests: dict[
             int, tuple[torch.UntypedStorage, int, Any, object]
         ] = {}  # storage -> (it, bytes, rest, version)
+        self._pages: dict[str, _Pages] = {}
+        self._growing: set[str] = set()
         self._coming: list[Ticket] = []
         self._counted = 0
         self.is_here = True
@@ -197,9 +230,17 @@ class _Record:
         return sum(storage.nbytes() for storage, _ in self._storages())
 
     @property
+    def whole_bytes(self) -> int:
+        """Wherever it is."""
+        return self.nbytes if self.is_here else self.away_bytes
+
+    @property
     def away_bytes(self) -> int:
         """Of what would have to come."""
-        return 0 if self.is_here else sum(nbytes for _, nbytes, _, _ in self._rests.values())
+        if self.is_here:
+            return 0
+        own = self._own()
+        return sum(nbytes for _, nbytes, _, _ in self._rests.values()) + sum(own[name].nbytes for name in self._pages)
 
     @property
     def is_coming(self) -> bool:
@@ -228,11 +269,53 @@ class _Record:
         more, self._counted = now - self._counted, now
         return more
 
+    def replace(self, name: str, new: Any) -> None:
+        """Before a tensor takes another's place: whether rows of the old one are rows of the new one as well."""
+        own = self._own()
+        old = own.get(name)
+        pages = self._pages.get(name)
+        if own.get(_GROWS) and _continues(old, new):
+            self._growing.add(name)
+            if pages is not None and pages.version == _version(old):
+                pages.version = _version(new)
+                return
+        else:
+            self._growing.discard(name)
+        if pages is not None:
+            self._free_pages(name)
+
+    def straighten(self) -> None:
+        """Makes tensors that came row by row ordinary ones. Costs one of them twice for a moment."""
+        own = self._own()
+        for name, pages in self._pages.items():
+            old = own[name]
+            if not old.is_contiguous():
+                own[name] = old.contiguous()
+                pages.version = _version(own[name]) if pages.version == _version(old) else None
+
+    def _free_pages(self, name: str) -> None:
+        for rest in self._pages.pop(name).rests:
+            self.caches._rests.free(rest)
+
     def fetch(self, rests: Rests) -> int:
         """Begins to bring what is away; its bytes."""
         if self.is_here:
             return 0
         total = 0
+        own = self._own()
+        for name, pages in self._pages.items():
+            away = own[name]
+            storage = new_storage(away.nbytes, away.device)
+            at = 0
+            for start, rest in zip(range(0, pages.rows, pages.page_rows), pages.rests, strict=True):
+                self._coming.append(rests.get(rest, storage, at))
+                at += min(pages.page_rows, pages.rows - start) * (away.nbytes // pages.rows)
+            *outer, rows, width = away.shape
+            by_rows = torch.empty((rows, *outer, width), device="meta").movedim(0, -2)
+            # Not a view of a view: what the base holds would count as a second holder.
+            own[name] = typed_view(storage, 0, away.dtype, tuple(away.shape), by_rows.stride())
+            pages.version = _version(own[name])
+            total += away.nbytes
         for storage, nbytes, rest, _ in self._rests.values():
             if not storage.nbytes():
                 storage.resize_(nbytes)
@@ -255,7 +338,12 @@ class _Record:
         if any(_is_shared(storage) or not storage.resizable() for storage, _ in storages):
             return 0, 0
         written = 0
+        paged = {id(tensor): name for name, tensor in self._own().items() if name in self._growing}
         for storage, tensor in storages:
+            name = paged.get(id(tensor))
+            if name is not None and storage.nbytes() == tensor.nbytes:
+                written += self._write_rows(name, tensor, rests)
+                continue
             known = self._rests.get(storage._cdata)
             version = _version(tensor)
             if known is not None and known[3] == version:
@@ -268,15 +356,49 @@ class _Record:
         freed = 0
         for storage, _ in storages:
             if storage.nbytes():
-                rests.wait(self._rests[storage._cdata][2])
+                if storage._cdata in self._rests:
+                    rests.wait(self._rests[storage._cdata][2])
                 freed += storage.nbytes()
                 storage.resize_(0)
         self.is_here = freed == 0
         self._counted -= freed
         return freed, written
 
+    def _write_rows(self, name: str, tensor: torch.Tensor, rests: Rests) -> int:
+        """Takes the rows home that are not there; the bytes written. Costs two pages of memory."""
+        rows = tensor.shape[-2]
+        pages = self._pages.get(name)
+        if pages is not None and (pages.version != _version(tensor) or pages.rows > rows):
+            self._free_pages(name)
+            pages = None
+        if pages is None:
+            page_rows = max(1, PAGE_BYTES // (tensor.nbytes // rows))
+            pages = self._pages[name] = _Pages(rests=[], rows=0, page_rows=page_rows, version=_version(tensor))
+        if pages.rows == rows:
+            return 0
+        whole = pages.rows // pages.page_rows
+        for rest in pages.rests[whole:]:
+            rests.free(rest)
+        del pages.rests[whole:]
+        written = 0
+        for start in range(whole * pages.page_rows, rows, pages.page_rows):
+            page = (
+                tensor.narrow(-2, start, min(pages.page_rows, rows - start))
+                .movedim(-2, 0)
+                .clone(memory_format=torch.contiguous_format)
+            )
+            if pages.rests:
+                rests.wait(pages.rests[-1])
+            pages.rests.append(rests.put(page.untyped_storage()))
+            written += page.nbytes
+        rests.wait(pages.rests[-1])
+        pages.rows = rows
+        return written
+
     def free(self) -> None:
         """Gives up what rests."""
+        for name in tuple(self._pages):
+            self._free_pages(name)
         for _, _, rest, _ in self._rests.values():
             self.caches._rests.free(rest)
         self._rests.clear()
@@ -289,6 +411,14 @@ class _Record:
 def _version(tensor: torch.Tensor) -> object:
     """Equal as long as the values are the same; tensors of inference mode do not count their changes."""
     return object() if tensor.is_inference() else tensor._version
+
+
+def _continues(old: Any, new: Any) -> bool:
+    """The new tensor can be the old one's rows and some more."""
+    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.dim() < 2 or new.dim() < 2:
+        return False
+    is_alike = (*old.shape[:-2], old.shape[-1], old.dtype) == (*new.shape[:-2], new.shape[-1], new.dtype)
+    return is_alike and 0 < old.shape[-2] <= new.shape[-2] and new.numel() > 0
 
 
 def _is_held(own: dict[str, Any]) -> bool:
@@ -305,6 +435,8 @@ def _travelling_class(kind: type) -> type:
     if kind not in _classes:
         members: dict[str, Any] = {name: _fetched(name) for name in _TENSORS}
         members |= {name: _described(getattr(kind, name)) for name in _DESCRIPTIVE if hasattr(kind, name)}
+        if kind.__name__ == _GROWING_KIND:
+            members["update"] = _grown(kind.update)  # type: ignore[attr-defined]
         # The library registers subclasses by this; ours is no other kind of layer.
         members |= {"_layer_type": None, "__deepcopy__": _deepcopy, "__module__": kind.__module__}
         _classes[kind] = type(kind.__name__, (kind,), members)
@@ -320,36 +452,50 @@ def _fetched(name: str) -> property:
     def read(self: Any) -> Any:
         own = self.__dict__
         record: _Record = own[_RECORD]
-        if not own.get("_memfit_describes"):
+        if not own.get(_DESCRIBES):
             record.caches.use(record)
+            if not own.get(_GROWS):
+                record.straighten()
         return own[name]
 
     def write(self: Any, value: Any) -> None:
         own = self.__dict__
-        own[name] = value
         record: _Record = own[_RECORD]
+        record.replace(name, value)
+        own[name] = value
         record.caches.changed(record)
 
     return property(read, write)
 
 
-def _described(method: Any) -> Any:
-    def describe(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _described(method: Callable[..., Any]) -> Callable[..., Any]:
+    return _flagged(method, _DESCRIBES)
+
+
+def _grown(method: Callable[..., Any]) -> Callable[..., Any]:
+    return _flagged(method, _GROWS)
+
+
+def _flagged(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
+    """The method, with a note on the layer while it runs."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
-        before = own.get("_memfit_describes", False)
-        own["_memfit_describes"] = True
+        before = own.get(flag, False)
+        own[flag] = True
         try:
             return method(self, *args, **kwargs)
         finally:
-            own["_memfit_describes"] = before
+            own[flag] = before
 
-    return describe
+    return run
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """An ordinary layer."""
     record: _Record = self.__dict__[_RECORD]
     record.caches.use(record)
+    record.straighten()
     plain = _plain_class(self)
     made = plain.__new__(plain)
     memo[id(self)] = made

@@ -197,11 +197,16 @@ class House:
         """Weights, gradients or states rest on disk."""
         return bool(self._disk_homes)
 
-    def move_in(self, bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None) -> None:
+    def move_in(
+        self,
+        bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
+        take_back: Callable[[str, torch.nn.Parameter], bool] | None = None,
+    ) -> None:
         """Moves the weights home and makes homes for the states.
 
         Args:
             bring: gives a parameter that has no bytes here (put aside, or never made) its values; called for one at a time.
+            take_back: see `BlockWeights.move_out`; for the block that a failure met half-way.
 
         Raises:
             StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes the model whole again.
@@ -212,7 +217,7 @@ class House:
             try:
                 block.move_in(home, masters, bring)
             except BaseException:
-                _undo_move(block, masters or home)
+                _undo_move(block, masters or home, take_back)
                 raise
         for index, states in self.states.items():
             block = self.blocks[index]
@@ -310,13 +315,16 @@ class House:
         """What a commit writes at most of blocks that rest in memory."""
         return sum(home.nbytes for _, home in self._residents.values())
 
-    def give_back(self, *, as_given: bool = False) -> None:
+    def give_back(
+        self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
+    ) -> None:
         """Every parameter owns ordinary memory again. May be repeated where a read failed.
 
-        Memory: all weights on the device.
+        Memory: all weights on the device, but for those that are taken back.
 
         Args:
             as_given: in the dtype in which it came; else masters stay what they are.
+            take_back: see `BlockWeights.move_out`.
 
         Raises:
             StoreError: weights could not be read; the others are back.
@@ -326,7 +334,7 @@ class House:
             if block.home is None:
                 continue
             try:
-                block.move_out(as_given=as_given)
+                block.move_out(as_given=as_given, take_back=take_back)
             except StoreError as error:
                 first = first or error
         if first is not None:
@@ -438,13 +446,15 @@ def _blank(home: DiskHome) -> None:
     Tickets([home.write(start, min(_BLANK_BYTES, home.nbytes - start), zeros) for start in starts]).wait()
 
 
-def _undo_move(block: BlockWeights, home: ByteHome) -> None:
+def _undo_move(
+    block: BlockWeights, home: ByteHome, take_back: Callable[[str, torch.nn.Parameter], bool] | None
+) -> None:
     """Brings back the parameters that had left when a move failed half-way; the others have not been touched."""
     if block.home is not None:
         return  # it has moved: `give_back` knows it
     for slot in block.slots:
         parameter = slot.parameter
-        if parameter.numel() == slot.numel:
+        if (take_back is not None and take_back(slot.name, parameter)) or parameter.numel() == slot.numel:
             continue
         own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=parameter.device)
         home.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()

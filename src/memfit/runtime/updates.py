@@ -131,12 +131,15 @@ class UpdateWorker:
             pieces = list(self._pieces(block))
             leaving: list[Ticket] = []
             coming = self._begin(block, pieces[0])
-            for index, piece in enumerate(pieces):
-                here, coming = coming, (self._begin(block, pieces[index + 1]) if index + 1 < len(pieces) else None)
-                assert here is not None
-                Tickets(leaving).wait()  # the piece before last is home: at most three pieces are in memory
-                leaving = self._apply(block, piece, *here)
-            Tickets(leaving).wait()
+            try:
+                for index, piece in enumerate(pieces):
+                    here, coming = coming, (self._begin(block, pieces[index + 1]) if index + 1 < len(pieces) else None)
+                    assert here is not None
+                    # The piece before goes home and the next one comes while this one is computed: three are in memory.
+                    before, leaving = leaving, self._apply(block, piece, *here)
+                    Tickets(before).wait()
+            finally:
+                Tickets(leaving).wait()
 
     def _pieces(self, block: BlockWeights) -> Iterator[_Piece]:
         for slot in block.slots:

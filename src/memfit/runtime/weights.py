@@ -217,27 +217,35 @@ class BlockWeights:
         if resting is None:
             self._leave()
 
-    def move_out(self, *, as_given: bool = False) -> None:
+    def move_out(
+        self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
+    ) -> None:
         """Gives every parameter ordinary memory of its own again, its master where it has one; the block no longer travels.
 
         Memory: the block's bytes (of its masters), for good; one parameter more for a moment.
 
         Args:
             as_given: in the dtype that the parameter had at first, if that was not the master's.
+            take_back: is asked first, by name; a parameter for which it says True never was in memory, and is not read.
         """
-        self.fetch()
         self.wait()
         for slot in self.slots:
-            own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
-            if self._masters is None:
+            parameter = slot.parameter
+            if take_back is not None and take_back(slot.name, parameter):
+                continue
+            own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=parameter.device)
+            if self._masters is None and self._is_here:
                 own.copy_(slot.view(self.storage))
             else:
-                self._masters.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
+                assert self.master_home is not None
+                self.master_home.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
+            mark_present(parameter)
             if slot.dtype != own.dtype:
-                slot.parameter.grad = None  # it is of the compute dtype, as the values no longer are
-            slot.parameter.data = own.to(slot.given_dtype) if as_given else own
+                parameter.grad = None  # it is of the compute dtype, as the values no longer are
+            parameter.data = own.to(slot.given_dtype) if as_given else own
         self.storage.resize_(0)
         self._storage, self.home, self._masters = None, None, None
+        self._is_here = True
 
     def give_up(self) -> None:
         """The parameters have no bytes any more, here or at home; they keep shape and identity, for another block to take them up."""

@@ -7,7 +7,16 @@ ledger, a hard limit that raises `torch.OutOfMemoryError`, a bounded pool, and a
 Nothing happens at import.
 """
 
-from memfit.runtime.allocator.binding import Allocator, AllocatorStats, Ledger, install, installed
+from memfit.runtime.allocator.binding import Allocator, AllocatorStats, Ledger, install, installed, shortfall_bytes
 from memfit.runtime.allocator.fallback import FallbackAllocator, tame_malloc
 
-__all__ = ["Allocator", "AllocatorStats", "FallbackAllocator", "Ledger", "install", "installed", "tame_malloc"]
+__all__ = [
+    "Allocator",
+    "AllocatorStats",
+    "FallbackAllocator",
+    "Ledger",
+    "install",
+    "installed",
+    "shortfall_bytes",
+    "tame_malloc",
+]

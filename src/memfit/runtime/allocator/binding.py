@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -240,6 +241,19 @@ def install() -> Allocator:
 def installed() -> Allocator | None:
     """The allocator if `install()` was called in this process, else None."""
     return _installed
+
+
+def shortfall_bytes(error: BaseException) -> int | None:
+    """By how much an allocation that the limit refused passed it; None for what this allocator did not refuse.
+
+    Args:
+        error: an error as torch raises it; its text is `limit_message` of allocator.cpp.
+    """
+    found = re.search(r"requested (\d+) bytes, live \d+ bytes, mapped (\d+) bytes, limit (\d+) bytes", str(error))
+    if found is None:
+        return None
+    requested, mapped, limit = map(int, found.groups())
+    return requested + mapped - limit
 
 
 def _index(ledger: str) -> int:

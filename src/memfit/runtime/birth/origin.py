@@ -23,7 +23,7 @@ _ATTRIBUTE = "_memfit_origin"
 class Origin:
     """What gives the weights of a model that was built empty their values. Held by the model itself.
 
-    Memory: see `Program`. Weights that were given are forgotten.
+    Memory: see `Program`. The model lets go of it when the last weight is given; who may give weights back (`take_back`) holds it longer.
 
     Args:
         program: makes the values.
@@ -37,6 +37,7 @@ class Origin:
         object.__setattr__(model, _ATTRIBUTE, self)
         self._unborn: dict[int, list[tuple[nn.Parameter, Place]]] = {}
         self._keys: dict[int, int] = {}
+        self._given: dict[int, tuple[nn.Parameter, Place]] = {}
         for parameter, place in places:
             self._unborn.setdefault(place.key, []).append((parameter, place))
             self._keys[id(parameter)] = place.key
@@ -65,16 +66,47 @@ class Origin:
         for parameter in parameters:
             key = self._keys.pop(id(parameter), None)
             if key is not None:
+                self._given |= {id(member[0]): member for member in self._unborn[key] if member[0] is parameter}
                 self._unborn[key] = [member for member in self._unborn[key] if member[0] is not parameter]
                 if not self._unborn[key]:
                     del self._unborn[key]
         self._end()
+
+    def take_back(self, name: str, parameter: nn.Parameter) -> bool:
+        """Makes a parameter one without values again, which can be given a second time. Only while nobody has changed them.
+
+        Memory: none; address space of its storage for a moment.
+
+        Args:
+            name: of the parameter, for messages.
+            parameter: any; its own bytes, wherever they are, are given up.
+
+        Returns:
+            Whether it is one of those that were born here, and has no values now.
+        """
+        if id(parameter) in self._keys:
+            return True
+        if id(parameter) not in self._given:
+            return False
+        _, place = member = self._given.pop(id(parameter))
+        storage = self._program.blank(place.key)
+        mark_present(parameter)
+        parameter.data = place.view(storage)
+        storage.resize_(0)
+        mark_unborn(parameter, name)
+        self._unborn.setdefault(place.key, []).append(member)
+        self._keys[id(parameter)] = place.key
+        model = self._model()
+        if model is not None:
+            object.__setattr__(model, _ATTRIBUTE, self)
+        return True
 
     def _give(self, key: int, storage: torch.UntypedStorage) -> None:
         for parameter, place in self._unborn.pop(key):
             mark_present(parameter)
             parameter.data = place.view(storage)
             del self._keys[id(parameter)]
+            self._given[id(parameter)] = parameter, place
         self._end()
 
     def _end(self) -> None:

@@ -5,7 +5,8 @@ In: the operations that run inside its `with`. Out: tensors whose pages were nev
 [Note: deferred tensors]
 A tensor of 64 KiB or more that is made from nothing but sizes (`torch.empty`, `randn`, `ones`, ...) is deferred, and so is whatever is computed from one.
 It is an ordinary tensor of its device over memory whose pages nobody touches, which costs address space and no memory; so views, devices, strides, ties,
-`Parameter` and references to it work as always. Operations on it run on `meta` twins, for shapes, and are noted. Where the program must see values
+`Parameter` and references to it work as always. On a GPU memory costs whether it is touched or not: there its storage has no bytes, except for the moment in
+which a view is made, which is checked against the storage's size. Operations on it run on `meta` twins, for shapes, and are noted. Where the program must see values
 (`.item()`, an operation without shapes), they are computed there and then. Small tensors, and large ones made of data, are ordinary.
 
 [Note: draws]
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ _META_FAILURES = (RuntimeError, NotImplementedError)
 class Recorder(TorchDispatchMode):
     """See the module's notes.
 
-    Memory: the largest tensor whose random numbers are drawn, for a moment; address space of all deferred tensors.
+    Memory: the largest tensor whose random numbers are drawn, for a moment; address space of all deferred tensors, on a GPU of one at a time.
 
     Args:
         draws: random numbers are drawn, so that generators end where plain building leaves them; without it weights have no values of their own.
@@ -69,7 +71,8 @@ class Recorder(TorchDispatchMode):
             is_large = not tensors and _makes_large(func, args, named, self._least_bytes)
             return self._defer(func, args, named) if is_large else func(*args, **named)
         if func.is_view or torch.Tag.inplace_view in func.tags:
-            return func(*args, **named)  # describes, touches no byte
+            with self._sized(tensors):
+                return func(*args, **named)  # describes, touches no byte
         written = _written(func, args, named)
         if any(self.key(tensor) is None for tensor in written):
             if any(self.key(tensor) is not None for tensor in written):
@@ -90,8 +93,22 @@ class Recorder(TorchDispatchMode):
     def fill(self, key: int) -> None:
         """Computes what a deferred storage holds, and puts it there: it is ordinary from now on, and all that view it."""
         storage = self.storages[key]
-        storage.copy_(self._values(key))
+        values = self._values(key)
+        storage.resize_(values.nbytes())
+        storage.copy_(values)
         del self.storages[key]
+
+    @contextmanager
+    def _sized(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Storages without bytes have their size meanwhile. See [Note: deferred tensors]."""
+        keys = {key for tensor in tensors if (key := self.key(tensor)) is not None and not self.storages[key].nbytes()}
+        for key in keys:
+            self.storages[key].resize_(self.program.regions[key].nbytes)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self.storages[key].resize_(0)
 
     def _run_on_values(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._value, (args, dict(kwargs)))
@@ -107,6 +124,7 @@ class Recorder(TorchDispatchMode):
 
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = next((t.device for t in self._deferred(args, kwargs)), _device_of(kwargs))
+        device = device if kwargs.get("device") is None else _device_of(kwargs)  # it is moved there
         outputs, originals = _on_meta(func, args, kwargs, self.key)
         made: list[Place | None] = []
 
@@ -117,15 +135,15 @@ class Recorder(TorchDispatchMode):
                 return original
             fresh = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=device)
             storage = fresh.untyped_storage()
-            _untouch(storage)
             self.storages[storage._cdata] = storage
             self.program.regions[storage._cdata] = Region(nbytes=storage.nbytes(), device=device)
             made.append(Place.of(storage._cdata, fresh))
+            _untouch(storage)
             return fresh
 
         written = _written(func, args, kwargs)
         writes = {self._known(t) for t in written}
-        overwrites = {self._known(t) for t in written if func.overloadpacket in _FILLS and _is_whole(t)}
+        overwrites = {self._known(t) for t in written if func.overloadpacket in _FILLS and self._is_whole(t)}
         is_read = [t for t in self._deferred(args, kwargs) if not (overwrites and t is args[0])]
         reads = frozenset(self._known(t) for t in is_read)
         generator = _generator_of(kwargs, device) if torch.Tag.nondeterministic_seeded in func.tags else None
@@ -172,6 +190,10 @@ class Recorder(TorchDispatchMode):
         func(*drawn_args, **drawn_kwargs)
         return state
 
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """The tensor is all of its storage."""
+        return tensor.numel() * tensor.element_size() == self.program.regions[self._known(tensor)].nbytes
+
     def _noted(self, tensor: torch.Tensor) -> Place | torch.Tensor:
         key = self.key(tensor)
         return tensor.detach().clone() if key is None else Place.of(key, tensor)
@@ -188,8 +210,9 @@ class Recorder(TorchDispatchMode):
 
 
 def _untouch(storage: torch.UntypedStorage) -> None:
-    """Gives the pages of new memory back: an allocator may have taken it from what others have freed, and used."""
+    """Gives the pages of new memory back: an allocator may have taken it from what others have freed, and used. On other devices, the bytes."""
     if storage.device.type != "cpu":
+        storage.resize_(0)
         return
     first = round_up(storage.data_ptr(), mmap.PAGESIZE)
     length = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -244,11 +267,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return found
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """The tensor is all of its storage."""
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _device_of(kwargs: Mapping[str, Any]) -> torch.device:

@@ -52,6 +52,7 @@ class WeightFiles:
             files = [opening.enter_context(TensorFile(source / n)) for n in weight_file_names(source, _FILE_NAME)]
             matched, self.unused = match(files, model, source)
             self._parameters: dict[int, Matched] = {}
+            self._brought: dict[int, Matched] = {}
             self._buffers: list[Matched] = []
             for found in matched.values():
                 if isinstance(found.tensor, nn.Parameter):
@@ -77,7 +78,16 @@ class WeightFiles:
             for origin in self._origins:
                 origin.make_room(parameter)
             found.read(parameter.data)
-            del self._parameters[id(parameter)]
+            self._brought[id(parameter)] = self._parameters.pop(id(parameter))
+
+    def take_back(self, name: str, parameter: nn.Parameter) -> bool:
+        """See `Origin.take_back`: such parameters will be read again."""
+        if not any(origin.take_back(name, parameter) for origin in self._origins):
+            return False
+        found = self._brought.pop(id(parameter), None)
+        if found is not None:
+            self._parameters[id(parameter)] = found
+        return True
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """These got their values elsewhere."""

@@ -83,9 +83,9 @@ class HostStore:
         """
         rest.written.wait()
 
-    def get(self, rest: _HostRest, into: torch.UntypedStorage) -> Ticket:
-        """See `TierStore`. Reads come after the write: both are on the copy stream."""
-        return rest.home.read(0, rest.home.nbytes, into)
+    def get(self, rest: _HostRest, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `TierStore`. Reads come after the write: both are on the copy stream. `into_offset`: the first byte to fill."""
+        return rest.home.read(0, rest.home.nbytes, into, into_offset)
 
     def free(self, rest: _HostRest) -> None:
         """See `TierStore`. The buffer may be filled again at once: that copy comes later on the same stream."""
@@ -134,9 +134,9 @@ class ScratchStore:
         """See `TierStore`."""
         rest.written.wait()
 
-    def get(self, rest: Extent, into: torch.UntypedStorage) -> Ticket:
-        """See `TierStore`."""
-        return self._scratch.get(rest, memory_of_storage(into), label="saved tensor")
+    def get(self, rest: Extent, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `TierStore`. `into_offset`: the first byte to fill."""
+        return self._scratch.get(rest, memory_of_storage(into, into_offset, rest.nbytes), label="saved tensor")
 
     def free(self, rest: Extent) -> None:
         """See `TierStore`. The file takes the room back when the transfers have ended."""
