@@ -274,7 +274,7 @@ class _Record:
         own = self._own()
         old = own.get(name)
         pages = self._pages.get(name)
-        if own.get(_GROWS) and _continues(old, new):
+        if own.get(_GROWS) and isinstance(old, torch.Tensor) and _continues(old, new):
             self._growing.add(name)
             if pages is not None and pages.version == _version(old):
                 pages.version = _version(new)
@@ -413,9 +413,9 @@ def _version(tensor: torch.Tensor) -> object:
     return object() if tensor.is_inference() else tensor._version
 
 
-def _continues(old: Any, new: Any) -> bool:
+def _continues(old: torch.Tensor, new: Any) -> bool:
     """The new tensor can be the old one's rows and some more."""
-    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.dim() < 2 or new.dim() < 2:
+    if not isinstance(new, torch.Tensor) or old.dim() < 2 or new.dim() < 2:
         return False
     is_alike = (*old.shape[:-2], old.shape[-1], old.dtype) == (*new.shape[:-2], new.shape[-1], new.dtype)
     return is_alike and 0 < old.shape[-2] <= new.shape[-2] and new.numel() > 0
