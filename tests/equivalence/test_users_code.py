@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,54 @@ def test_rounding_in_a_model_of_16_bits_is_not_taken_for_a_loss_that_does_not_ad
     assert abs((2 * parts[1] + parts[2]) / 3 - parts[0]) > 1e-5 * parts[0]  # the rounding is there
     with memfit.fit(model, optimizer, loss, batch, plan=Plan(microbatches=3)) as job:
         assert job.step(batch).is_finite
+
+
+# Copies, second fits, compiled parts
+
+
+def test_a_model_is_pickled_between_steps_as_an_ordinary_one(tmp_path: Path) -> None:
+    case = case_of()
+    plan = on_disk(case)
+    with memfit.fit(
+        case.model, sgd()(case.model), case.loss, batch_of(0), plan=plan, directory=tmp_path / "homes"
+    ) as job:
+        job.step(batch_of(0))
+        with job.weights():
+            copy = pickle.loads(pickle.dumps(case.model))
+        expected = job.evaluate(batch_of(1)).loss
+    assert loss_of(copy.eval(), batch_of(1)).item() == expected
+
+
+def test_what_a_live_job_has_in_hand_is_not_fitted_again() -> None:
+    case = case_of()
+    optimizer = sgd()(case.model)
+    with memfit.fit(case.model, optimizer, case.loss, batch_of(0)) as job:
+        with pytest.raises(UsageError, match=r"live job.*job\.close\(\)"):
+            memfit.fit(case.model, optimizer, case.loss, batch_of(0))
+        assert job.step(batch_of(0)).is_finite
+    memfit.fit(case.model, optimizer, case.loss, batch_of(0)).close()
+
+
+def test_a_complex_loss_is_refused_as_such() -> None:
+    case = case_of(lambda model, batch: loss_of(model, batch) * 1j)
+    with pytest.raises(UsageError, match="real number, not one of torch.complex64"):
+        memfit.fit(case.model, sgd()(case.model), case.loss, batch_of(0), limit="64GiB")
+
+
+@pytest.mark.parametrize("how", ["layer", "model"])
+def test_weights_do_not_travel_through_code_that_is_compiled_around_their_calls(how: str, tmp_path: Path) -> None:
+    case = case_of()
+    plan = on_disk(case)
+    (case.model if how == "model" else case.model.layers[1]).compile(backend="eager")  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedError, match=r"torch\.compile around the calls.*layer\.forward"):
+        memfit.fit(case.model, sgd()(case.model), case.loss, batch_of(0), plan=plan, directory=tmp_path / "homes")
+
+
+def test_layers_whose_forward_is_compiled_train_exactly(tmp_path: Path) -> None:
+    def build() -> Case:
+        case = case_of()
+        for layer in case.model.layers:  # type: ignore[union-attr]
+            layer.forward = torch.compile(layer.forward, backend="eager")  # type: ignore[method-assign]
+        return case
+
+    assert_equal_training(build, sgd(0.5), fit_with(on_disk(case_of()), tmp_path, keep_gradients=True))

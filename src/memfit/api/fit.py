@@ -325,6 +325,21 @@ def _check_splits(profile: Profile) -> None:
         )
 
 
+def _check_compiled(problem: Problem) -> None:
+    """Compiled code around a call would have the call's hooks compiled into it, and meet weights that are away."""
+    sites = {id(site.module) for site in problem.block_map.sites}
+    for name, module in problem.model.named_modules():
+        is_wrapper = hasattr(module, "_orig_mod")
+        if not is_wrapper and getattr(module, "_compiled_call_impl", None) is None:
+            continue
+        inside = [part for part in module.modules() if part is not module or not is_wrapper]
+        if any(id(part) in sites for part in inside):
+            raise UnsupportedError(
+                f"{name or 'the model'!r} is compiled with torch.compile around the calls at which weights come and go: compile what runs inside a call "
+                "instead, `layer.forward = torch.compile(layer.forward)` for each layer, before memfit.fit"
+            )
+
+
 def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     """Weights that the forward itself changes must stay where they are, and nothing may change them twice a step."""
     if not profile.written_weights:
@@ -465,6 +480,8 @@ class _Task:
             UnsupportedError: the plan would train another model.
         """
         _check_meaning(plan, found, is_committed=self.run is not None)
+        if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
+            _check_compiled(self.problem)
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:

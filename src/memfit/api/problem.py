@@ -30,7 +30,7 @@ from memfit.profiling.trace import profile_step
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.loss_scaling import in_half
-from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
+from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.runtime.states import embedding_names, stored_bytes
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
@@ -160,8 +160,12 @@ def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDr
     """The driver of an optimizer.
 
     Raises:
-        UnsupportedError: its step needs all parameters at once.
+        UnsupportedError: its step needs all parameters at once. UsageError: a live job has it.
     """
+    if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, AwayStates):
+        raise UsageError(
+            "a live job has this optimizer, and its model, in hand: close that job first (job.close()); then they are ordinary ones again, and can be fitted anew"
+        )
     driver = OptimizerDriver(optimizer, dict(model.named_parameters()))
     for name in driver.names:
         verdict = driver.verdict(name)

@@ -147,7 +147,7 @@ def _check_parts(setting: _Setting, sizes: Sequence[int], reason: str) -> None:
     if len(sizes) == 1:
         return
     try:
-        _run(setting, sizes[-1], is_fake=True, is_whole=False)
+        _run(setting, sizes[-1], is_fake=True, is_whole=True)
     except _FAKE_FAILURES:
         return
     raise UsageError(
@@ -265,6 +265,8 @@ def _check_loss(value: Any) -> None:
             else f"a {type(value).__name__}"
         )
         raise UsageError(f"loss(model, batch) must return a scalar tensor, not {told}")
+    if value.is_complex():
+        raise UsageError(f"loss(model, batch) must return a real number, not one of {value.dtype}")
     if not value.requires_grad:
         raise UsageError(
             "loss(model, batch) returned a value without gradient: are all parameters frozen, or is it detached?"

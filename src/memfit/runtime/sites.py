@@ -77,6 +77,9 @@ class _Enter:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Enter:
         return _Enter(_dead, self._site)  # a copy of the model is an ordinary model
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle_enter, (self._site,)  # one that is pickled too
+
 
 class _Leave:
     def __init__(self, observer: weakref.ref[CallObserver], site: int) -> None:
@@ -90,6 +93,17 @@ class _Leave:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Leave:
         return _Leave(_dead, self._site)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle_leave, (self._site,)
+
+
+def _idle_enter(site: int) -> _Enter:
+    return _Enter(_dead, site)
+
+
+def _idle_leave(site: int) -> _Leave:
+    return _Leave(_dead, site)
 
 
 class _Nothing:

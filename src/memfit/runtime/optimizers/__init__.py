@@ -7,8 +7,8 @@ has before any exists, takes the states out of the user's object and puts them b
 """
 
 from memfit.runtime.optimizers.driver import OptimizerDriver
-from memfit.runtime.optimizers.interception import OwnerCallbacks
+from memfit.runtime.optimizers.interception import AwayStates, OwnerCallbacks
 from memfit.runtime.optimizers.kinds import UpdateKind, Verdict
 from memfit.runtime.optimizers.layout import StateTensor
 
-__all__ = ["OptimizerDriver", "OwnerCallbacks", "StateTensor", "UpdateKind", "Verdict"]
+__all__ = ["AwayStates", "OptimizerDriver", "OwnerCallbacks", "StateTensor", "UpdateKind", "Verdict"]
