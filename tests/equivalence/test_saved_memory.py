@@ -315,10 +315,10 @@ class FailingStore(HostStore):
             raise StoreError("the disk is full")
         super().wait(rest)
 
-    def get(self, rest: Any, into: torch.UntypedStorage) -> Any:
+    def get(self, rest: Any, into: torch.UntypedStorage, into_offset: int = 0) -> Any:
         if self.fails_at == "read":
             raise StoreError("the disk is gone")
-        return super().get(rest, into)
+        return super().get(rest, into, into_offset)
 
 
 @pytest.mark.parametrize("fails_at", ["write", "read"])

@@ -171,9 +171,10 @@ def test_masters_are_split_and_joined_on_a_gpu_as_on_the_cpu() -> None:
     upper = torch.arange(1 << 16, dtype=torch.int64).unsqueeze(1) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = (upper | lower).reshape(-1).to(torch.int32).view(torch.float32)
-    weight, difference, marks = split(master.cuda())
-    again = torch.empty_like(master, device="cuda")
-    join(weight, difference, marks, again)
+    on_device = master.cuda()
+    difference, marks = split(on_device)
+    again = torch.empty_like(on_device)
+    join(on_device.bfloat16(), difference, marks, again)
     is_nan = master.isnan()
     assert torch.equal(again.cpu().isnan(), is_nan)
     assert torch.equal(again.cpu().view(torch.int32)[~is_nan], master.view(torch.int32)[~is_nan])
