@@ -89,14 +89,10 @@ _WAVES = {
     "num_feat_extract_layers": 2, "mask_time_prob": 0.0, "apply_spec_augment": False, "layerdrop": 0.0, "classifier_proj_size": 16,
 }  # fmt: skip
 _OWN: dict[str, Mapping[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "opt": {"word_embed_proj_dim": 32},
-    "falcon": {"head_dim": None},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
-    "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
-    "prophetnet": {"num_encoder_layers": 2, "num_hidden_layers": None},
     "longt5": {"decoder_start_token_id": 0},
     "switch_transformers": {"decoder_start_token_id": 0},
     "swin": _WINDOWS,
@@ -105,29 +101,28 @@ _OWN: dict[str, Mapping[str, Any]] = {
     "convnextv2": {**_NARROW, "num_hidden_layers": 4, "patch_size": 4},
     "segformer": {**_NARROW, "num_attention_heads": [1, 2, 3, 4]},
     "pvt": _PYRAMID,
-    "pvt_v2": _PYRAMID,
     "efficientnet": {"hidden_dim": None},
-    **dict.fromkeys(("poolformer", "resnet", "regnet", "focalnet", "bit", "swiftformer"), _STAGES),
-    **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "sew", "unispeech-sat", "data2vec-audio"), _WAVES),
+    **dict.fromkeys(("poolformer", "resnet", "regnet", "focalnet"), _STAGES),
+    **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "sew"), _WAVES),
     "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 16},
     "whisper": {"num_mel_bins": 16, "max_source_positions": 16},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
 }
 _TEXT = """
     gpt_neox opt bloom qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi phi3 phimoe mistral stablelm olmo mamba mamba2 falcon_mamba rwkv
-    deepseek_v3 jamba recurrent_gemma
+    deepseek_v3 jamba recurrent_gemma lfm2 gpt_oss
 """
 _MASKED = """
     roberta deberta deberta-v2 electra distilbert longformer convbert mobilebert modernbert camembert squeezebert fnet nystromformer yoso xlm-roberta
     megatron-bert rembert roformer mra esm data2vec-text big_bird ibert flaubert xlm layoutlm
 """
 _TRANSLATING = """
-    bart mbart pegasus marian m2m_100 blenderbot blenderbot-small led umt5 mvp plbart pegasus_x bigbird_pegasus
+    bart mbart pegasus marian m2m_100 blenderbot blenderbot-small led umt5 mvp plbart longt5 switch_transformers pegasus_x bigbird_pegasus
 """
 _SEEING = """
-    swin convnext dinov2 poolformer resnet mobilevit segformer
+    beit swin swinv2 convnext convnextv2 dinov2 poolformer resnet regnet mobilevit segformer pvt focalnet efficientnet
 """
-_HEARING = "wav2vec2 hubert"
+_HEARING = "wav2vec2 hubert wavlm sew"
 
 
 def _group(names: str, head: str, batch: Callable[[int], zoo.Batch], **more: Any) -> dict[str, Architecture]:

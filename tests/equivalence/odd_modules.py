@@ -323,11 +323,8 @@ ODD: dict[str, Callable[[], zoo.Case]] = {
 }
 """What trains, by name."""
 
-WHOLE_BATCH_ONLY = ("spectral-norm", "spectral-norm-of-old")
-"""Power iterations run once a forward."""
-
-RESIDENT_ONLY = ("max-norm",)
-"""The forward changes its own weights."""
+WHOLE_BATCH_ONLY = ("spectral-norm", "spectral-norm-of-old", "max-norm")
+"""Power iterations run once a forward, and so do bounds on a weight."""
 
 REFUSED: dict[str, tuple[Callable[[], zoo.Case], str]] = {
     "sparse gradients": (

@@ -19,16 +19,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
 
-_BATCH_NORMS = (
-    "efficientnet",
-    "hgnet_v2",
-    "mobilenet_v1",
-    "mobilenet_v2",
-    "mobilevit",
-    "regnet",
-    "resnet",
-    "swiftformer",
-)
+_BATCH_NORMS = ("efficientnet", "mobilevit", "regnet", "resnet")
 WHOLE_BATCH = {**dict.fromkeys(_BATCH_NORMS, "statistics over the batch"), "ibert": "changes its buffer"}
 """Microbatches would be another model: refused in these words; the whole batch is bitwise."""
 
