@@ -96,6 +96,22 @@ STAND_INS: tuple[Callable[[Path, Path], None], ...] = (
     pipe, directory, device, door, link, link_to_nothing, link_to_itself, second_name, empty, half, huge,
 )  # fmt: skip
 
+QUICK = (pipe, directory, device, link, huge)
+
+
+def cases(names: tuple[str, ...], *, quick: tuple[str, ...]) -> list[Any]:
+    """Every stand-in in the place of every file; slow but for some."""
+    every = [(name, what) for name in names for what in STAND_INS]
+    return [
+        pytest.param(
+            name,
+            what,
+            id=f"{what.__name__} as {name}",
+            marks=() if name in quick and what in QUICK else pytest.mark.slow,
+        )
+        for name, what in every
+    ]
+
 
 def put(what: Callable[[Path, Path], None], path: Path, elsewhere: Path) -> bytes:
     """In the place of a file; the file itself is moved elsewhere. Its bytes."""
@@ -130,8 +146,7 @@ def in_time(act: Callable[[], Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", RUN_FILES)
-@pytest.mark.parametrize("what", STAND_INS, ids=lambda what: what.__name__)
+@pytest.mark.parametrize(("name", "what"), cases(RUN_FILES, quick=("manifest.json", "homes-0.bin")))
 def test_what_stands_in_the_place_of_a_file_of_a_run_is_refused(
     what: Callable[[Path, Path], None], name: str, made: Path, tmp_path: Path
 ) -> None:
@@ -160,8 +175,7 @@ def is_current(made: Path, name: str) -> bool:
     return name == f"state-{entry['file']}.bin"
 
 
-@pytest.mark.parametrize("name", SAVE_FILES)
-@pytest.mark.parametrize("what", STAND_INS, ids=lambda what: what.__name__)
+@pytest.mark.parametrize(("name", "what"), cases(SAVE_FILES, quick=("model.safetensors.index.json",)))
 def test_what_stands_in_the_place_of_a_saved_file_is_refused(
     what: Callable[[Path, Path], None], name: str, made: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ def fit(store: Path | None, plan: Plan | None, **options: Any) -> memfit.Job:
     return memfit.fit(model, adamw(model), loss, draw(torch.Generator()), plan=plan, store=store, **options)
 
 
-QUICK = ("layer-major", "bf16", "int8-state")
+QUICK = ("bf16",)
 
 
 @pytest.mark.parametrize(
