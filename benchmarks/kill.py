@@ -52,8 +52,8 @@ from memfit.core.plan import Plan
 TOTAL = 6
 DURABILITIES: tuple[Any, ...] = ("step", 2, "exit")
 REPLANNED = "replanned"
-ROWS = 8192
-"""Of a batch under the plan that is replanned: activations are most of what it takes."""
+ROWS = {"gpt2": 1024, "tied-and-frozen": 8192}
+"""By model, of a batch under the plan that is replanned: activations are most of what it takes."""
 _LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "sympy", "scipy", "numpy", "memfit"}
 STORE_FILES = frozenset({"homes-0.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
 LEAVES = {2: 0.8, 4: 0.6}
@@ -279,7 +279,7 @@ def peak_of(model: str) -> int:
     import memfit
 
     made = small_run.build(model)
-    batch = small_run.draw(torch_generator(), ROWS)
+    batch = small_run.draw(torch_generator(), ROWS[model])
     with memfit.fit(made, small_run.adamw(made), small_run.loss, batch, plan=Plan(), emulate_device=True) as job:
         job.step(batch)
         return job.step(batch).peak_bytes
@@ -305,7 +305,7 @@ def program_of(line: dict[str, Any]) -> Program:
     limit = int(1.2 * line["peak"])
     options = {"limit": limit, "emulate_device": True, "hardware": hardware, "on_breach": "replan"}
     hogs = tuple((step, limit - int(share * line["peak"])) for step, share in LEAVES.items())
-    return Program(Plan(), options, ROWS, hogs)
+    return Program(Plan(), options, ROWS[line["model"]], hogs)
 
 
 def training(scenario: Scenario, program: Program, directory: Path) -> Callable[..., None]:
