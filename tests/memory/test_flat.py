@@ -182,15 +182,26 @@ def test_training_in_bf16_of_a_model_born_empty_is_flat(masters: str, steps: int
 
 @pytest.mark.parametrize("rounds", [8, LONG], ids=["short", "long"])
 def test_generation_with_streamed_weights_and_caches_is_flat(rounds: int, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     allocator = install()
-    model = memfit.empty(lambda: zoo.ZOO["llama"]().model)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+        max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = memfit.empty(lambda: LlamaForCausalLM(config))
     prompt = torch.ones(2, 6, dtype=torch.int64)
     found: list[Footprint] = []
     resident: list[int] = []
     with memfit.infer(model, cache_limit=0, directory=tmp_path / "homes", limit="8GiB") as session:
         for _ in range(rounds):
             session.model.generate(  # type: ignore[operator]
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=True, pad_token_id=0
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=4,
+                min_new_tokens=4,
+                do_sample=True,
+                pad_token_id=0,
             )
             found.append(footprint(allocator, tmp_path))
             resident.append(resident_bytes())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.api.advice import advise
+from memfit.api.problem import Problem
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
@@ -43,6 +46,34 @@ def test_advice_is_what_fit_chooses(allow: frozenset[str], tmp_path: Path) -> No
         assert advice.profile.blocks == job.profile.blocks
         assert advice.reason.split(": predicted")[0] == job.reason.split(": predicted")[0]
     assert advice.plan.compute_dtype is (ComputeDtype.BFLOAT16 if allow else ComputeDtype.GIVEN)
+
+
+@pytest.mark.parametrize(("bf16_speedup", "is_traced"), [(1000, False), (1, True)])
+def test_ways_to_compute_that_cannot_win_are_not_traced(
+    bf16_speedup: int, is_traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bf16 is a thousand times as fast, nobody asks what the loss in chunks would take in fp32."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_positions=8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+    traced: list[tuple[ComputeDtype, bool]] = []
+    plain = Problem.profile
+
+    def profile(problem: Problem, sample: Any, counts: Any, **ways: Any) -> Any:
+        traced.append((ways.get("compute", ComputeDtype.GIVEN), ways["chunk_tokens"] is not None))
+        return plain(problem, sample, counts, **ways)
+
+    monkeypatch.setattr(Problem, "profile", profile)
+    machine = replace(MACHINE, flops_per_s=1e6, bf16_flops_per_s=1e6 * bf16_speedup)
+    tokens = torch.randint(64, (4, 8))
+    advice = advise(
+        model, torch.optim.AdamW(model.parameters()), lambda m, x: m(input_ids=x, labels=x).loss, tokens, limit="64GiB",
+        allow={"bf16"}, hardware=machine,
+    )  # fmt: skip
+    assert ((ComputeDtype.GIVEN, True) in traced) == is_traced
+    assert (ComputeDtype.BFLOAT16, False) in traced
+    assert advice.plan.compute_dtype is (ComputeDtype.GIVEN if is_traced else ComputeDtype.BFLOAT16)
 
 
 def test_a_given_plan_is_priced_in_its_own_dtype() -> None:

@@ -28,6 +28,8 @@ from memfit.runtime.losses import knows_loss
 
 # Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
 _BASE_VARIATION_BYTES = 4 * MIB
+# A plan that takes less than this share of what another way to compute takes at least wins in any case: ways differ a little in operations.
+_SURELY_LESS = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +94,15 @@ def choose(
     formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
     if like is not None:
         dtypes, formats = [like.compute_dtype], [like.state_format]
-    choices: list[Choice] = []
+    choices: list[tuple[int, Choice]] = []
     refusals: list[DoesNotFitError] = []
-    for compute, chunk in product(dtypes, chunks):
+    # Ways to compute, the more exact first; looked at in the order of their speed, as far as they can still win: a trace of each costs seconds.
+    ways = list(product(dtypes, chunks))
+    least_s = [_compute_seconds(first, in_dtype(hardware, compute)) for compute, _ in ways]
+    for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
+        compute, chunk = ways[way]
+        if choices and min(choice.found.timeline.seconds for _, choice in choices) < _SURELY_LESS * least_s[way]:
+            break
         is_first = compute is ComputeDtype.GIVEN and chunk is None
         counts = microbatch_counts(sample)
         try:
@@ -127,11 +135,23 @@ def choose(
                 refusals.append(error)
                 continue
             plan = replace(found.plan, loss_chunk_tokens=chunk, state_format=states)
-            choices.append(Choice(plan=plan, reason=_words(found, plan), profile=profile, hardware=speeds, found=found))
+            choice = Choice(plan=plan, reason=_words(found, plan), profile=profile, hardware=speeds, found=found)
+            choices.append((way, choice))
     if not choices:
         raise _refusal(refusals, budget, load_bytes)
-    # Of equally fast ones the first: the more exact.
-    return min(choices, key=lambda choice: choice.found.timeline.seconds)
+    # Of equally fast ones the more exact.
+    return min(choices, key=lambda found: (found[1].found.timeline.seconds, found[0]))[1]
+
+
+def _compute_seconds(profile: Profile, hardware: Hardware) -> float:
+    """Seconds of the matrix products of a whole batch, in the size of microbatches that has fewest: no plan takes less."""
+    return (
+        min(
+            -(-profile.batch_rows // rows) * sum(call.forward_flops + call.backward_flops for call in trace.calls)
+            for rows, trace in profile.traces.items()
+        )
+        / hardware.flops_per_s
+    )
 
 
 def _words(found: PlanChoice, plan: Plan) -> str:
