@@ -112,7 +112,7 @@ def give_random(state: Any) -> None:
         np.random.set_state(numpy)
         random.setstate(python)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise StoreError(f"the state of the step has no random numbers that can be used: {error}") from error
+        raise StoreError(f"the state of the step has no random numbers that can be used: {str(error)[:200]}") from error
 
 
 # --- the optimizer --------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping
         wanted = [names[id(p)] for p in live["params"]]
         if parameters != wanted:
             different = {*map(str, parameters)} ^ {*wanted}
-            told = f"such as {min(different)!r}" if different else "in another order"
+            told = f"such as {min(different)!r:.200}" if different else "in another order"
             raise StoreError(
                 f"param_groups[{index}] of the run's optimizer has other parameters than here ({len(parameters)} and {len(wanted)}), {told}: build it as it was"
             )
@@ -173,7 +173,7 @@ def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping
                 continue  # changes neither
             if isinstance(value, bool | None) and isinstance(live.get(key), bool | None) and live.get(key) != value:
                 raise StoreError(
-                    f"param_groups[{index}][{key!r}] is {live.get(key)} here and was {value} in the run: build the optimizer as it was"
+                    f"param_groups[{index}][{key!r:.80}] is {live.get(key)} here and was {value} in the run: build the optimizer as it was"
                 )
 
 
@@ -249,7 +249,7 @@ def check_parameters(
         StoreError: names the first differences.
     """
     lines = [f"{name!r} is missing there" for name in wanted if name not in found]
-    lines += [f"{name!r} is not in this model" for name in found if name not in wanted]
+    lines += [f"{name!r:.200} is not in this model" for name in found if name not in wanted]
     lines += [
         f"{name!r} has shape {list(found[name])} there and {list(shape)} here"
         for name, shape in wanted.items()

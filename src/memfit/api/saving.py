@@ -295,7 +295,7 @@ def _match_weights(files: Sequence[TensorFile], model: nn.Module, source: Path) 
     matched, unused = match(files, model, source)
     if unused:
         raise UsageError(
-            f"{source} holds {unused[0]!r}, which the model does not have; build the model as it was when it was saved"
+            f"{source} holds {unused[0]!r:.200}, which the model does not have; build the model as it was when it was saved"
         )
     for found in matched.values():
         for dtype in found.dtypes - {found.tensor.dtype}:
@@ -344,7 +344,7 @@ def _match_optimizer(
     for name, entries in states.items():
         if name not in driver.names:
             raise UsageError(
-                f"{source} holds a state of {name!r}, which this optimizer does not update; build it as it was"
+                f"{source} holds a state of {name!r:.200}, which this optimizer does not update; build it as it was"
             )
         layout = driver.state_layout(name)
         planned = {t.key: t for t in layout}

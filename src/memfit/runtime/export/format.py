@@ -149,7 +149,7 @@ def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
     position = len(raw)
     for entry in entries:
         if entry.begin != position:
-            raise damaged(path, f"the bytes of {entry.name!r} do not follow those before them (gap or overlap)")
+            raise damaged(path, f"the bytes of {entry.name!r:.200} do not follow those before them (gap or overlap)")
         position = entry.end
     if position != file_bytes:
         raise damaged(path, f"its header tells of {position} bytes, the file has {file_bytes}")
@@ -158,15 +158,16 @@ def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
 
 def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise damaged(path, f"the entry of {name!r} is not dtype, shape and data_offsets")
+        raise damaged(path, f"the entry of {name!r:.200} is not dtype, shape and data_offsets")
     dtype, shape, offsets = _DTYPES.get(str(field["dtype"])), field["shape"], field["data_offsets"]
     if dtype is None:
-        raise damaged(path, f"{name!r} has a dtype {str(field['dtype'])[:40]!r} that memfit does not know")
+        raise damaged(path, f"{name!r:.200} has a dtype {str(field['dtype'])[:40]!r} that memfit does not know")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise damaged(path, f"the shape or the offsets of {name!r} are not whole numbers from 0 on")
+        raise damaged(path, f"the shape or the offsets of {name!r:.200} are not whole numbers from 0 on")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise damaged(
-            path, f"{name!r} of shape {shape} and {dtype} does not take the {offsets[1] - offsets[0]} bytes it is given"
+            path,
+            f"{name!r:.200} of shape {str(shape)[:200]} and {dtype} does not take the {offsets[1] - offsets[0]} bytes it is given",
         )
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=base + offsets[0], end=base + offsets[1])
 

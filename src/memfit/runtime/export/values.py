@@ -81,7 +81,7 @@ def decode_value(value: Any, where: str, *, device: torch.device | None = None) 
             return float(inner)
         if tag == "tensor" and isinstance(inner, dict):
             return _decode_tensor(inner, where, device)
-    raise StoreError(f"{where} has a form that memfit does not write: {str(value)[:80]}; take another save")
+    raise StoreError(f"{where:.200} has a form that memfit does not write: {str(value)[:80]}; take another save")
 
 
 def _decode_tensor(inner: dict[str, Any], where: str, device: torch.device | None) -> torch.Tensor:
@@ -95,14 +95,16 @@ def _decode_tensor(inner: dict[str, Any], where: str, device: torch.device | Non
         and math.prod(shape) == len(values)
     )
     if not is_sound:
-        raise StoreError(f"{where} is not a tensor as memfit writes it: {str(inner)[:80]}; take another save")
+        raise StoreError(f"{where:.200} is not a tensor as memfit writes it: {str(inner)[:80]}; take another save")
     numbers = [decode_value(v, where) for v in values or ()]
     if not all(isinstance(v, bool | int | float) for v in numbers):
-        raise StoreError(f"{where} holds values that are not numbers; take another save")
+        raise StoreError(f"{where:.200} holds values that are not numbers; take another save")
     try:
         # Through float64 (or whole numbers as they are): every narrower value comes back with the same bits.
         tensor = torch.tensor(numbers, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype).view(shape)  # type: ignore[union-attr]
     except (RuntimeError, OverflowError) as error:
-        raise StoreError(f"{where} cannot be made a tensor of {dtype}: {error}; take another save") from error
+        raise StoreError(
+            f"{where:.200} cannot be made a tensor of {dtype}: {str(error)[:200]}; take another save"
+        ) from error
     on_cpu = inner.get("device") == "cpu" or device is None
     return tensor if on_cpu else tensor.to(device)
