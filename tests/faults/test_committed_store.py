@@ -352,10 +352,10 @@ def test_a_store_that_an_earlier_version_wrote_is_read_and_continued(tmp_path: P
 
 def test_a_format_of_another_version_is_refused(tmp_path: Path, io: DiskIO) -> None:
     directory = committed(tmp_path / "s", io)
-    for version in (1, 3):
+    for version in (1, 4):
         path = directory / "manifest.json"
         path.write_bytes(path.read_bytes().replace(b'"version":2', f'"version":{version}'.encode()))
-        with pytest.raises(StoreError, match=f"format version {version}; this memfit reads version 2"):
+        with pytest.raises(StoreError, match=f"format version {version}; this memfit reads versions 2 and 3"):
             TWO_BLOCKS.open(directory, io)
         path.write_bytes(path.read_bytes().replace(f'"version":{version}'.encode(), b'"version":2'))
 

@@ -37,7 +37,7 @@ from memfit.runtime.store import (
     probe_disk,
     store_bytes,
 )
-from memfit.runtime.store.manifest import FORMAT, VERSION
+from memfit.runtime.store.manifest import FORMAT, VERSIONS
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -494,7 +494,7 @@ def test_the_manifest_is_plain_json_with_version_steps_and_layout(tmp_path: Path
         store.region("w").write(0, 5, filled(b"hello"))
         store.commit(7, ["w"])
     found = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    assert (found["format"], found["version"]) == (FORMAT, VERSION)
+    assert (found["format"], found["version"]) == (FORMAT, VERSIONS["generations"])
     assert found["body"]["regions"]["w"] == {
         "nbytes": 5,
         "tag": "weight",

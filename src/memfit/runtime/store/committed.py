@@ -10,7 +10,7 @@ memfit, and what a user does after a step (a scheduler, an average) is done too,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -71,6 +71,7 @@ class CommittedStore:
         state_bytes: int = 64 * KIB,
         piece_bytes: int = PIECE_BYTES,
         verify_visits: bool = False,
+        units: Sequence[Sequence[str]] | None = None,
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> CommittedStore:
@@ -87,6 +88,7 @@ class CommittedStore:
             state_bytes: room claimed for the small state, twice. A state that outgrows it claims more when it is written.
             piece_bytes: how many bytes a checksum covers.
             verify_visits: compare each visit with the checksums, see `Region.read`.
+            units: makes a store with a journal, see `DiskStore.create`; then durability must be "step".
             io: threads to share with others.
             operations: the system calls.
 
@@ -96,6 +98,8 @@ class CommittedStore:
             StoreError: no parent, no permission, no room, or a store is there already.
         """
         check_durability(durability)
+        if units is not None:
+            check_journaled(durability)
         if type(state_bytes) is not int or state_bytes < 0:
             raise UsageError(f"the room for the state is a number of bytes, not {state_bytes!r:.40}")
         disk = DiskStore.create(
@@ -105,6 +109,7 @@ class CommittedStore:
             piece_bytes=piece_bytes,
             state_bytes=round_up(state_bytes, 4 * KIB),
             verifies=verify_visits,
+            units=units,
             io=io,
             operations=operations,
         )
@@ -147,6 +152,8 @@ class CommittedStore:
         )
         try:
             _refuse_working_home(disk)
+            if disk.scheme == "journal":
+                check_journaled(durability)
             if verify:
                 _refuse_damage(check_store(disk))
         except BaseException:
@@ -323,6 +330,14 @@ def check_durability(durability: object) -> None:
     is_number = type(durability) is int and durability >= 1
     if durability not in ("step", "exit") and not is_number:
         raise UsageError(f'durability is "step", "exit" or a number of steps from 1, not {durability!r:.80}')
+
+
+def check_journaled(durability: object) -> None:
+    """Refuses a durability that a store with a journal cannot have. Raises `UsageError`."""
+    if durability != "step":
+        raise UsageError(
+            f'a store with a journal has durability="step", not {durability!r:.80}: each step overwrites the one before, so each must be durable before the next'
+        )
 
 
 def _refuse_working_home(disk: DiskStore) -> None:

@@ -100,6 +100,44 @@ def lay_out(regions: Mapping[str, RegionSpec], *, file_bytes: int = FILE_BYTES) 
     return Layout(file_bytes=tuple(files), places=places)
 
 
+def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[str]]) -> Layout:
+    """Places regions so that units of them move from one place to the other through one spare room. See [Note: journal].
+
+    All first slots of the units lie one behind the other; each second slot lies as far before its first one as the largest unit is long. So the
+    second slots share room with the first slots of units before, and those of one region never with each other.
+
+    Args:
+        regions: what shall be held; what is in no unit is placed as `lay_out` does.
+        units: names of regions with two slots.
+
+    Returns:
+        The layout. Units lie in one file, however large.
+
+    Raises:
+        UsageError: a region that cannot be, or that is in two units or has one slot and is in one.
+    """
+    names = [name for unit in units for name in unit]
+    if len(set(names)) != len(names) or any(name not in regions or regions[name].slots != 2 for name in names):
+        raise UsageError("a unit is made of regions with two slots, each in one unit")
+    rest = lay_out({name: spec for name, spec in regions.items() if name not in set(names)})
+    if not names:
+        return rest
+    lengths = {name: round_up(regions[name].nbytes, ALIGNMENT_BYTES) for name in names}
+    spare_bytes = max(sum(lengths[name] for name in unit) for unit in units)
+    moving: dict[str, tuple[SlotPlace, ...]] = {}
+    position = 0
+    for name in names:
+        check_spec(name, regions[name])
+        moving[name] = (SlotPlace(file=0, offset=position + spare_bytes), SlotPlace(file=0, offset=position))
+        position += lengths[name]
+    shifted = {
+        name: tuple(SlotPlace(file=place.file + 1, offset=place.offset) for place in places)
+        for name, places in rest.places.items()
+    }
+    places = {name: moving.get(name) or shifted[name] for name in regions}
+    return Layout(file_bytes=(position + spare_bytes, *rest.file_bytes), places=places)
+
+
 def store_bytes(regions: Mapping[str, RegionSpec]) -> int:
     """Disk that a store of these regions takes, manifest aside. Raises `UsageError` for a region that cannot be."""
     return sum(lay_out(regions).file_bytes)

@@ -6,7 +6,9 @@ In: bytes from a disk, trusted in nothing. Out: a `Manifest`, every field of it 
 `{"format": "memfit-store", "version": 2, "checksum": "...", "body": {...}}`. The checksum is SHA-256 over the body, as
 JSON with sorted keys and no spaces. Readers refuse other versions and unknown fields: a field that an older reader
 skips could be the one that says that its data is compressed. A slot's step is the last step that was committed in it;
-the slot that is not current may have been written since, so its step is history, not a promise. `sums` are the CRC-32C of
+the slot that is not current may have been written since, so its step is history, not a promise. A store with a journal
+(`journal`, [Note: journal]) has version 3: there slots of different regions may share room, as long as no two current ones do, and
+regions with one slot are summed as well while a step is committed in them. `sums` are the CRC-32C of
 the current slot's pieces of `piece_bytes` bytes, eight hexadecimal digits each, one behind the other; null where none are
 kept. `state` says which of two files holds the small state of the step, how long it is, and its CRC-32C.
 """
@@ -19,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from memfit.core.documents import ROOM_BYTES, parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UsageError
@@ -30,7 +32,10 @@ from memfit.runtime.store.memory import ALIGNMENT_BYTES
 from memfit.runtime.store.tensors import TensorPlace
 
 FORMAT = "memfit-store"
-VERSION = 2
+VERSIONS = {"generations": 2, "journal": 3}
+"""The format's version of each scheme: a reader that knows no journal refuses one by its version."""
+Scheme = Literal["generations", "journal"]
+"""How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
 LIMIT_BYTES = 16 * MIB
@@ -92,6 +97,11 @@ class Manifest:
     state: StateEntry | None = None
     """The small state of the step; None if it has none."""
     has_state_files: bool = False
+    scheme: Scheme = "generations"
+
+    def keeps_sums_of(self, spec: RegionSpec) -> bool:
+        """What is committed of such a region has checksums."""
+        return self.piece_bytes is not None and (spec.slots == 2 or self.scheme == "journal")
 
 
 def file_name(number: int) -> str:
@@ -153,7 +163,7 @@ def write_manifest(manifest: Manifest) -> bytes:
     Raises:
         UsageError: more regions than a manifest may hold.
     """
-    body = {
+    body: dict[str, Any] = {
         "identity": dict(manifest.identity),
         "alignment_bytes": ALIGNMENT_BYTES,
         "generation": manifest.generation,
@@ -179,8 +189,10 @@ def write_manifest(manifest: Manifest) -> bytes:
             for name, entry in manifest.regions.items()
         },
     }
+    if manifest.scheme == "journal":
+        body["scheme"] = "journal"
     text = _canonical(body)
-    whole = {"format": FORMAT, "version": VERSION, "checksum": _checksum(text), "body": body}
+    whole = {"format": FORMAT, "version": VERSIONS[manifest.scheme], "checksum": _checksum(text), "body": body}
     content = json.dumps(whole, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     if len(content) > LIMIT_BYTES or parsed_bytes(content) > _room_bytes(content, sum(manifest.file_bytes)):
         raise UsageError(
@@ -214,19 +226,20 @@ def read_manifest(content: bytes, *, path: Path, data_bytes: int = 0) -> Manifes
     fields = _fields(whole, path, "it", {"format": str, "version": int, "checksum": str, "body": dict}, is_open=True)
     if fields["format"] != FORMAT:
         raise store_error(f"{path} is not a manifest of a memfit store: its format is {fields['format']!r:.80}")
-    if fields["version"] != VERSION:
+    schemes: dict[int, Scheme] = {2: "generations", 3: "journal"}
+    if fields["version"] not in schemes:
         raise store_error(
-            f"{path} has format version {fields['version']!r:.40}; this memfit reads version {VERSION}: "
+            f"{path} has format version {fields['version']!r:.40}; this memfit reads versions {' and '.join(map(str, schemes))}: "
             "use the version of memfit that wrote it"
         )
     _fields(whole, path, "it", {"format": str, "version": int, "checksum": str, "body": dict})
     if _checksum(_canonical(fields["body"])) != fields["checksum"]:
         raise _broken(path, "its checksum does not match")
-    return _read_body(fields["body"], path)
+    return _read_body(fields["body"], path, schemes[fields["version"]])
 
 
-def _read_body(body: Any, path: Path) -> Manifest:
-    kinds = {
+def _read_body(body: Any, path: Path, scheme: Scheme) -> Manifest:
+    kinds: dict[str, Any] = {
         "identity": dict,
         "alignment_bytes": int,
         "generation": int,
@@ -237,7 +250,11 @@ def _read_body(body: Any, path: Path) -> Manifest:
         "files": list,
         "regions": dict,
     }
+    if scheme == "journal":
+        kinds["scheme"] = str  # so that the version, which no checksum covers, cannot change alone
     fields = _fields(body, path, "its body", kinds)
+    if scheme == "journal" and fields["scheme"] != scheme:
+        raise _broken(path, f"its scheme is {fields['scheme']!r:.80}, not {scheme!r}")
     if fields["alignment_bytes"] != ALIGNMENT_BYTES:
         raise _broken(path, f"its blocks are {fields['alignment_bytes']!r:.40} bytes, not {ALIGNMENT_BYTES}")
     for key, value in fields["identity"].items():
@@ -250,15 +267,15 @@ def _read_body(body: Any, path: Path) -> Manifest:
     if piece_bytes is not None and not _is_piece_length(piece_bytes):
         raise _broken(path, f"its checksums cover {piece_bytes!r:.40} bytes each")
     regions = {name: _read_region(name, found, path, piece_bytes) for name, found in fields["regions"].items()}
-    ranges = [(place.file, place.offset, entry.spec.nbytes) for entry in regions.values() for place in entry.places]
-    problem = check_places(file_bytes, ranges)
+    problem = _problem_of_places(file_bytes, regions, scheme)
     if problem is not None:
         raise _broken(path, problem)
     step = _number(fields["step"], path, "step", none_allowed=True)
     for name, entry in regions.items():
         if step is None and any(found is not None for found in entry.steps):
             raise _broken(path, f"region {name!r:.80} has a committed slot, but no step is committed")
-        is_summed = piece_bytes is not None and entry.spec.slots == 2 and entry.steps[entry.current] is not None
+        has_sums = piece_bytes is not None and (entry.spec.slots == 2 or scheme == "journal")
+        is_summed = has_sums and entry.steps[entry.current] is not None
         if is_summed != (entry.sums is not None):
             raise _broken(path, f"region {name!r:.80} should have {'' if is_summed else 'no '}checksums")
     state = _read_state(fields["state"], path)
@@ -273,7 +290,26 @@ def _read_body(body: Any, path: Path) -> Manifest:
         piece_bytes=piece_bytes,
         state=state,
         has_state_files=fields["has_state_files"],
+        scheme=scheme,
     )
+
+
+def _problem_of_places(
+    file_bytes: Sequence[int], regions: Mapping[str, RegionEntry], scheme: Scheme
+) -> str | None:
+    """What is wrong with where slots lie; None if nothing. Slots that share room may do so in a journal, unless both are current or one region's."""
+
+    def ranges(entry: RegionEntry, places: Sequence[SlotPlace]) -> list[tuple[int, int, int]]:
+        return [(place.file, place.offset, entry.spec.nbytes) for place in places]
+
+    if scheme == "generations":
+        return check_places(file_bytes, [found for entry in regions.values() for found in ranges(entry, entry.places)])
+    for entry in regions.values():
+        problem = check_places(file_bytes, ranges(entry, entry.places))
+        if problem is not None:
+            return problem
+    current = [found for entry in regions.values() for found in ranges(entry, [entry.places[entry.current]])]
+    return check_places(file_bytes, current)
 
 
 def _read_state(found: Any, path: Path) -> StateEntry | None:

@@ -7,17 +7,19 @@ asked for.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from memfit.core.errors import UsageError
+from memfit.core.units import round_up
 from memfit.runtime.store.checksums import ReadCheck, SlotSums
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.files import FileHandle
 from memfit.runtime.store.io import DiskIO
 from memfit.runtime.store.layout import RegionSpec, SlotPlace
-from memfit.runtime.store.memory import Memory
+from memfit.runtime.store.memory import ALIGNMENT_BYTES, Memory
 from memfit.runtime.store.ordering import AccessLog
 from memfit.runtime.store.tensors import TensorPlace, tensors_between
 from memfit.runtime.store.ticket import Ticket, Watcher
@@ -42,7 +44,9 @@ class RegionState:
     committed: int
     """The slot of the last commit; writes to the spare slot go to the other one."""
     piece_bytes: int | None = None
-    """How many bytes a checksum covers; None without checksums."""
+    """How many bytes a checksum covers; None if none are kept of this region."""
+    under: tuple[tuple[tuple[RegionState, int], ...], ...] = ()
+    """Of each slot, the slots (region, number) of others that share room with it: only in a store with a journal."""
     current: int = field(init=False)
     """The slot that reads see: the committed one, or the other one after steps that are not committed yet."""
     logs: tuple[AccessLog, ...] = field(init=False)
@@ -54,13 +58,23 @@ class RegionState:
         self.current = self.committed
         self.logs = tuple(AccessLog() for _ in self.places)
         self.sums = None
-        if self.piece_bytes is not None and self.spec.slots == 2:
-            self.sums = (SlotSums(self.spec.nbytes, self.piece_bytes), SlotSums(self.spec.nbytes, self.piece_bytes))
+        if self.piece_bytes is not None:
+            self.sums = tuple(SlotSums(self.spec.nbytes, self.piece_bytes) for _ in self.places)
 
     @property
     def spare(self) -> int:
         """The slot that the next version is written to."""
         return 1 - self.committed
+
+    @property
+    def is_whole(self) -> bool:
+        """A version is committed."""
+        return self.steps[self.committed] is not None
+
+    def is_free(self, number: int) -> bool:
+        """No committed version of another region lies where this slot does."""
+        shared = self.under[number] if self.under else ()
+        return not any(other.committed == slot and other.is_whole for other, slot in shared)
 
 
 class Region:
@@ -235,12 +249,18 @@ class Region:
         state = self._state
         if slot == "spare" and self.slots == 1:
             raise UsageError(f"region {self.name!r} has one slot: use slot='current', or create it with slots=2")
-        if is_write and slot == "current" and self.slots == 2 and self.step is not None:
+        is_protected = self.slots == 2 or state.sums is not None
+        if is_write and slot == "current" and is_protected and state.is_whole:
             raise UsageError(
                 f"region {self.name!r} holds the committed step {self.step}: write slot='spare' and commit; in place, "
                 "a crash would leave neither the old version nor the new one"
             )
-        return {"current": state.current, "spare": state.spare, "committed": state.committed}[slot]
+        number = {"current": state.current, "spare": state.spare, "committed": state.committed}[slot]
+        if is_write and not state.is_free(number):
+            raise UsageError(
+                f"region {self.name!r} cannot be written yet: the committed version of another region lies there until it has moved"
+            )
+        return number
 
 
 def note_sums(state: RegionState, number: int, offset: int) -> Watcher | None:
@@ -249,6 +269,25 @@ def note_sums(state: RegionState, number: int, offset: int) -> Watcher | None:
         return None
     sums = state.sums[number]
     return lambda position, address, nbytes: sums.note(offset + position, address, nbytes)
+
+
+def share_room(states: Mapping[str, RegionState]) -> None:
+    """Tells each slot of which others it shares room with; see `RegionState.under`."""
+    slots = sorted(
+        ((place.file, place.offset, state, number) for state in states.values() for number, place in enumerate(state.places)),
+        key=lambda found: found[:2],
+    )
+    under: dict[tuple[int, int], list[tuple[RegionState, int]]] = {}
+    for index, (file, offset, state, number) in enumerate(slots):
+        end = offset + round_up(state.spec.nbytes, ALIGNMENT_BYTES)
+        for other_file, other_offset, other, other_number in slots[index + 1 :]:
+            if (other_file, other_offset) >= (file, end):
+                break
+            if other is not state:
+                under.setdefault((id(state), number), []).append((other, other_number))
+                under.setdefault((id(other), other_number), []).append((state, number))
+    for state in states.values():
+        state.under = tuple(tuple(under.get((id(state), number), ())) for number in range(len(state.places)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

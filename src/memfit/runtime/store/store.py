@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -23,11 +23,12 @@ from memfit.runtime.store.directory import create_files, files_of, open_files, r
 from memfit.runtime.store.explain import explain, store_error
 from memfit.runtime.store.files import FileHandle, FileOperations
 from memfit.runtime.store.io import DiskIO
-from memfit.runtime.store.layout import RegionSpec, lay_out
+from memfit.runtime.store.layout import RegionSpec, lay_out, lay_out_moving
 from memfit.runtime.store.lock import DirectoryLock
 from memfit.runtime.store.manifest import (
     Manifest,
     RegionEntry,
+    Scheme,
     check_identity,
     check_piece_bytes,
     check_room_for_sums,
@@ -35,8 +36,8 @@ from memfit.runtime.store.manifest import (
     write_manifest,
 )
 from memfit.runtime.store.publish import DoubtError, publish, settle, sync_files
-from memfit.runtime.store.region import Region, RegionState, check_complete
-from memfit.runtime.store.sealing import check_in_place, complete_sums, next_manifest
+from memfit.runtime.store.region import Region, RegionState, check_complete, share_room
+from memfit.runtime.store.sealing import JournalNote, check_in_place, complete_sums, filled_at_first, next_manifest
 from memfit.runtime.store.state_files import read_state, write_state
 from memfit.runtime.store.tensors import differences, in_words
 
@@ -85,9 +86,17 @@ class DiskStore:
         self._in_doubt: str | None = None
         self._verifies = verifies
         self._states = {
-            name: RegionState(entry.spec, entry.places, list(entry.steps), entry.current, manifest.piece_bytes)
+            name: RegionState(
+                entry.spec,
+                entry.places,
+                list(entry.steps),
+                entry.current,
+                manifest.piece_bytes if manifest.keeps_sums_of(entry.spec) else None,
+            )
             for name, entry in manifest.regions.items()
         }
+        if manifest.scheme == "journal":
+            share_room(self._states)
         for name, entry in manifest.regions.items():
             sums = self._states[name].sums
             if sums is not None and entry.sums is not None:
@@ -107,6 +116,7 @@ class DiskStore:
         piece_bytes: int | None = None,
         state_bytes: int | None = None,
         verifies: bool = False,
+        units: Sequence[Sequence[str]] | None = None,
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> DiskStore:
@@ -122,6 +132,8 @@ class DiskStore:
                 `PIECE_BYTES`); none by default. Costs 8 bytes of manifest a piece, and the summing of all that is written.
             state_bytes: claim two files of this length for a small state beside the regions; none by default.
             verifies: check each visit by default, see `Region.read`.
+            units: makes a store with a journal: names of regions with two slots that move together, through one spare room for all of
+                them, see [Note: journal]. None: every region has its rooms for itself.
             io: threads to share with others; else the store has its own and ends them.
             operations: the system calls.
 
@@ -134,7 +146,7 @@ class DiskStore:
         where = Path(directory).absolute()
         check_identity(identity)
         check_piece_bytes(piece_bytes)
-        layout = lay_out(regions)
+        layout = lay_out(regions) if units is None else lay_out_moving(regions, units)
         manifest = Manifest(
             identity=dict(identity),
             file_bytes=layout.file_bytes,
@@ -146,6 +158,7 @@ class DiskStore:
             step=None,
             piece_bytes=piece_bytes,
             has_state_files=state_bytes is not None,
+            scheme="generations" if units is None else "journal",
         )
         content = write_manifest(manifest)
         check_room_for_sums(content, manifest)
@@ -231,6 +244,17 @@ class DiskStore:
     def step(self) -> int | None:
         """The committed step; None before the first commit."""
         return self._manifest.step
+
+    @property
+    def scheme(self) -> Scheme:
+        """How it keeps a whole step at every instant."""
+        return self._manifest.scheme
+
+    def is_free(self, name: str) -> bool:
+        """The next version of a region with two slots may be written: no committed version lies there."""
+        with self._lock:
+            state = self._state(name)
+            return state.is_free(state.spare)
 
     @property
     def generation(self) -> int:
@@ -321,7 +345,14 @@ class DiskStore:
                         ticket.join()
                     state.logs[state.spare].forget_writes()
 
-    def commit(self, step: int, flips: Iterable[str] = (), *, state: bytes | None = None) -> None:
+    def commit(
+        self,
+        step: int,
+        flips: Iterable[str] = (),
+        *,
+        state: bytes | None = None,
+        journal: JournalNote | None = None,
+    ) -> None:
         """Makes the spare slots of regions current, all at once, as a step. See [Note: commit].
 
         Waits for all writes under way. Regions that have advanced are among those that flip. Slots written in place belong
@@ -331,6 +362,7 @@ class DiskStore:
             step: number of the step; any, so that training can go back to an earlier one.
             flips: regions whose next version is written.
             state: the small state of the step, in a store that has files for it.
+            journal: says about a step under way what belongs into the manifest; then the small state stays, and `step` must be the store's.
 
         Raises:
             UsageError: a bad step, an unknown or repeated region, one without a spare slot, one whose spare slot is
@@ -339,29 +371,57 @@ class DiskStore:
                 and current, what was written is kept, and the commit can be repeated when the cause is gone.
         """
         check_step(step)
+        if journal is not None and (self.scheme != "journal" or step != self.step or state is not None):
+            raise UsageError("only a store with a journal notes a step under way, and its own step and state stay then")
         if state is not None and not self._manifest.has_state_files:
             raise UsageError("this store keeps no state beside its regions: create it with `state_bytes`")
         with self._lock:
             named = list(flips)
             advanced = [name for name, found in self._states.items() if found.current != found.committed]
             flipped = self._ready([*named, *(name for name in advanced if name not in named)])
+            if self.scheme == "journal":
+                self._end_transfers()  # reads too: what lies under a version that moved may be written next
             check_in_place(self._states)
             self._directory_lock.check_held()
+            filled = self._filled(journal)
             try:
-                entry = None
+                entry = None if journal is None else self._manifest.state
                 if state is not None:
                     entry = write_state(self._state_handles, state, current=self._manifest.state)
-                complete_sums(self._states, flipped, self._handles, self.io)
-                manifest = next_manifest(self._manifest, self._states, step=step, flipped=flipped, state=entry)
+                complete_sums(self._states, flipped, filled, self._handles, self.io)
+                manifest = next_manifest(
+                    self._manifest,
+                    self._states,
+                    step=step,
+                    flipped=flipped,
+                    filled=filled,
+                    state=entry,
+                    journal=journal,
+                )
                 content = write_manifest(manifest)
                 if self._durable:
-                    written = () if entry is None else (self._state_handles[entry.file],)
+                    written = () if entry is None or state is None else (self._state_handles[entry.file],)
                     sync_files((*self._handles, *written), step=self._manifest.step)
                 publish(self.directory, content, step=step, operations=self._operations, durable=self._durable)
             except DoubtError as error:
                 self._in_doubt = error.doubt
                 raise
             self._adopt(manifest, flipped)
+
+    def forget_writes(self, names: Iterable[str]) -> None:
+        """What was written to regions with one slot that are not committed is no version: writes that failed are not asked for any more.
+
+        Raises:
+            UsageError: there is none of that name, or it is committed.
+        """
+        with self._lock:
+            for name in names:
+                state = self._state(name)
+                if state.spec.slots != 1 or (state.sums is not None and state.is_whole):
+                    raise UsageError(f"region {name!r} holds the committed step {state.steps[state.committed]}")
+                for ticket in state.logs[0].pending():
+                    ticket.join()
+                state.logs[0].forget_writes()
 
     def close(self, *, delete: bool = False) -> None:
         """Ends the transfers under way, closes the files and gives the directory back. Repeating it does nothing.
@@ -382,10 +442,7 @@ class DiskStore:
                 # A forked data loader that cleans up: its threads and files are copies, the store is the parent's.
                 self._let_go()
                 return
-            for state in self._states.values():
-                for log in state.logs:
-                    for ticket in log.pending():
-                        ticket.join()
+            self._end_transfers()
             if self._owns_io:
                 self.io.close()
             try:
@@ -414,6 +471,25 @@ class DiskStore:
         self._directory_lock.release(remove=remove_lock)
 
     # ---- parts of a commit
+
+    def _end_transfers(self) -> None:
+        for state in self._states.values():
+            for log in state.logs:
+                for ticket in log.pending():
+                    ticket.join()
+
+    def _filled(self, journal: JournalNote | None) -> frozenset[str]:
+        """The regions with one slot and checksums that this commit makes whole."""
+        if journal is None:
+            return filled_at_first(self._states) if self.step is None else frozenset()
+        for name in (*journal.fills, *journal.frees):
+            state = self._state(name)
+            if state.spec.slots != 1 or state.sums is None:
+                raise UsageError(f"region {name!r} is none with one slot and checksums")
+            failure = state.logs[0].failure() if name in journal.fills else None
+            if failure is not None:
+                raise store_error(f"{name!r} was not written: {failure}", failure.errno) from failure
+        return journal.fills
 
     def _state(self, name: str) -> RegionState:
         state = self._states.get(name)
@@ -447,11 +523,12 @@ class DiskStore:
         self._manifest = manifest
         for name, state in self._states.items():
             entry = manifest.regions[name]
+            is_new = state.steps != list(entry.steps)
             state.steps, state.committed, state.current = list(entry.steps), entry.current, entry.current
             if name in flipped:
                 # What was current is now the room for the next version, and none of that is written.
                 state.logs[state.spare].forget_writes()
-            if entry.steps[entry.current] == manifest.step:
+            if is_new or entry.steps[entry.current] == manifest.step:
                 state.logs[state.current].forget_writes()
 
 
