@@ -630,8 +630,8 @@ def test_a_manifest_of_another_version_or_format_or_identity_is_told_apart(tmp_p
         DiskStore.open(tmp_path / "s", identity={"model": "n"})
     path = tmp_path / "s" / "manifest.json"
     whole = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**whole, "version": 3, "signature": "new"}))
-    with pytest.raises(StoreError, match="format version 3; this memfit reads version 2"):
+    path.write_text(json.dumps({**whole, "version": 4, "signature": "new"}))
+    with pytest.raises(StoreError, match="format version 4; this memfit reads versions 2 and 3"):
         DiskStore.open(tmp_path / "s")
     path.write_text(json.dumps({**whole, "format": "other"}))
     with pytest.raises(StoreError, match="not a manifest of a memfit store"):
