@@ -157,7 +157,9 @@ class JournalStory:
             self.check(store, sealed if decided is None else decided)
             return 2 * sealed if decided is None else 2 * decided - 1
 
-    def open(self, directory: Path, io: DiskIO | None = None, operations: FileOperations | None = None) -> CommittedStore:
+    def open(
+        self, directory: Path, io: DiskIO | None = None, operations: FileOperations | None = None
+    ) -> CommittedStore:
         return CommittedStore.open(
             directory, regions=self.specs, identity=IDENTITY, io=io, operations=operations or WithoutSyncs()
         )

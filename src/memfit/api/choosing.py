@@ -65,6 +65,7 @@ def choose(
     load_bytes: int,
     like: Plan | None = None,
     has_store: bool = False,
+    has_journal: bool = False,
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -81,6 +82,7 @@ def choose(
         load_bytes: held while weights move home: no smaller limit is advised.
         like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
         has_store: the run is committed to a store.
+        has_journal: the run keeps a journal.
 
     Raises:
         DoesNotFitError: no plan does.
@@ -126,6 +128,7 @@ def choose(
                     compute=compute,
                     splits_allowed=may_split,
                     like=like,
+                    has_journal=has_journal,
                     has_host=machine.has_host,
                     host_bytes=machine.limits.host_bytes,
                     disk_bytes=machine.limits.disk_bytes,

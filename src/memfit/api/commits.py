@@ -36,7 +36,7 @@ from memfit.runtime.loss_scaling import LossScaler
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.run_store import RunStore, masters_of, persistent_buffers
 from memfit.runtime.states import BlockStates
-from memfit.runtime.store import Durability
+from memfit.runtime.store import Durability, Scheme
 from memfit.runtime.store.state import encode_state
 from memfit.runtime.weights import BlockWeights
 
@@ -51,13 +51,15 @@ class CommitReport:
         directory: of the store.
         durability: see `memfit.fit`.
         step: the committed one; a crash now goes back to it.
-        disk_bytes: what the store takes, claimed when it was made: two slots of every weight, master and state.
+        scheme: see `memfit.fit`.
+        disk_bytes: what the store takes, claimed when it was made.
         resident_bytes: what a commit writes, at most, of blocks that rest in memory; what rests on disk is written by the step itself.
     """
 
     directory: Path
     durability: Durability
     step: int | None
+    scheme: Scheme
     disk_bytes: int
     resident_bytes: int
 
@@ -140,6 +142,8 @@ class Commits:
 
     def has_weights(self, block: str) -> bool:
         """The last commit has the current weights of this block, not only its masters."""
+        if self.run.scheme == "journal":
+            return True  # all regions of a block are written together
         before = Plan.from_json(part(self.run.state, "plan", str))
         return before.block(block).weight_home is Tier.DISK
 
@@ -295,6 +299,7 @@ class Commits:
             directory=self.run.directory,
             durability=self.run.durability,
             step=self.run.committed.committed_step,
+            scheme=self.run.scheme,
             disk_bytes=self.run.nbytes,
             resident_bytes=self._house.resident_bytes,
         )

@@ -35,6 +35,7 @@ from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
 from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
+from memfit.planning.journaling import check_journaled
 from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
@@ -43,7 +44,7 @@ from memfit.runtime.aside import WeightsAside
 from memfit.runtime.guard import is_away
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
-from memfit.runtime.store import Durability
+from memfit.runtime.store import Durability, Scheme
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 
@@ -65,6 +66,7 @@ def fit(
     store: str | Path | None = None,
     resume: str | Path | None = None,
     durability: Durability = "step",
+    scheme: Scheme | None = None,
     on_breach: Literal["error", "replan"] = "error",
     host_limit: int | str | None = None,
     disk_limit: int | str | None = None,
@@ -107,6 +109,10 @@ def fit(
         resume: the same, and a directory without a run is refused.
         durability: "step": each step survives a kill and a power cut from the moment on that the next one begins. N: every N-th does. "exit": only what
             `close` commits, and the beginning.
+        scheme: how a new store keeps a whole step on disk at every instant; a store that is there keeps its own. "generations" (None): two slots of every
+            weight and state, 24 bytes a parameter with AdamW in fp32. "journal": one slot, room for the largest block to move through, and the
+            gradients, some 16 bytes a parameter: for disks that have not more. Then weights and states rest on disk and updates wait until all
+            gradients of a step are durable; durability is "step"; weights and states of blocks on disk change by steps only (docs/store.md).
         on_breach: "error": a step that meets the limit raises `LimitBreachError`. "replan": it is made again, with the same batch and random numbers, from
             the last commit under a tighter plan, at most three times; `job.breaches` and a warning tell it with its cause. Needs `store=`, and
             durability "step".
@@ -137,7 +143,7 @@ def fit(
         given = None if plan is None else read_plan(plan)
         _check_on_breach(on_breach, store or resume, durability)
         giving_up = stack.enter_context(ExitStack())
-        run = _open_run(store, resume, durability, giving_up)
+        run = _open_run(store, resume, durability, scheme, giving_up)
         if run is not None and run.is_resumed:
             check_model(run, model)
             weights = None  # they are the run's
@@ -192,7 +198,7 @@ def _plan_job(task: _Task, given: Plan | None, budget: Budget) -> Job:
     if own is not None:
         return own
     found = task.problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
-    if budget.limit_bytes is None and task.like is None:
+    if budget.limit_bytes is None and task.like is None and not task.has_journal:
         return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
     probed = task.hardware()
     chosen = task.choose(found, budget, probed, may_split=found.may_split)
@@ -216,7 +222,11 @@ def _check_on_breach(on_breach: str, where: str | Path | None, durability: Durab
 
 
 def _open_run(
-    store: str | Path | None, resume: str | Path | None, durability: Durability, stack: ExitStack
+    store: str | Path | None,
+    resume: str | Path | None,
+    durability: Durability,
+    scheme: Scheme | None,
+    stack: ExitStack,
 ) -> RunStore | None:
     """The directory of the run, given up by the stack; None where nothing is committed."""
     if store is not None and resume is not None:
@@ -227,8 +237,12 @@ def _open_run(
             raise UsageError(
                 f"durability={durability!r} says how often a run is committed: name its directory with store="
             )
+        if scheme is not None:
+            raise UsageError(f"scheme={scheme!r} says how a run is kept: name its directory with store=")
         return None
-    run = RunStore(where, durability=durability, must_exist=resume is not None)
+    if scheme not in (None, "generations", "journal"):
+        raise UsageError(f'scheme is "generations" or "journal", not {scheme!r:.80}')
+    run = RunStore(where, durability=durability, must_exist=resume is not None, scheme=scheme)
     stack.callback(run.close)
     return run
 
@@ -391,6 +405,11 @@ class _Task:
         """The plan of a resumed run, whose formats it goes on in."""
         return stored_plan(self.run) if self.run is not None and self.run.is_resumed else None
 
+    @property
+    def has_journal(self) -> bool:
+        """The run keeps a journal."""
+        return self.run is not None and self.run.scheme == "journal"
+
     def hardware(self) -> Hardware:
         """What the machine can do; what the run has claimed of the disk it need not find free."""
         probed = self.probe()
@@ -407,6 +426,8 @@ class _Task:
         check_precision(plan, self.problem.model, self.allow)
         found = self.problem.profile_for(plan, self.sample)
         _check_meaning(plan, found, is_committed=self.run is not None)
+        if self.has_journal:
+            check_journaled(plan, found)
         return found
 
     def replan(self, batch: Any, margin_bytes: int) -> JobParts:
@@ -447,6 +468,7 @@ class _Task:
             load_bytes=self.load_bytes,
             like=self.like,
             has_store=self.run is not None,
+            has_journal=self.has_journal,
         )
 
     def check_claim(self) -> None:

@@ -17,6 +17,7 @@ from memfit.api.breaches import TRIES, BreachReport, clear_frames, margin_bytes
 from memfit.api.commits import CommitReport, Commits, run_identity
 from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
+from memfit.api.journaling import StepJournal
 from memfit.api.machine import Machine
 from memfit.api.run_state import give_random, is_random_state, take_random
 from memfit.api.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_states, save_job
@@ -39,6 +40,7 @@ from memfit.core.errors import (
     MemfitWarning,
     StoreError,
     TornStepError,
+    UnsupportedError,
     UsageError,
 )
 from memfit.core.plan import Order, Plan, Tier
@@ -223,6 +225,7 @@ class Job:
             identity=run_identity(parts.model, parts.optimizer, parts.plan),
         )
         self._commits: Commits | None = None
+        self._journal: StepJournal | None = None
         self._running = ExitStack()
         self._has_begun = False
         self._owed: set[str] = set()
@@ -286,6 +289,7 @@ class Job:
         )
         self._running.callback(self._engine.close)
         self._frames.attach(self._engine)
+        self._open_journal(parts)
         self._machine.forget_peak()  # while the model was whole
         if parts.enforces:
             self._machine.arm()
@@ -307,6 +311,21 @@ class Job:
             noise=self._noise,
             scaler=self.loss_scaler,
         )
+
+    def _open_journal(self, parts: JobParts) -> None:
+        """Where the run keeps one: a step that was decided when the last process ended is made."""
+        if parts.run is None or parts.run.scheme != "journal":
+            return
+        self._journal = StepJournal(
+            self._house,
+            driver=parts.driver,
+            optimizer=parts.optimizer,
+            updates=self._updates,
+            states=self._states,
+            noise=self._noise,
+        )
+        if parts.run.is_resumed:
+            self._journal.take_up()
 
     def begin_run(self) -> None:
         """For `fit`, at its end: commits a new run's first version, or puts the random numbers of a resumed one where they were."""
@@ -423,6 +442,8 @@ class Job:
 
     def _step(self, batch: Any) -> StepResult:
         began = time.perf_counter()
+        if self._journal is not None and self._journal.is_waiting:
+            return self._finish_step(batch, self._journal, began)
         prepared = self._prepare(batch)
         parts = split(batch, prepared.microbatches)
         factors = shares(parts, self._parts.weight)
@@ -440,6 +461,29 @@ class Job:
         if self._census.note_step():
             self._census.warn_once(self.census())
         return self._result(batch, outcome, time.perf_counter() - began)
+
+    def _finish_step(self, batch: Any, journal: StepJournal, began: float) -> StepResult:
+        """The step that was decided before, in this process or another. See [Note: a step from its journal] in `api.journaling`."""
+        journal.finish()
+        scaler = self.loss_scaler
+        if scaler is not None:
+            scaler.begin_step()
+        self._parts.driver.begin_step()
+        outcome = journal.give()
+        if scaler is not None:
+            scaler.update(has_overflowed=False)
+        self._house.note_changed(self._states)
+        self._house.commit()
+        self._parts.driver.end_step()
+        self._note_clip()
+        self._steps_here += 1
+        self._note()
+        return self._result(batch, outcome, time.perf_counter() - began)
+
+    def _note_clip(self) -> None:
+        if self._commits is not None:
+            scale = self._house.gradients.scale
+            self._commits.clip = None if scale is None else float(scale)
 
     @property
     def _loss(self) -> Callable[[nn.Module, Any], Any]:
@@ -460,6 +504,8 @@ class Job:
             else:
                 scaler.begin_step()
             self._house.gradients.begin_step()
+            if self._journal is not None:
+                self._journal.begin_step()
             self._frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
             work = Work(
                 run=lambda m: loss(model, parts[m]),
@@ -468,6 +514,7 @@ class Job:
                 max_norm=self._parts.max_grad_norm,
                 scale=None if scaler is None else scaler.scale,
                 begin_updates=None if scaler is None else self._parts.driver.begin_step,
+                settle=None if self._journal is None else self._journal.decide,
             )
             with training_setting(model, self.plan.loss_chunk_tokens):
                 outcome = self._engine.run(prepared.schedule, work, tail=_tail(self.plan))
@@ -480,9 +527,7 @@ class Job:
             raise
         if not outcome.is_skipped:
             self._parts.driver.end_step()
-        if self._commits is not None:
-            scale = self._house.gradients.scale
-            self._commits.clip = None if scale is None else float(scale)
+        self._note_clip()
         return outcome
 
     def _fail(self, error: BaseException, phase: str, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
@@ -494,15 +539,20 @@ class Job:
             self._house.gradients.wait()
         except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
             error.add_note(f"a gradient could not be written either: {other}")
-        if self._house.forget_step():
+        is_decided = self._journal is not None and self._journal.is_waiting
+        if not is_decided and self._house.forget_step():
             error.add_note(f"step {self.steps} had been committed when this came: it counts")
             return
         for block in self._blocks:
             block.release()
-        is_torn = bool(self._updates.updated_blocks) and not self._is_undoable
+        is_torn = not is_decided and bool(self._updates.updated_blocks) and not self._is_undoable
+        if is_decided:
+            error.add_note(
+                f"step {self.steps + 1} had been decided: its gradients are durable, and the next call finishes its updates; job.step(batch) then gives its result"
+            )
         if self.loss_scaler is not None:
             self.loss_scaler.forget_update()
-        if not is_torn:
+        if not is_torn and not is_decided:
             for index, states in self._states.items():
                 states.numbers = numbers[index]
         if is_torn:
@@ -513,7 +563,10 @@ class Job:
             )
         if isinstance(error, torch.OutOfMemoryError):
             raise LimitBreachError(
-                self._breach_text(error, torn=is_torn), phase=phase, where=self._engine.at, torn=is_torn
+                self._breach_text(error, torn=is_torn, is_decided=is_decided),
+                phase=phase,
+                where=self._engine.at,
+                torn=is_torn,
             ) from error
 
     @property
@@ -526,13 +579,15 @@ class Job:
             for b in self._updates.updated_blocks
         )
 
-    def _breach_text(self, error: BaseException, *, torn: bool) -> str:
+    def _breach_text(self, error: BaseException, *, torn: bool, is_decided: bool) -> str:
         limit = self._machine.limits.device_bytes
         largest = sorted(self._residents(), key=lambda item: -item[1])[:5]
         held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest)
         after = (
             "The step had begun to update in place and is torn: load a saved state or fit again"
             if torn
+            else "The step is decided, and finished by the next call"
+            if is_decided
             else "Nothing was updated: the job goes on with the weights of before"
         )
         return (
@@ -742,6 +797,8 @@ class Job:
             self._note()
 
     def _write_home(self, changed: Sequence[BlockWeights], before: Mapping[int, Sequence[int]]) -> None:
+        for block in changed:
+            self._check_changeable(block)
         self._house.note_changed(block.index for block in changed)
         try:
             for block in changed:
@@ -1055,6 +1112,8 @@ class Job:
     def _keep_changes(self) -> None:
         """What was written to homes between two steps is a version of its own. Within a step nothing is one yet."""
         if not self._is_stepping:
+            if self._journal is not None:
+                self._journal.finish()
             self._house.keep_changes()
 
     def _check_usable(self) -> None:
@@ -1113,8 +1172,18 @@ class Job:
         block, slot = self._place[name]
         return self._states[block.index].gather(slot)
 
+    def _check_changeable(self, block: BlockWeights) -> None:
+        """With a journal, a block's one slot is changed by its steps alone."""
+        is_fixed = block.index not in self._states or self.plan.block(block.name).rests_on_disk
+        if self._journal is not None and is_fixed:
+            raise UnsupportedError(
+                f"weights or states of block {block.name!r} cannot be changed between steps: with scheme='journal' there is no room for a version of them that "
+                "no step makes. The store has what it had. Change the model before a run begins, or take scheme='generations'"
+            )
+
     def _scatter_state(self, name: str, state: dict[str, Any]) -> None:
         block, slot = self._place[name]
+        self._check_changeable(block)
         self._house.note_changed([block.index])
         self._states[block.index].put(slot, state)
 

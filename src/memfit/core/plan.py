@@ -65,6 +65,11 @@ class BlockPlan:
     gradient_home: Tier = Tier.DEVICE
     state_home: Tier = Tier.DEVICE
 
+    @property
+    def rests_on_disk(self) -> bool:
+        """Weights and states (and masters, which rest with these) have no other home."""
+        return self.weight_home is Tier.DISK and self.state_home is Tier.DISK
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallPlan:

@@ -23,10 +23,7 @@ from dataclasses import dataclass, replace
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
-from memfit.core.units import MIB
-
-# Moving less than this saves little memory, and a transfer of its own costs more than it.
-SMALL_BLOCK_BYTES = MIB
+from memfit.planning.journaling import SMALL_BLOCK_BYTES, journaled, problem_of_journaled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +65,7 @@ def list_candidates(
     clips_norm: bool,
     masters: MasterForms | None = None,
     compute: ComputeDtype | None = None,
+    has_journal: bool = False,
 ) -> Iterator[Candidate]:
     """All candidates for one number of microbatches, simplest first.
 
@@ -78,6 +76,7 @@ def list_candidates(
         clips_norm: gradients are clipped by their global norm.
         masters: how they may be, where the profile has any; None: kept.
         compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
+        has_journal: the run keeps a journal: only what rests on disk, with gradients there too.
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
@@ -109,6 +108,10 @@ def list_candidates(
                     prefetch=homes.prefetch,
                     compute_dtype=chosen_dtype,
                 )
+                if has_journal:
+                    plan = journaled(plan, profile)
+                    if problem_of_journaled(plan, profile) is not None:
+                        continue
                 name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
                 if not has_masters or forms.kept:
                     yield Candidate(name=name, plan=plan)

@@ -104,6 +104,7 @@ class _Question:
     staging_bytes: int
     masters: MasterForms
     compute: ComputeDtype | None
+    has_journal: bool
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
@@ -133,6 +134,7 @@ def choose_plan(
     has_host: bool = False,
     splits_allowed: bool = True,
     like: Plan | None = None,
+    has_journal: bool = False,
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
     has_store: bool = False,
@@ -152,6 +154,7 @@ def choose_plan(
         has_host: homes in host memory may be used (only where the hardware has a link to it).
         splits_allowed: the loss adds up over microbatches.
         like: only plans whose masters rest as this one's do.
+        has_journal: only plans that go with a journal, see `planning.journaling`.
         host_bytes: limit of host memory; None: the hardware's capacity.
         disk_bytes: limit of disk; None: the hardware's capacity.
         has_store: the run is committed to a store, whose room counts as disk.
@@ -171,6 +174,7 @@ def choose_plan(
         staging_bytes=staging_bytes,
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
         compute=compute,
+        has_journal=has_journal,
     )
     tiers = tuple(
         tier
@@ -217,6 +221,7 @@ def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *
                 clips_norm=question.clips_norm,
                 masters=question.masters,
                 compute=question.compute,
+                has_journal=question.has_journal,
             ):
                 priced.append(_price(len(priced), candidate, profile, question))
         count *= 2

@@ -99,6 +99,8 @@ class Work:
         max_norm: clip gradients to this global norm.
         scale: losses are multiplied with it, gradients divided by it.
         begin_updates: called when it is known that the updates will be made, in a step that scales its losses.
+        settle: makes all updates of the step, in the place of the schedule's first: where a journal says in which order (`api.journaling`). All of
+            them come after backward then, with every gradient at home.
     """
 
     run: Callable[[int], Any]
@@ -107,6 +109,7 @@ class Work:
     max_norm: float | None = None
     scale: float | None = None
     begin_updates: Callable[[], None] | None = None
+    settle: Callable[[Outcome], None] | None = None
 
 
 class FrameFactory(Protocol):
@@ -117,6 +120,10 @@ class FrameFactory(Protocol):
     ) -> Frame | None:
         """The frame of one call, or None where everything is kept."""
         ...
+
+
+def _nothing(_outcome: Outcome) -> None:
+    """The updates have been made."""
 
 
 @dataclass
@@ -313,6 +320,10 @@ class Engine:
             case Norm():
                 assert self._work is not None
                 self.outcome.norm = self._settling.norm(self._work.max_norm)
+            case Update() if self._work is not None and self._work.settle is not None:
+                settle, self._work.settle = self._work.settle, _nothing
+                if self._settling.gather():
+                    settle(self.outcome)
             case Accumulate() | Update() | Clear() | Commit():
                 self._settling.do(action)
         if self._observe is not None:

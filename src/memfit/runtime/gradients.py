@@ -16,7 +16,7 @@ dtype, piece by piece: no widened copy of a whole gradient is made. Homes hold s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -82,6 +82,22 @@ class GradientHomes:
         if self._kept is not None:
             self._kept.clear()
         self.scale = None
+
+    @property
+    def arrived(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are at their homes."""
+        return tuple(sorted(self._held))
+
+    def take_up(self, names: Iterable[str], scale: float | None) -> None:
+        """The gradients of a step that was decided before are at their homes: those of these parameters.
+
+        Args:
+            names: what `arrived` was then.
+            scale: what `scale` was then, or None.
+        """
+        self.begin_step()
+        self._held.update(names)
+        self.scale = None if scale is None else torch.tensor(scale)
 
     def receive(self, slot: Slot, leaf: torch.Tensor) -> None:
         """Takes a leaf's gradient off it and adds it to the parameter's sum.

@@ -31,6 +31,7 @@ from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Tickets
 from memfit.runtime.rounded import RoundedMasters
 from memfit.runtime.run_store import (
     RunStore,
+    gradient_region,
     master_region,
     masters_of,
     persistent_buffers,
@@ -105,7 +106,8 @@ class House:
             if run is not None:
                 assert model is not None
                 buffers = persistent_buffers(model)
-                run.prepare(regions_of(self.blocks, self.states, buffers, masters=masters_of(plan)), identity or {})
+                regions = regions_of(self.blocks, self.states, buffers, masters=masters_of(plan), scheme=run.scheme)
+                run.prepare(regions, identity or {}, self._moving_units(regions))
                 self.io = run.io
             self._open_disk(directory)
             gradient_homes = self._gradient_homes()
@@ -122,6 +124,15 @@ class House:
             self.close()
             raise
 
+    @property
+    def _is_journaled(self) -> bool:
+        return self.run is not None and self.run.scheme == "journal"
+
+    def _moving_units(self, regions: Mapping[str, RegionSpec]) -> list[list[str]]:
+        """Of each block that trains and rests on disk, the regions that move together; see [Note: journal] in `runtime.store.journal`."""
+        chosen = [b for b in self.blocks if b.index in self.states and self.plan.block(b.name).rests_on_disk]
+        return [[name for name in _versions_of(block.name) if name in regions] for block in chosen]
+
     def _open_disk(self, directory: str | Path | None) -> None:
         regions: dict[str, RegionSpec] = {}
         slots = 2 if self.plan.is_atomic else 1
@@ -136,8 +147,8 @@ class House:
                 )
             if self.run is None and states is not None and states.nbytes and homes.state_home is Tier.DISK:
                 regions[state_region(block.name)] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
-            if homes.gradient_home is Tier.DISK and states is not None:
-                regions[f"{block.name}/gradient"] = RegionSpec(nbytes=block.master_nbytes, slots=1, tag="gradient")
+            if homes.gradient_home is Tier.DISK and states is not None and not self._is_journaled:
+                regions[gradient_region(block.name)] = RegionSpec(nbytes=block.master_nbytes, slots=1, tag="gradient")
         needs_scratch = any(
             (c.saved_home is Tier.DISK and c.saved == "offload") or c.boundary_home is Tier.DISK
             for c in self.plan.calls
@@ -189,7 +200,7 @@ class House:
         for block in self.blocks:
             tier = self.plan.block(block.name).gradient_home
             if block.index in self.states and tier is not Tier.DEVICE:
-                homes[block.index] = self._home(block.master_nbytes, tier, f"{block.name}/gradient", block.index)
+                homes[block.index] = self._home(block.master_nbytes, tier, gradient_region(block.name), block.index)
         return homes
 
     @property
@@ -237,7 +248,8 @@ class House:
         if self.plan.splits_masters:
             return home, SplitMasters(block, home, rest)
         # Weights in memory beside whole masters are made from them again: the store need not have them. See [Note: one layout for all plans].
-        self._residents.pop(weight_region(block.name), None)
+        if not self._is_journaled:  # there, all regions of a block move together
+            self._residents.pop(weight_region(block.name), None)
         return home, rest
 
     def take_up(
@@ -304,7 +316,12 @@ class House:
             torch.cuda.synchronize(self._device)  # pinned homes are written by a stream that the host does not follow
         names = [name for name in self._residents if name in self._changed]
         flips = [name for name in names if self.run.keep(name, self._residents[name][1])]
-        return flips + self.run.keep_buffers(self._model)
+        return flips + self.keep_buffers()
+
+    def keep_buffers(self) -> list[str]:
+        """Of `keep_residents`, the model's buffers alone."""
+        assert self.run is not None and self._model is not None
+        return self.run.keep_buffers(self._model)
 
     def residents_kept(self) -> None:
         """The commit that `keep_residents` wrote for was made."""
@@ -314,6 +331,60 @@ class House:
     def resident_bytes(self) -> int:
         """What a commit writes at most of blocks that rest in memory."""
         return sum(home.nbytes for _, home in self._residents.values())
+
+    # --- a journal, see `api.journaling`
+
+    def journal_blocks(self) -> dict[str, tuple[str, ...]]:
+        """By name of the blocks that train, the regions that an update writes."""
+        assert self.run is not None
+        has = self.run.has
+        return {
+            block.name: tuple(name for name in _versions_of(block.name) if has(name))
+            for block in self.blocks
+            if block.index in self.states
+        }
+
+    def keep_version(self, block: BlockWeights) -> None:
+        """After a block's update: makes its next version in the store whole, with what was not updated and what rests in memory.
+
+        Raises:
+            StoreError: the disk; may be repeated.
+        """
+        assert self.run is not None
+        for region, home in self._homes_of(block):
+            if isinstance(home, DiskHome):
+                home.complete()
+            else:
+                self.run.keep(region, home)
+
+    def begin_versions(self, blocks: Iterable[BlockWeights]) -> None:
+        """What is written from now on to the homes of these blocks is a new version."""
+        for block in blocks:
+            for _, home in self._homes_of(block):
+                if isinstance(home, DiskHome):
+                    home.begin_version()
+
+    def go_back(self, block: BlockWeights) -> None:
+        """The homes of a block hold the version that is committed, and nothing of the next one.
+
+        Raises:
+            StoreError: the disk.
+        """
+        assert self.run is not None
+        self.begin_versions([block])
+        for region, home in self._homes_of(block):
+            if isinstance(home, MemoryHome):
+                self.run.load(region, home)
+
+    def _homes_of(self, block: BlockWeights) -> list[tuple[str, DiskHome | MemoryHome]]:
+        on_disk = {home.name: home for home in self._disk_homes}
+        found: list[tuple[str, DiskHome | MemoryHome]] = []
+        for region in _versions_of(block.name):
+            if region in on_disk:
+                found.append((region, on_disk[region]))
+            elif region in self._residents:
+                found.append((region, self._residents[region][1]))
+        return found
 
     def give_back(
         self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
@@ -437,6 +508,11 @@ class House:
             self._residents.clear()
             while self._memory_homes:
                 stack.callback(self._memory_homes.pop().close)
+
+
+def _versions_of(block: str) -> tuple[str, ...]:
+    """The regions that an update of a block may write."""
+    return weight_region(block), master_region(block), state_region(block)
 
 
 def _blank(home: DiskHome) -> None:

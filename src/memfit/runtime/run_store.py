@@ -27,10 +27,11 @@ from memfit.runtime.homes import DiskHome, MemoryHome
 from memfit.runtime.split import rest_nbytes, rest_tensors
 from memfit.runtime.states import BlockStates, StateSlot
 from memfit.runtime.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
-from memfit.runtime.store.committed import check_durability
+from memfit.runtime.store.committed import check_durability, check_journaled
 from memfit.runtime.store.directory import is_there
 from memfit.runtime.store.explain import store_error
-from memfit.runtime.store.manifest import MANIFEST_NAME
+from memfit.runtime.store.journal import RECORD, Journal, record_region
+from memfit.runtime.store.manifest import MANIFEST_NAME, Scheme
 from memfit.runtime.trees import bytes_view, new_storage
 from memfit.runtime.weights import BlockWeights, Slot
 
@@ -41,6 +42,10 @@ FORMAT = "1"
 """Of what a run keeps in a store; `identity["memfit run"]`."""
 _COPY_BYTES = 4 << 20
 _STATE_BYTES = 256 << 10
+_RECORD_BYTES = 256 << 10
+"""Of a journal's record: random numbers, settings of the groups, losses of the microbatches."""
+_NUMBER_BYTES = 1 << 10
+"""Of it, for the counters of one parameter, beside its name."""
 
 
 def weight_region(block: str) -> str:
@@ -58,6 +63,11 @@ def state_region(block: str) -> str:
     return f"{block}/state"
 
 
+def gradient_region(block: str) -> str:
+    """The region's name."""
+    return f"{block}/gradient"
+
+
 def masters_of(plan: Plan) -> Masters:
     """How a plan's masters rest: whole; as what they differ from the weights by (`runtime.split`); or not at all (`runtime.rounded`)."""
     if plan.drops_masters:
@@ -71,6 +81,7 @@ def regions_of(
     buffers: Sequence[tuple[str, torch.Tensor]],
     *,
     masters: Masters = "whole",
+    scheme: Scheme = "generations",
 ) -> dict[str, RegionSpec]:
     """What the store of a run holds. See [Note: one layout for all plans].
 
@@ -79,26 +90,33 @@ def regions_of(
         states: by block index.
         buffers: the model's persistent ones, by name.
         masters: how they rest, where there are any.
+        scheme: with a journal, what does not train has one slot, and gradients and the journal's record have their room.
     """
     regions: dict[str, RegionSpec] = {}
     for block in blocks:
+        slots = 2 if scheme == "generations" or block.index in states else 1
         weights = [_place(s.name, s.dtype, s.shape, s.stride, s.offset_bytes) for s in block.slots]
-        regions[weight_region(block.name)] = _spec(block.nbytes, "weight", weights)
+        regions[weight_region(block.name)] = _spec(block.nbytes, "weight", weights, slots)
         if block.has_masters and masters == "split":
             rest = [_place(name, dtype, (count,), None, at) for name, dtype, count, at in rest_tensors(block)]
-            regions[master_region(block.name)] = _spec(rest_nbytes(block), "master", rest)
+            regions[master_region(block.name)] = _spec(rest_nbytes(block), "master", rest, slots)
         elif block.has_masters and masters == "whole":
             whole = [_place(s.name, s.master_dtype, s.shape, s.stride, s.master_offset_bytes) for s in block.slots]
-            regions[master_region(block.name)] = _spec(block.master_nbytes, "master", whole)
+            regions[master_region(block.name)] = _spec(block.master_nbytes, "master", whole, slots)
         own = states.get(block.index)
         if own is not None and own.nbytes:
             tensors = [_state_place(s, t) for s in block.slots for t in own.slots[s.name]]
             regions[state_region(block.name)] = _spec(own.nbytes, "state", tensors)
+        if own is not None and scheme == "journal":
+            regions[gradient_region(block.name)] = RegionSpec(nbytes=block.master_nbytes, tag="gradient")
     offsets, nbytes = flat_layout([tensor.nbytes for _, tensor in buffers])
     if nbytes:
         placed = zip(buffers, offsets, strict=True)
         tensors = [_place(name, tensor.dtype, tuple(tensor.shape), None, at) for (name, tensor), at in placed]
         regions[BUFFERS] = _spec(nbytes, "buffer", tensors)
+    if scheme == "journal":
+        trained = [slot.name for block in blocks if block.index in states for slot in block.slots]
+        regions[RECORD] = record_region(_RECORD_BYTES + sum(_NUMBER_BYTES + 2 * len(name) for name in trained))
     return regions
 
 
@@ -111,8 +129,8 @@ def _state_place(slot: Slot, state: StateSlot) -> TensorPlace:
     return _place(name, state.dtype, state.shape, stride, state.offset_bytes)
 
 
-def _spec(nbytes: int, tag: str, tensors: Sequence[TensorPlace]) -> RegionSpec:
-    return RegionSpec(nbytes=nbytes, slots=2, tag=tag, tensors=tuple(tensors))
+def _spec(nbytes: int, tag: str, tensors: Sequence[TensorPlace], slots: int = 2) -> RegionSpec:
+    return RegionSpec(nbytes=nbytes, slots=slots, tag=tag, tensors=tuple(tensors))
 
 
 def _place(
@@ -152,6 +170,7 @@ class RunStore:
         directory: made if it does not exist; its parent must.
         durability: how often a step is committed.
         must_exist: a directory without a committed step is refused; else a run begins there.
+        scheme: of a new run, generations by default; a run that is there must have it, if it is given.
 
     Raises:
         StoreInUseError: a live job owns it.
@@ -160,13 +179,17 @@ class RunStore:
 
     Attributes:
         directory: where.
+        scheme: see `DiskStore.scheme`.
         io: the disk's threads, for whatever else the job moves.
         state: the small state of the last commit; empty for a new run.
         is_resumed: a step was committed before.
     """
 
-    def __init__(self, directory: str | Path, *, durability: Durability, must_exist: bool) -> None:
+    def __init__(
+        self, directory: str | Path, *, durability: Durability, must_exist: bool, scheme: Scheme | None = None
+    ) -> None:
         check_durability(durability)
+        self.scheme: Scheme = scheme or "generations"
         self.directory = Path(directory).expanduser().absolute()
         self.durability: Durability = durability
         self.state: dict[str, Any] = {}
@@ -176,10 +199,23 @@ class RunStore:
         try:
             if must_exist or is_there(self.directory / MANIFEST_NAME):
                 self._open(must_exist=must_exist)
+            if self._committed is not None:
+                self._take_scheme(scheme)
+            elif self.scheme == "journal":
+                check_journaled(durability)
         except BaseException:
             self.io.close()
             raise
         self.is_resumed = self._committed is not None
+
+    def _take_scheme(self, wanted: Scheme | None) -> None:
+        self.scheme = self.committed.disk.scheme
+        if wanted not in (None, self.scheme):
+            self.committed.close()
+            raise store_error(
+                f"the run in {self.directory} was begun with scheme={self.scheme!r}, and its files are laid out for that: leave scheme={wanted!r} out, or begin "
+                "a run in another directory"
+            )
 
     def _open(self, *, must_exist: bool) -> None:
         if not must_exist and self._remove_unborn():
@@ -213,8 +249,15 @@ class RunStore:
         """Disk that the data takes."""
         return self.committed.disk.disk_bytes
 
-    def prepare(self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str]) -> None:
+    def prepare(
+        self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str], units: Sequence[Sequence[str]] = ()
+    ) -> None:
         """Makes the store with all its room, or compares what is there with what is wanted.
+
+        Args:
+            regions: what it holds.
+            identity: whose it is.
+            units: in a new store with a journal, the regions of each block that rests on disk; see `DiskStore.create`.
 
         Raises:
             StoreError: no room for it, no permission; or another model, dtype or optimizer, with the differences.
@@ -233,8 +276,17 @@ class RunStore:
             identity={"memfit run": FORMAT, **identity},
             durability=self.durability,
             state_bytes=_STATE_BYTES,
+            units=units if self.scheme == "journal" else None,
             io=self.io,
         )
+
+    def journal(self, blocks: Mapping[str, Sequence[str]]) -> Journal:
+        """The journal of the open store.
+
+        Args:
+            blocks: by name, the regions that an update writes; each has a gradient.
+        """
+        return Journal(self.committed.disk, blocks, [gradient_region(name) for name in blocks])
 
     def go_back(self) -> None:
         """To the last commit: the run is resumed from there, in this process.

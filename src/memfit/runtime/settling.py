@@ -76,6 +76,15 @@ class Settling:
                 for b in tuple(self._updating):
                     self.wait(b)
 
+    def gather(self) -> bool:
+        """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""
+        assert self._gradients is not None
+        for block in self._blocks:
+            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+            block.wait()
+        self._gradients.wait()
+        return not self.skips
+
     def wait(self, b: int) -> None:
         """Returns when the block's update is through, if one is under way."""
         ticket = self._updating.pop(b, None)

@@ -77,11 +77,11 @@ class DiskHome:
         return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="current")
 
     def complete(self) -> None:
-        """Copies what the new version did not write from the committed one, so that the spare slot is whole.
+        """Copies what the new version did not write (all of it, if nothing was) from the committed one, so that the spare slot is whole.
 
         Costs one buffer of 4 MiB and reading and writing what was not updated (frozen or unused parameters, alignment).
         """
-        if not self.is_dirty or self._region.has_advanced:
+        if not self.has_versions or self._region.has_advanced:
             return  # where writes change what reads see, what was not written is there already
         buffer = new_storage(min(_COPY_BYTES, self.nbytes))
         for start, stop in _gaps(self._written, self.nbytes):

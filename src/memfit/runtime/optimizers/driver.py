@@ -14,7 +14,7 @@ update a plan runs on the host gets the CPU's bits; whether that is allowed is t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,37 @@ class OptimizerDriver:
         self._open.clear()
         self._done.clear()
         self._shadow = Shadow(self._optimizer)
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group that the step under way uses, without parameters.
+
+        Raises:
+            UsageError: no step is under way.
+        """
+        if self._shadow is None:
+            raise UsageError("settings: no step is under way; call begin_step first.")
+        return [dict(group) for group in self._shadow.groups]
+
+    def begin_again(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """As `begin_step`, for updates that are made from a journal: with these hyperparameters, and without hooks. End it by `abandon_step`.
+
+        Args:
+            settings: what `settings` was then.
+
+        Raises:
+            UsageError: a step is under way, or the groups are others.
+        """
+        if self._shadow is not None:
+            raise UsageError("begin_again: the step before was neither ended (end_step) nor given up (abandon_step).")
+        structure.check_groups(self._optimizer, self._entries.values(), self._structure)
+        if len(settings) != len(self._optimizer.param_groups):
+            raise UsageError(
+                f"begin_again: settings of {len(settings)} groups, not {len(self._optimizer.param_groups)}."
+            )
+        self._open.clear()
+        self._done.clear()
+        self._shadow = Shadow(self._optimizer, groups=[dict(group) for group in settings])
 
     def end_step(self) -> None:
         """Tells LR schedulers that a step was made and runs the post-hooks.

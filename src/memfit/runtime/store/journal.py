@@ -123,7 +123,9 @@ class Journal:
         """
         sealed = self._disk.step
         if sealed is None or step != sealed + 1 or self.step is not None:
-            raise UsageError(f"step {step} cannot be decided: step {sealed} is the store's, and step {self.step} is under way")
+            raise UsageError(
+                f"step {step} cannot be decided: step {sealed} is the store's, and step {self.step} is under way"
+            )
         self._write(record)
         note = JournalNote(step=step, fills=frozenset(self._gradients))
         self._disk.commit(sealed, [RECORD, *flips], journal=note)

@@ -294,9 +294,7 @@ def _read_body(body: Any, path: Path, scheme: Scheme) -> Manifest:
     )
 
 
-def _problem_of_places(
-    file_bytes: Sequence[int], regions: Mapping[str, RegionEntry], scheme: Scheme
-) -> str | None:
+def _problem_of_places(file_bytes: Sequence[int], regions: Mapping[str, RegionEntry], scheme: Scheme) -> str | None:
     """What is wrong with where slots lie; None if nothing. Slots that share room may do so in a journal, unless both are current or one region's."""
 
     def ranges(entry: RegionEntry, places: Sequence[SlotPlace]) -> list[tuple[int, int, int]]:

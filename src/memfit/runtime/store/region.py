@@ -274,7 +274,11 @@ def note_sums(state: RegionState, number: int, offset: int) -> Watcher | None:
 def share_room(states: Mapping[str, RegionState]) -> None:
     """Tells each slot of which others it shares room with; see `RegionState.under`."""
     slots = sorted(
-        ((place.file, place.offset, state, number) for state in states.values() for number, place in enumerate(state.places)),
+        (
+            (place.file, place.offset, state, number)
+            for state in states.values()
+            for number, place in enumerate(state.places)
+        ),
         key=lambda found: found[:2],
     )
     under: dict[tuple[int, int], list[tuple[RegionState, int]]] = {}

@@ -122,7 +122,9 @@ def next_manifest(
 def filled_at_first(states: Mapping[str, RegionState]) -> frozenset[str]:
     """The regions with one slot and checksums that have been written before the first commit."""
     return frozenset(
-        name for name, state in states.items() if state.spec.slots == 1 and state.sums is not None and state.logs[0].written_bytes
+        name
+        for name, state in states.items()
+        if state.spec.slots == 1 and state.sums is not None and state.logs[0].written_bytes
     )
 
 

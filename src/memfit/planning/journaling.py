@@ -1,0 +1,57 @@
+"""What a journal asks of a plan: gradients at home on disk, updates after backward, what is large at home on disk.
+
+In: a plan and a profile. Out: the plan with that, or a refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.core.errors import PlanError
+from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.profile import BlockProfile, Profile
+from memfit.core.units import MIB, format_bytes
+
+# Moving less than this saves little memory, and a transfer of its own costs more than it: such a block may rest in memory also where a journal
+# is kept; its two rooms on disk are little beside the others' one.
+SMALL_BLOCK_BYTES = MIB
+
+
+def journaled(plan: Plan, profile: Profile) -> Plan:
+    """The plan with gradients at home on disk and updates after backward. Homes of weights and states are left as they are."""
+    blocks = dict(plan.blocks)
+    for block in profile.blocks:
+        if _trains(block):
+            blocks[block.name] = replace(plan.block(block.name), gradient_home=Tier.DISK)
+    return replace(plan, blocks=blocks, update=UpdateTime.AFTER_BACKWARD)
+
+
+def problem_of_journaled(plan: Plan, profile: Profile) -> str | None:
+    """What keeps a run with a journal from this plan, and what the plan must say instead; None if nothing does."""
+    if plan.update is not UpdateTime.AFTER_BACKWARD:
+        return "updates are made once all gradients are durable: it must say update='after-backward'"
+    for block in filter(_trains, profile.blocks):
+        homes = plan.block(block.name)
+        if homes.gradient_home is not Tier.DISK:
+            return f"the gradient of block {block.name!r} must be durable before its update: it must say gradient_home='disk'"
+        if not homes.rests_on_disk and block.weight_bytes >= SMALL_BLOCK_BYTES and not block.is_spanning:
+            return (
+                f"block {block.name!r} ({format_bytes(block.weight_bytes)}) does not rest on disk, where a journal saves room: it must say "
+                "weight_home='disk' and state_home='disk'"
+            )
+    return None
+
+
+def check_journaled(plan: Plan, profile: Profile) -> None:
+    """Refuses a plan under which a journal cannot be kept, or saves no room.
+
+    Raises:
+        PlanError: says what to change.
+    """
+    problem = problem_of_journaled(plan, profile)
+    if problem is not None:
+        raise PlanError(f"the plan does not go with scheme='journal': {problem}, or take scheme='generations'")
+
+
+def _trains(block: BlockProfile) -> bool:
+    return any(parameter.requires_grad for parameter in block.parameters)
