@@ -100,6 +100,12 @@ class JournalStory:
         disk.promise(0)
         return store
 
+    def stands_at(self, store: CommittedStore) -> int:
+        """As `step_found` counts."""
+        sealed, decided = store.step, self.journal(store).step
+        assert sealed is not None
+        return 2 * sealed if decided is None else 2 * decided - 1
+
     def journal(self, store: CommittedStore) -> Journal:
         return Journal(store.disk, self.blocks, self.gradients)
 
@@ -155,7 +161,7 @@ class JournalStory:
                 assert not journal.pending
                 assert journal.read() == self.record(decided, len(self.sizes))
             self.check(store, sealed if decided is None else decided)
-            return 2 * sealed if decided is None else 2 * decided - 1
+            return self.stands_at(store)
 
     def open(
         self, directory: Path, io: DiskIO | None = None, operations: FileOperations | None = None

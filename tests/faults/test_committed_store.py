@@ -62,10 +62,10 @@ def body_of(directory: Path) -> Any:
     return json.loads((directory / "manifest.json").read_bytes())["body"]
 
 
-def seal(directory: Path, body: Any) -> None:
+def seal(directory: Path, body: Any, *, version: int = 2) -> None:
     """Writes a manifest whose checksum is right, by the rule in the format's description."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    whole = {"format": "memfit-store", "version": 2, "checksum": hashlib.sha256(text).hexdigest(), "body": body}
+    whole = {"format": "memfit-store", "version": version, "checksum": hashlib.sha256(text).hexdigest(), "body": body}
     (directory / "manifest.json").write_text(json.dumps(whole))
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -28,7 +29,7 @@ from faults.crash_disk import (
     put_back,
     some_crash_states,
 )
-from faults.crash_story import KILLED, TWO_BLOCKS, Story, WithoutSyncs
+from faults.crash_story import KILLED, TWO_BLOCKS, WithoutSyncs
 from memfit.core.errors import StoreError
 from memfit.runtime.store import CommittedStore, DiskIO, Durability
 
@@ -39,10 +40,18 @@ def make_io() -> Iterator[DiskIO]:
         yield io
 
 
+class Told(Protocol):
+    """A run whose every step can be told again."""
+
+    def step_found(self, files: Files, directory: Path, io: DiskIO) -> int:
+        """What a store of these files opens at, with all of it checked."""
+        ...
+
+
 class Finder:
     """Opens what crashes left, each different state once."""
 
-    def __init__(self, story: Story, directory: Path, io: DiskIO) -> None:
+    def __init__(self, story: Told, directory: Path, io: DiskIO) -> None:
         self._story = story
         self._directory = directory
         self._io = io

@@ -31,6 +31,7 @@ from memfit.runtime.states import DecodedState, StateSlot
 from memfit.runtime.store import CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace, verify
 from memfit.runtime.store.directory import is_there
 from memfit.runtime.store.explain import explain
+from memfit.runtime.store.journal import under_way
 from memfit.runtime.store.manifest import MANIFEST_NAME, STATE_LIMIT_BYTES
 from memfit.runtime.store.state import decode_state, encode_state
 
@@ -71,6 +72,9 @@ def export_run(
     The states of registered objects go along in `registered.safetensors`, as `read_registered` gives them back. States of the optimizer that rest in fewer
     bits come out decoded to fp32, as `optimizer.state_dict()` has them.
 
+    A step that a journal has decided, with all its updates made, is what is copied, with the settings and random numbers that it had; registered objects
+    are those of the step before, for what the loop did after the step is not in the store.
+
     Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first.
 
     Args:
@@ -80,13 +84,13 @@ def export_run(
 
     Raises:
         StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the disk. UnsupportedError: masters rest in bits that only a job
-            joins.
+            joins; or the journal has a step under way, which only the run's program can finish.
     """
     began = time.perf_counter()
     used = FileOperations()
     with CommittedStore.open(directory, identity={"memfit run": FORMAT}) as store:
         _check_plain(store.disk.identity, directory)
-        state = store.read_state()
+        state = _with_journal(store, store.read_state())
         facts = part(state, "model", dict)
         weights, states = _sources(store, facts)
         chosen = _kept(weights, facts)
@@ -114,6 +118,29 @@ def export_run(
         files={f.name: f.header.file_bytes for f in files},
         seconds=time.perf_counter() - began,
     )
+
+
+def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state that belongs to the tensors of the store."""
+    found = under_way(store.disk)
+    if found is None:
+        return state
+    if found.pending:
+        raise UnsupportedError(
+            f"step {found.step} of the run in {store.disk.directory} is under way: {len(found.pending)} regions, such as {found.pending[0]!r}, are still to be "
+            "updated from the journal, which takes the optimizer: let the program go on with the run once (memfit.fit makes the updates), then export"
+        )
+    optimizer = part(state, "optimizer", dict)
+    groups = [
+        {**group, "settings": settings}
+        for group, settings in zip(optimizer["groups"], part(found.record, "settings", list), strict=True)
+    ]
+    return {
+        **state,
+        "step": found.step,
+        "optimizer": {**optimizer, "groups": groups, "numbers": part(found.record, "numbers", dict)},
+        "random": part(found.record, "random", dict),
+    }
 
 
 def _check_plain(identity: Mapping[str, str], directory: str | Path) -> None:

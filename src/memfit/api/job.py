@@ -1174,8 +1174,10 @@ class Job:
 
     def _check_changeable(self, block: BlockWeights) -> None:
         """With a journal, a block's one slot is changed by its steps alone."""
+        if self._journal is None:
+            return
         is_fixed = block.index not in self._states or self.plan.block(block.name).rests_on_disk
-        if self._journal is not None and is_fixed:
+        if is_fixed or self._journal.is_waiting:
             raise UnsupportedError(
                 f"weights or states of block {block.name!r} cannot be changed between steps: with scheme='journal' there is no room for a version of them that "
                 "no step makes. The store has what it had. Change the model before a run begins, or take scheme='generations'"

@@ -129,6 +129,7 @@ class StepJournal:
         """
         if not self.is_waiting:
             return
+        self._house.begin_versions(self._house.blocks)
         record = self._journal.read()
         for states in self._states.values():
             states.numbers.clear()

@@ -66,6 +66,7 @@ def list_candidates(
     masters: MasterForms | None = None,
     compute: ComputeDtype | None = None,
     has_journal: bool = False,
+    like: Plan | None = None,
 ) -> Iterator[Candidate]:
     """All candidates for one number of microbatches, simplest first.
 
@@ -77,6 +78,7 @@ def list_candidates(
         masters: how they may be, where the profile has any; None: kept.
         compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
         has_journal: the run keeps a journal: only what rests on disk, with gradients there too.
+        like: of such a run that goes on, its plan.
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
@@ -109,7 +111,7 @@ def list_candidates(
                     compute_dtype=chosen_dtype,
                 )
                 if has_journal:
-                    plan = journaled(plan, profile)
+                    plan = journaled(plan, profile, like)
                     if problem_of_journaled(plan, profile) is not None:
                         continue
                 name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)

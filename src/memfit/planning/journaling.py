@@ -17,12 +17,20 @@ from memfit.core.units import MIB, format_bytes
 SMALL_BLOCK_BYTES = MIB
 
 
-def journaled(plan: Plan, profile: Profile) -> Plan:
-    """The plan with gradients at home on disk and updates after backward. Homes of weights and states are left as they are."""
+def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:
+    """The plan with gradients at home on disk and updates after backward. Homes of weights and states are left as they are.
+
+    Args:
+        plan: any.
+        profile: of the model.
+        like: the plan of a run that goes on: what rests on disk there has no other room, and does here.
+    """
     blocks = dict(plan.blocks)
-    for block in profile.blocks:
-        if _trains(block):
-            blocks[block.name] = replace(plan.block(block.name), gradient_home=Tier.DISK)
+    for block in filter(_trains, profile.blocks):
+        homes = replace(plan.block(block.name), gradient_home=Tier.DISK)
+        if like is not None and like.block(block.name).rests_on_disk:
+            homes = replace(homes, weight_home=Tier.DISK, state_home=Tier.DISK)
+        blocks[block.name] = homes
     return replace(plan, blocks=blocks, update=UpdateTime.AFTER_BACKWARD)
 
 

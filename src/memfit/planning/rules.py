@@ -105,6 +105,7 @@ class _Question:
     masters: MasterForms
     compute: ComputeDtype | None
     has_journal: bool
+    like: Plan | None
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
@@ -154,7 +155,7 @@ def choose_plan(
         has_host: homes in host memory may be used (only where the hardware has a link to it).
         splits_allowed: the loss adds up over microbatches.
         like: only plans whose masters rest as this one's do.
-        has_journal: only plans that go with a journal, see `planning.journaling`.
+        has_journal: only plans that go with a journal, and with `like`, see `planning.journaling`.
         host_bytes: limit of host memory; None: the hardware's capacity.
         disk_bytes: limit of disk; None: the hardware's capacity.
         has_store: the run is committed to a store, whose room counts as disk.
@@ -175,6 +176,7 @@ def choose_plan(
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
         compute=compute,
         has_journal=has_journal,
+        like=like,
     )
     tiers = tuple(
         tier
@@ -222,6 +224,7 @@ def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *
                 masters=question.masters,
                 compute=question.compute,
                 has_journal=question.has_journal,
+                like=question.like,
             ):
                 priced.append(_price(len(priced), candidate, profile, question))
         count *= 2

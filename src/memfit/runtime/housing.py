@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from memfit.core.errors import StoreError
+from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import Plan, Tier
 from memfit.core.units import MIB
 from memfit.runtime.gradients import GradientHomes
@@ -108,6 +108,7 @@ class House:
                 buffers = persistent_buffers(model)
                 regions = regions_of(self.blocks, self.states, buffers, masters=masters_of(plan), scheme=run.scheme)
                 run.prepare(regions, identity or {}, self._moving_units(regions))
+                self._check_moving(run)
                 self.io = run.io
             self._open_disk(directory)
             gradient_homes = self._gradient_homes()
@@ -132,6 +133,14 @@ class House:
         """Of each block that trains and rests on disk, the regions that move together; see [Note: journal] in `runtime.store.journal`."""
         chosen = [b for b in self.blocks if b.index in self.states and self.plan.block(b.name).rests_on_disk]
         return [[name for name in _versions_of(block.name) if name in regions] for block in chosen]
+
+    def _check_moving(self, run: RunStore) -> None:
+        for block in self.blocks:
+            if run.moves(weight_region(block.name)) and not self.plan.block(block.name).rests_on_disk:
+                raise PlanError(
+                    f"block {block.name!r} rests on disk in the run in {run.directory}, whose scheme='journal' has no other room for it: the plan must say "
+                    "weight_home='disk' and state_home='disk'"
+                )
 
     def _open_disk(self, directory: str | Path | None) -> None:
         regions: dict[str, RegionSpec] = {}

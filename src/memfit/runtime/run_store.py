@@ -288,6 +288,10 @@ class RunStore:
         """
         return Journal(self.committed.disk, blocks, [gradient_region(name) for name in blocks])
 
+    def moves(self, region: str) -> bool:
+        """The region shares its room with others, through which they move one after the other."""
+        return self.has(region) and self.committed.disk.shares_room(region)
+
     def go_back(self) -> None:
         """To the last commit: the run is resumed from there, in this process.
 

@@ -28,6 +28,7 @@ before. A run that crashed between (2) and that seal goes on one step earlier, f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.errors import UsageError
@@ -47,6 +48,31 @@ _LENGTH_BYTES = 8
 def record_region(nbytes: int) -> RegionSpec:
     """The region that records of up to so many bytes are written to."""
     return RegionSpec(nbytes=nbytes, slots=2, tag="journal")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnderWay:
+    """A step that is decided and not sealed."""
+
+    step: int
+    pending: tuple[str, ...]
+    """Regions that hold the step before: only the optimizer of the run can make their next version."""
+    record: Mapping[str, Any]
+
+
+def under_way(disk: DiskStore) -> UnderWay | None:
+    """What a store with a journal has under way; None if nothing is, or it has none.
+
+    Raises:
+        StoreError: the record cannot be read, or is damaged.
+    """
+    if disk.scheme != "journal" or RECORD not in disk.regions:
+        return None
+    journal = Journal(
+        disk, {name: (name,) for name, spec in disk.regions.items() if spec.slots == 2 and spec.tag != "buffer"}, ()
+    )
+    step = journal.step
+    return None if step is None else UnderWay(step=step, pending=journal.pending, record=journal.read())
 
 
 class Journal:

@@ -256,6 +256,11 @@ class DiskStore:
             state = self._state(name)
             return state.is_free(state.spare)
 
+    def shares_room(self, name: str) -> bool:
+        """Slots of other regions overlap those of this one."""
+        with self._lock:
+            return any(self._state(name).under)
+
     @property
     def generation(self) -> int:
         """Number of commits since creation."""

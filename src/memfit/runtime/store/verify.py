@@ -14,6 +14,7 @@ from pathlib import Path
 from memfit.core.errors import StoreError
 from memfit.core.units import MIB, format_bytes
 from memfit.runtime.store.files import FileOperations
+from memfit.runtime.store.journal import UnderWay, under_way
 from memfit.runtime.store.memory import Memory, aligned_memory
 from memfit.runtime.store.region import PieceDamage, Region
 from memfit.runtime.store.state import decode_state
@@ -46,7 +47,9 @@ class StoreReport:
     """The committed step; None before the first commit."""
     blocks: tuple[BlockReport, ...]
     state_problem: str | None
-    """What is wrong with the small state; None if nothing is, or there is none."""
+    """What is wrong with the small state, or with a journal's record; None if nothing is, or there is none."""
+    under_way: UnderWay | None = None
+    """A step of a journal that is decided and not sealed."""
 
     @property
     def is_whole(self) -> bool:
@@ -63,6 +66,14 @@ class StoreReport:
         pieces = sum(block.pieces for block in self.blocks)
         bare = [block.name for block in self.blocks if block.nbytes and not block.pieces]
         at = "no step committed" if self.step is None else f"step {self.step}"
+        if self.under_way is not None:
+            left = len(self.under_way.pending)
+            of = (
+                f", {left} regions are still to be updated: the run's own program does so when it goes on"
+                if left
+                else ""
+            )
+            at += f", and step {self.under_way.step} is decided in the journal{of}"
         lines = [
             f"{self.directory}: {at}; {pieces} pieces, {format_bytes(self.checked_bytes)} compared with their checksums: "
             + ("all as written" if self.is_whole else "DAMAGED")
@@ -112,19 +123,21 @@ def check_store(store: DiskStore, *, on_progress: Callable[[int, int], None] | N
         done_bytes += region.nbytes if region.has_sums else 0
         if on_progress is not None:
             on_progress(done_bytes, total_bytes)
+    problem, found = _state_of(store)
     return StoreReport(
-        directory=store.directory, step=store.step, blocks=tuple(blocks), state_problem=_problem_of_state(store)
+        directory=store.directory, step=store.step, blocks=tuple(blocks), state_problem=problem, under_way=found
     )
 
 
-def _problem_of_state(store: DiskStore) -> str | None:
+def _state_of(store: DiskStore) -> tuple[str | None, UnderWay | None]:
+    """What is wrong with the state and the journal's record, and what that one says."""
     try:
         content = store.read_state()
         if content is not None:
             decode_state(content)
+        return None, under_way(store)
     except StoreError as error:
-        return str(error)
-    return None
+        return str(error), None
 
 
 def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -> BlockReport:
