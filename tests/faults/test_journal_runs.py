@@ -40,12 +40,10 @@ def plan_of(model: str, name: str) -> tuple[Plan, dict[str, Any]]:
 
 
 def partly_in_memory() -> tuple[Plan, dict[str, Any]]:
-    """The clipped plan with two of its blocks' weights or states in memory, and so with two rooms of their own in the store."""
+    """The clipped plan with one block's weights in memory, and so with two rooms of its own in the store; the other two move."""
     plan, options = plan_of("tied-and-frozen", "clipped")
     blocks = dict(plan.blocks)
-    first, *_, last = [name for name in blocks if name != "layers.0"]
-    blocks[first] = BlockPlan(gradient_home=Tier.DISK)
-    blocks[last] = BlockPlan(gradient_home=Tier.DISK, weight_home=Tier.DISK)
+    blocks["embedding"] = BlockPlan(gradient_home=Tier.DISK, state_home=Tier.DISK)
     return replace(plan, blocks=blocks), options
 
 
@@ -120,7 +118,7 @@ def test_a_run_goes_on_bit_for_bit_after_every_commit_of_a_step(
         assert_same(found, whole)
         assert verify(directory).is_whole
         first += 1
-    assert seen.count("moved") >= 4, "a step moves its blocks in several commits"
+    assert seen == ["sealed"] + ["decided", "moved", "moved", "sealed"] * 2
 
 
 @pytest.mark.slow
@@ -239,11 +237,7 @@ def test_a_step_under_way_is_told_and_exported_when_it_is_made(tmp_path: Path, m
     assert "step 0, and step 1 is decided in the journal" in verify(decided).in_words()
     with pytest.raises(UnsupportedError, match="go on with the run once"):
         export_run(decided, tmp_path / "out")
-    seen = killed_at(5, monkeypatch, moved, plan, options)
-    while seen[-1] != "moved" or verify(moved).under_way.pending:  # type: ignore[union-attr]
-        moved = moved.with_name(f"{moved.name}+")
-        seen = killed_at(len(seen), monkeypatch, moved, plan, options)
-    assert seen.count("decided") == 1
+    assert killed_at(3, monkeypatch, moved, plan, options) == ["sealed", "decided", "moved", "moved"]
     export_run(moved, tmp_path / "out")
     made = build("tied-and-frozen")
     loaded = memfit.api.saving.load(tmp_path / "out", made, adamw(made))
@@ -253,18 +247,6 @@ def test_a_step_under_way_is_told_and_exported_when_it_is_made(tmp_path: Path, m
             build("tied-and-frozen"), adamw(build("tied-and-frozen")), loss, draw(torch.Generator()), store=moved
         )
     job.close()
-
-
-class Noisy(torch.optim.SGD):
-    """Adds noise of torch's default generator to what it updates."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(torch.randn_like(p), alpha=1e-3)
 
 
 def test_the_planner_finds_a_plan_that_goes_with_a_journal(tmp_path: Path) -> None:
