@@ -166,9 +166,8 @@ def test_a_step_whose_updates_fail_is_finished_by_the_next_call(
     plan, options = partly_in_memory()
     wanted = Loop(tmp_path / "wanted", plan=plan, **options).register()
     found = Loop(tmp_path / "found", plan=plan, scheme="journal", **options).register()
+    first = [draw(torch.Generator().manual_seed(n)) for n in range(3)]
     for loop in (wanted, found):
-        torch.manual_seed(2)
-        first = [draw(torch.Generator().manual_seed(n)) for n in range(3)]
         torch.manual_seed(3)
         if loop is found:
             failing = Failing(monkeypatch, after=1, times=2)
@@ -195,8 +194,9 @@ def test_a_step_whose_updates_fail_is_finished_by_the_next_call(
 
 def test_what_a_journal_cannot_keep_is_refused(tmp_path: Path) -> None:
     plan, options = partly_in_memory()
+    made = build("tied-and-frozen")
     with pytest.raises(UsageError, match="name its directory"):
-        Loop(tmp_path / "none", scheme="journal").job  # noqa: B018, is refused before
+        memfit.fit(made, adamw(made), loss, draw(torch.Generator()), scheme="journal")
     for durability in (2, "exit"):
         with pytest.raises(UsageError, match='durability="step"'):
             Loop(tmp_path / "run", plan=plan, scheme="journal", durability=durability, **options)
@@ -242,11 +242,8 @@ def test_a_step_under_way_is_told_and_exported_when_it_is_made(tmp_path: Path, m
     made = build("tied-and-frozen")
     loaded = memfit.api.saving.load(tmp_path / "out", made, adamw(made))
     assert loaded.steps == 1
-    with pytest.warns(MemfitWarning):
-        job = memfit.fit(
-            build("tied-and-frozen"), adamw(build("tied-and-frozen")), loss, draw(torch.Generator()), store=moved
-        )
-    job.close()
+    with pytest.warns(MemfitWarning, match="had been decided"):
+        Loop(moved, plan=plan, **options).die()
 
 
 def test_the_planner_finds_a_plan_that_goes_with_a_journal(tmp_path: Path) -> None:
