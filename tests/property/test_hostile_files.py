@@ -24,6 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faults import small_run
+from faults.crash_disk import RecordedDisk
+from faults.journal_story import EVEN
 from memfit.api import run_state
 from memfit.api.exporting import export_run
 from memfit.core.errors import MemfitError
@@ -71,9 +73,12 @@ def files() -> dict[str, bytes]:
         manifest = (place / "run" / "manifest.json").read_bytes()
         entry = json.loads(manifest)["body"]["state"]
         state = (place / "run" / f"state-{entry['file']}.bin").read_bytes()[: entry["nbytes"]]
+        with EVEN.begin(RecordedDisk(place / "journal")) as store:
+            EVEN.step(store, 1)
         shards = sorted(place.glob("out/model-*.safetensors"))
         return {
             "manifest": manifest,
+            "journal": (place / "journal" / "manifest.json").read_bytes(),
             "state": state,
             "tensors": shards[0].read_bytes(),
             "index": (place / "out" / "model.safetensors.index.json").read_bytes(),
@@ -130,7 +135,7 @@ def refused_or_read(read: Callable[[], Any], file_bytes: int) -> str | None:
 @given(SEEDS)
 def test_a_manifest_that_lies_is_refused(seed: int) -> None:
     chance = random.Random(seed)
-    valid = files()["manifest"]
+    valid = files()[chance.choice(("manifest", "journal"))]
     if chance.random() < 0.1:
         content = mutate_bytes(valid, chance)
     elif chance.random() < 0.1:

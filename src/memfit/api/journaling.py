@@ -26,7 +26,7 @@ import torch
 
 from memfit.api import run_state
 from memfit.api.run_state import part
-from memfit.core.errors import MemfitWarning, UnsupportedError
+from memfit.core.errors import MemfitWarning, StoreError, UnsupportedError
 from memfit.runtime.engine import Outcome
 from memfit.runtime.homes import Tickets
 from memfit.runtime.housing import House
@@ -139,10 +139,13 @@ class StepJournal:
             return
         for block in pending:
             self._house.go_back(block)
-        self._house.gradients.take_up(part(record, "gradients", list), record.get("scale"))
+        self._house.gradients.take_up(part(record, "gradients", list), _number(record, "scale"))
         self._noise.step = part(record, "noise step", int)
         self._driver.abandon_step()
-        self._driver.begin_again(part(record, "settings", list))
+        settings = part(record, "settings", list)
+        if not all(isinstance(group, dict) for group in settings):
+            raise StoreError("the record of the step has no proper 'settings': it is damaged")
+        self._driver.begin_again(settings)
         try:
             self._make(record)
         finally:
@@ -156,12 +159,11 @@ class StepJournal:
         """
         record = self._journal.read()
         run_state.give_random(part(record, "random", dict))
-        norm = record.get("norm")
-        scale = record.get("scale")
+        norm, scale = _number(record, "norm"), _number(record, "scale")
         self._house.gradients.scale = None if scale is None else torch.tensor(scale)
         return Outcome(
-            losses=[torch.tensor(loss, dtype=torch.float64) for loss in part(record, "losses", list)],
-            shares=part(record, "shares", list),
+            losses=[torch.tensor(loss, dtype=torch.float64) for loss in _numbers(record, "losses")],
+            shares=_numbers(record, "shares"),
             norm=None if norm is None else torch.tensor(norm, dtype=torch.float64),
             departures=[
                 "the step had been decided before: it was finished from its journal, with the gradients of the batch that it had then"
@@ -184,3 +186,18 @@ class StepJournal:
                 f"{type(self._optimizer).__name__} draws random numbers while it updates, so that an update that is made again from the journal would be another: "
                 "begin the run with scheme='generations'"
             )
+
+
+def _number(record: Mapping[str, Any], key: str) -> float | None:
+    """A number of the record, or None where it says so. Raises `StoreError` for anything else."""
+    found = record.get(key)
+    if found is None or isinstance(found, float):
+        return found
+    raise StoreError(f"the record of the step has no proper {key!r}: it is damaged, or of another version of memfit")
+
+
+def _numbers(record: Mapping[str, Any], key: str) -> list[float]:
+    found = part(record, key, list)
+    if all(isinstance(one, float) for one in found):
+        return found
+    raise StoreError(f"the record of the step has no proper {key!r}: it is damaged, or of another version of memfit")
