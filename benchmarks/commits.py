@@ -8,9 +8,10 @@ sums        checksums of what is written, no syncs
 visits      the same, and every read compared
 committed   checksums, a small state, and a durable commit at the end of each step
 every 4     the same, committed every fourth step
+journal     one slot a block: gradients (a third of a block, as with AdamW) made durable, blocks moved through the spare room, committed
 
 Printed: medians over the rounds, seconds a step and the ratio to "bare" within the same round; what a commit takes alone; how fast
-`verify` reads; how fast memory is summed by one thread.
+`verify` reads; how fast memory is summed by one thread; and what a journal takes beyond the time that its further bytes would take at the speed of "bare".
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import common
-from memfit.core.units import MIB
+from memfit.core.units import KIB, MIB
 from memfit.runtime.store import CommittedStore, DiskIO, DiskStore, Memory, RegionSpec, aligned_memory, verify
 from memfit.runtime.store.checksums import PIECE_BYTES, checksum
+from memfit.runtime.store.journal import RECORD, Journal, record_region
 
 BLOCK_BYTES = 16 * MIB
+GRADIENT_BYTES = BLOCK_BYTES // 3 // PIECE_BYTES * PIECE_BYTES
 STATE = {"step": 0, "random": bytes(5056), "groups": [{"lr": 1e-3}] * 2}
 
 
@@ -72,6 +75,44 @@ def step_of_committed(store: CommittedStore, memory: Memory, commits: list[float
     return run
 
 
+def journaled(place: Path, names: list[str], io: DiskIO) -> CommittedStore:
+    specs = {name: RegionSpec(nbytes=BLOCK_BYTES, slots=2) for name in names}
+    specs |= {f"{name}/gradient": RegionSpec(nbytes=GRADIENT_BYTES) for name in names}
+    return CommittedStore.create(
+        place, {**specs, RECORD: record_region(64 * KIB)}, identity={}, units=[[name] for name in names], io=io
+    )
+
+
+def step_of_journaled(store: CommittedStore, names: list[str], memory: Memory) -> Callable[[int], float]:
+    journal = Journal(store.disk, {name: [name] for name in names}, [f"{name}/gradient" for name in names])
+    old, new = memory, memory.narrow(BLOCK_BYTES, BLOCK_BYTES)
+
+    def run(step: int) -> float:
+        began = time.perf_counter()
+        if store.step is None:
+            for name in names:
+                store.region(name).write(0, BLOCK_BYTES, new, slot="current").wait()
+        else:
+            journal.begin_step()
+            for name in names:
+                store.region(f"{name}/gradient").write(0, GRADIENT_BYTES, new, slot="current").wait()
+            journal.begin(step, STATE)
+            while blocks := journal.next_blocks:
+                for name in blocks:
+                    store.region(f"{name}/gradient").read(0, GRADIENT_BYTES, old).wait()
+                    for ticket in (
+                        store.region(name).read(0, BLOCK_BYTES, old),
+                        store.region(name).write(0, BLOCK_BYTES, new),
+                    ):
+                        ticket.wait()
+                journal.moved(blocks, STATE)
+        store.end_step(step)
+        store.seal({**STATE, "step": step})
+        return time.perf_counter() - began
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512)
@@ -90,12 +131,14 @@ def main() -> None:
         visits = DiskStore.create(place / "visits", specs, piece_bytes=PIECE_BYTES, verifies=True, **plain)
         committed = CommittedStore.create(place / "committed", specs, identity={}, io=io)
         fourth = CommittedStore.create(place / "fourth", specs, identity={}, io=io, durability=4)
+        journal = journaled(place / "journal", list(specs), io)
         steps = {
             "bare": step_of(bare, memory),
             "sums": step_of(sums, memory),
             "visits": step_of(visits, memory),
             "committed": step_of_committed(committed, memory, commits),
             "every 4": step_of_committed(fourth, memory, []),
+            "journal": step_of_journaled(journal, list(specs), memory),
         }
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for round_number in range(options.rounds + 1):
@@ -112,10 +155,13 @@ def main() -> None:
             for name, found in seconds.items()
         ]
         print(common.table(("store", "s/step", "to bare"), rows))
+        more = 1 + GRADIENT_BYTES / BLOCK_BYTES
+        found = statistics.median(a / b for a, b in zip(seconds["journal"], seconds["bare"], strict=True)) / more
+        print(f"journal: moves {more:.2f} times the bytes of bare, and takes {found:.3f} times what these would")
         print(f"a commit alone: median {statistics.median(commits) * 1e3:.1f} ms, most {max(commits) * 1e3:.1f} ms")
         manifest_bytes = (place / "committed" / "manifest.json").stat().st_size
         print(f"manifest: {manifest_bytes} bytes for {len(specs)} blocks, {options.mib * MIB // PIECE_BYTES} pieces")
-        for store in (bare, sums, visits, committed, fourth):
+        for store in (bare, sums, visits, committed, fourth, journal):
             store.close()
         began = time.perf_counter()
         report = verify(place / "committed")

@@ -902,7 +902,8 @@ class Job:
                 optimizer=self._parts.optimizer,
                 blocks=self._blocks,
                 states=self._states,
-                steps=self.steps,
+                # Weights and states are those of the step that waits for its `job.step`, if one does.
+                steps=self.steps + (self._journal is not None and self._journal.is_waiting),
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
             )
