@@ -118,7 +118,7 @@ class JournalStory:
                 content = self.gradient(step, block)
                 region = store.region(f"{block}/gradient")
                 middle = len(content) // 3
-                for start, end in ((0, middle), (middle, len(content))):
+                for start, end in ((0, middle), (middle, len(content))) if middle else ((0, len(content)),):
                     region.write(start, end - start, filled(content[start:end]), slot="current").wait()
             buffers = self.other(step, "buffers")
             store.region("buffers").write(0, len(buffers), filled(buffers)).wait()
