@@ -1,6 +1,6 @@
 """Kills training runs with SIGKILL at random instants, takes each up again, and compares what it comes to with the run that nobody killed.
 
-    .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, five plans, three durabilities
+    .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, five plans, three durabilities, both schemes
     .venv/bin/python benchmarks/kill.py --kills 20 --models tied-and-frozen --directory /dev/shm
 
 A run loads, trains, commits and saves; under the plan "replanned" it also meets its limit, twice, because the program takes memory that no plan knew
@@ -39,7 +39,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults import small_run  # pyright: ignore[reportMissingImports]
-from memfit.core.plan import Plan
+from memfit.core.plan import Plan, UpdateTime
 
 TOTAL = 6
 DURABILITIES: tuple[Any, ...] = ("step", 2, "exit")
@@ -67,9 +67,11 @@ class Scenario:
     model: str
     plan: str
     durability: Any
+    scheme: str = "generations"
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.plan}, durability {self.durability}"
+        kept = f"durability {self.durability}" if self.scheme == "generations" else "journal"
+        return f"{self.model}, {self.plan}, {kept}"
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ def training(scenario: Scenario, program: Program, directory: Path) -> Callable[
 
         phases = Phases(tell, moment)
         phases.watch()
-        warnings.filterwarnings("ignore", message="step .* met the limit")
+        warnings.filterwarnings("ignore", message="step .* (met the limit|had been decided)")
         held: list[torch.Tensor] = []
 
         def before_step(step: int) -> None:
@@ -336,6 +338,7 @@ def training(scenario: Scenario, program: Program, directory: Path) -> Callable[
                 directory / "run",
                 total=TOTAL,
                 durability=scenario.durability,
+                scheme=scenario.scheme,
                 save=directory / "saved",
                 rows=program.rows,
                 before_step=before_step,
@@ -386,6 +389,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(small_run.MODELS), default=list(small_run.MODELS))
     every = [*small_run.PLANS, REPLANNED]
     parser.add_argument("--plans", nargs="+", choices=every, default=every)
+    parser.add_argument("--schemes", nargs="+", choices=("generations", "journal"), default=["generations", "journal"])
     parser.add_argument(
         "--directory", type=Path, default=None, help="where stores are made; the temporary directory by default"
     )
@@ -407,7 +411,15 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
         for durability in DURABILITIES
         for plan in options.plans
         for model in options.models
+        if "generations" in options.schemes
         if plan != REPLANNED or durability == "step"  # replanning needs the commit of the step before
+    ]
+    # A journal is for what rests on disk, and for updates after backward.
+    scenarios += [
+        Scenario(model, plan, "step", "journal")
+        for plan in options.plans
+        for model in options.models
+        if "journal" in options.schemes and plan not in ("resident", REPLANNED)
     ]
     chance.shuffle(scenarios)
     whole: dict[Scenario, Child] = {}
@@ -417,6 +429,8 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
         scenario = scenarios[runs % len(scenarios)]
         runs += 1
         program = programs[scenario.model, scenario.plan]
+        if scenario.scheme == "journal":
+            program = replace(program, plan=replace(program.plan, update=UpdateTime.AFTER_BACKWARD))
         if scenario not in whole:
             whole[scenario] = reference(scenario, program, place / "whole")
         kills += one_run(scenario, program, whole[scenario], place / f"run-{runs}", chance, tally)

@@ -34,7 +34,7 @@ from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
-from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
+from memfit.prediction.bytes import disk_bytes_with_journal, disk_bytes_with_store, journal_bytes, store_bytes
 from memfit.planning.journaling import check_journaled
 from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
@@ -483,10 +483,13 @@ class _Task:
         """Refuses what takes more of the disk than `disk_limit`: the store's room, and homes and activations beside it."""
         limit = self.machine.limits.disk_bytes
         needed = predicted.timeline.disk_peak_bytes
-        if self.run is not None:
-            needed = disk_bytes_with_store(plan, found, needed)
+        claimed = 0
+        if self.has_journal:
+            needed, claimed = disk_bytes_with_journal(plan, found, needed), journal_bytes(plan, found)
+        elif self.run is not None:
+            needed, claimed = disk_bytes_with_store(plan, found, needed), store_bytes(plan, found)
         if limit is not None and needed > limit:
-            store = "" if self.run is None else f", {format_bytes(store_bytes(plan, found))} of it claimed by the store"
+            store = "" if self.run is None else f", {format_bytes(claimed)} of it claimed by the store"
             raise DoesNotFitError(
                 f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk"
             )

@@ -7,10 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.core.units import round_up
+from memfit.core.units import MIB, round_up
 
 # A page: direct I/O moves whole pages, and a tensor that begins on one is read and written without its neighbours.
 ALIGNMENT_BYTES = 4096
+
+
+_SPARE_SHARE = 16
+_MOST_SPARE_BYTES = 64 * MIB
+
+
+def spare_room_bytes(sizes_bytes: Sequence[int]) -> int:
+    """The room that units move through in a store with a journal: of the largest, or of several small ones, for each time it is used up costs a commit.
+
+    Args:
+        sizes_bytes: of each unit.
+
+    Returns:
+        The largest of them, or a sixteenth of all up to 64 MiB, in whole pages.
+    """
+    several_bytes = min(round_up(sum(sizes_bytes) // _SPARE_SHARE, ALIGNMENT_BYTES), _MOST_SPARE_BYTES)
+    return max([several_bytes, *(round_up(size, ALIGNMENT_BYTES) for size in sizes_bytes)])
 
 
 def flat_layout(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:

@@ -27,7 +27,14 @@ from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
-from memfit.prediction.bytes import STAGING_BYTES, disk_bytes_with_store, flat_weight_bytes, master_home_bytes, trace_of
+from memfit.prediction.bytes import (
+    STAGING_BYTES,
+    disk_bytes_with_journal,
+    disk_bytes_with_store,
+    flat_weight_bytes,
+    master_home_bytes,
+    trace_of,
+)
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
 from memfit.prediction.seconds import compute_seconds, link_of, update_compute_seconds, update_traffic
@@ -111,7 +118,10 @@ class _Question:
         plan = priced.candidate.plan
         schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
         found = appraise(schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes)
-        if self.has_store:
+        if self.has_journal:
+            in_all = disk_bytes_with_journal(plan, priced.profile, found.disk_peak_bytes)
+            found = replace(found, disk_peak_bytes=in_all)
+        elif self.has_store:
             in_all = disk_bytes_with_store(plan, priced.profile, found.disk_peak_bytes)
             found = replace(found, disk_peak_bytes=in_all)
         elsewhere = _within(found.host_peak_bytes, self.host_bytes) and _within(found.disk_peak_bytes, self.disk_bytes)

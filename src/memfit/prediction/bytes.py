@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
-from memfit.core.layout import flat_layout, split_layout
+from memfit.core.layout import flat_layout, spare_room_bytes, split_layout
 from memfit.core.plan import Plan, Tier
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.schedule import (
@@ -339,6 +339,32 @@ def store_bytes(plan: Plan, profile: Profile) -> int:
     for block in profile.blocks:
         sizes += [flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block)]
     return 2 * sum(round_up(size, _PAGE_BYTES) for size in sizes)
+
+
+def journal_bytes(plan: Plan, profile: Profile) -> int:
+    """Disk that a store with a journal claims: one slot of what rests on disk and its spare room, the gradients; two slots of what rests in memory.
+
+    Not counted: what is left of the last page of each state tensor, and the record (some 256 KiB and 1 KiB a parameter, twice).
+    """
+    moving: list[int] = []
+    others = 2 * round_up(profile.buffer_bytes, _PAGE_BYTES)
+    for block in profile.blocks:
+        parts = (flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block))
+        size = sum(round_up(nbytes, _PAGE_BYTES) for nbytes in parts)
+        if not any(p.requires_grad for p in block.parameters):
+            others += size
+            continue
+        others += flat_gradient_bytes(block)
+        if plan.block(block.name).rests_on_disk:
+            moving.append(size)
+        else:
+            others += 2 * size
+    return sum(moving) + (spare_room_bytes(moving) if moving else 0) + others
+
+
+def disk_bytes_with_journal(plan: Plan, profile: Profile, disk_bytes: int) -> int:
+    """As `disk_bytes_with_store`, for a store with a journal: gradients lie inside of it too."""
+    return journal_bytes(plan, profile) + disk_bytes - home_bytes(plan, profile, Tier.DISK)
 
 
 def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int) -> int:

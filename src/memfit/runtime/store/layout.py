@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memfit.core.errors import UsageError
-from memfit.core.units import GIB, MIB, round_up
+from memfit.core.layout import spare_room_bytes
+from memfit.core.units import GIB, round_up
 from memfit.runtime.store.memory import ALIGNMENT_BYTES
 from memfit.runtime.store.tensors import TensorPlace, problem_of_tensors
 
@@ -18,8 +19,6 @@ FILE_BYTES = 16 * GIB
 """Files are filled up to here; a larger slot gets a file of its own."""
 
 LARGEST_BYTES = 1 << 60
-_SPARE_SHARE = 16
-_SPARE_BYTES = 64 * MIB
 LONGEST_NAME = 512
 
 
@@ -105,8 +104,8 @@ def lay_out(regions: Mapping[str, RegionSpec], *, file_bytes: int = FILE_BYTES) 
 def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[str]]) -> Layout:
     """Places regions so that units of them move from one place to the other through one spare room. See [Note: journal].
 
-    All first slots of the units lie one behind the other; each second slot lies as far before its first one as the spare room is long: as the largest unit,
-    or a sixteenth of all of them up to 64 MiB. So the second slots share room with the first slots of units before, and those of one region never with each other.
+    All first slots of the units lie one behind the other; each second slot lies as far before its first one as the spare room is long
+    (`spare_room_bytes`). So the second slots share room with the first slots of units before, and those of one region never with each other.
 
     Args:
         regions: what shall be held; what is in no unit is placed as `lay_out` does.
@@ -125,10 +124,7 @@ def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[s
     if not names:
         return rest
     lengths = {name: round_up(regions[name].nbytes, ALIGNMENT_BYTES) for name in names}
-    largest_bytes = max(sum(lengths[name] for name in unit) for unit in units)
-    # Room for several small units at once: each time that it is used up costs a commit.
-    several_bytes = min(round_up(sum(lengths.values()) // _SPARE_SHARE, ALIGNMENT_BYTES), _SPARE_BYTES)
-    spare_bytes = max(largest_bytes, several_bytes)
+    spare_bytes = spare_room_bytes([sum(lengths[name] for name in unit) for unit in units])
     moving: dict[str, tuple[SlotPlace, ...]] = {}
     position = 0
     for name in names:
