@@ -34,8 +34,8 @@ from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
-from memfit.prediction.bytes import disk_bytes_with_journal, disk_bytes_with_store, journal_bytes, store_bytes
 from memfit.planning.journaling import check_journaled
+from memfit.prediction.bytes import disk_bytes_with_journal, disk_bytes_with_store, journal_bytes, store_bytes
 from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
