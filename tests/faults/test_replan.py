@@ -15,6 +15,7 @@ from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.runtime.run_store import RunStore
+from memfit.runtime.store.journal import Journal
 
 ROWS, WIDTH, LAYERS = 4096, 96, 6
 LIMIT = 200 * MIB
@@ -52,6 +53,7 @@ def start(directory: Path, **options: Any) -> tuple[nn.Module, torch.optim.Optim
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     known: dict[str, Any] = {"limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan"}
+    directory.mkdir(exist_ok=True)
     job = memfit.fit(model, optimizer, loss, batch(0), store=directory / "run", **{**known, **options})
     return model, optimizer, job
 
@@ -153,3 +155,36 @@ def test_replan_wants_a_store_that_commits_each_step(tmp_path: Path) -> None:
         memfit.fit(*arguments, on_breach="replan", store=tmp_path / "run", durability=2)
     with pytest.raises(UsageError, match='"error" or "replan"'):
         memfit.fit(*arguments, on_breach="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_breach_among_the_updates_of_a_journal_is_finished_under_the_tighter_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step was decided: its gradients are those of the plan before, and it is not computed again."""
+    wanted, _, job = start(tmp_path / "wanted", scheme="journal")
+    plan = job.plan
+    torch.manual_seed(1)
+    losses = [job.step(batch(step)).loss for step in range(2)]
+    job.close()
+    model, _, job = start(tmp_path / "found", scheme="journal", plan=plan)
+    torch.manual_seed(1)
+    assert job.step(batch(0)).loss == losses[0]
+    left, moved = [1], Journal.moved
+
+    def breach(journal: Journal, blocks: Any, record: Any) -> None:
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("no room")
+        moved(journal, blocks, record)
+
+    monkeypatch.setattr(Journal, "moved", breach)
+    with pytest.warns(MemfitWarning) as told:
+        found = job.step(batch(1))
+    assert [any(words in str(one.message) for one in told) for words in ("had been decided", "met the limit")] == [
+        True
+    ] * 2
+    assert (found.loss, job.steps, len(job.breaches)) == (losses[1], 2, 1)
+    job.close()
+    for p, q in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(p, q)
