@@ -55,7 +55,7 @@ REPLANNED = "replanned"
 ROWS = {"gpt2": 1024, "tied-and-frozen": 8192}
 """By model, of a batch under the plan that is replanned: activations are most of what it takes."""
 _LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "sympy", "scipy", "numpy", "memfit"}
-STORE_FILES = frozenset({"homes-0.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
+STORE_FILES = frozenset({"homes-0.bin", "homes-1.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
 LEAVES = {2: 0.8, 4: 0.6}
 """From which step on the program leaves the job how much of what the first plan takes."""
 
