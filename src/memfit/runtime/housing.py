@@ -321,11 +321,14 @@ class House:
             StoreError: the disk; may be repeated.
         """
         assert self.run is not None and self._model is not None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # pinned homes are written by a stream that the host does not follow
+        self._follow_copies()
         names = [name for name in self._residents if name in self._changed]
         flips = [name for name in names if self.run.keep(name, self._residents[name][1])]
         return flips + self.keep_buffers()
+
+    def _follow_copies(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # pinned homes are written by a stream that the host does not follow
 
     def keep_buffers(self) -> list[str]:
         """Of `keep_residents`, the model's buffers alone."""
@@ -360,6 +363,7 @@ class House:
             StoreError: the disk; may be repeated.
         """
         assert self.run is not None
+        self._follow_copies()
         for region, home in self._homes_of(block):
             if isinstance(home, DiskHome):
                 home.complete()
