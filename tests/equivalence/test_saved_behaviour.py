@@ -340,6 +340,48 @@ def test_settings_of_the_forward_hold_when_it_runs_again(policy: str, offloader:
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_module_notes_on_itself_happens_once(policy: str, offloader: Offloader) -> None:
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.word, self.seen, self.history = 0, "", None, []
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "scale"):
+                self.scale = 2.0  # made by the first call; it adds to that call's result
+                hidden = hidden + 1
+            self.calls += 1
+            self.word += "x"
+            made = super().forward(hidden * (self.scale + self.calls * 0.25)) + len(self.word)
+            self.seen = made
+            self.history.append(made.detach())
+            return made
+
+    found: list[tuple[Any, ...]] = []
+    outcomes = []
+    for is_driven in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Counting() for _ in range(4)))
+        layers: list[Any] = list(model)
+        kept: list[torch.Tensor] = []
+
+        def loss(made: nn.Module, layers: list[Any] = layers, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            result = made(torch.ones(4, 8)).pow(2).sum()
+            kept.extend(layer.seen for layer in layers)
+            return result
+
+        if is_driven:
+            driver = Driver(model, list("0123"), POLICIES[policy], offloader=offloader)
+            outcomes.append(run_driven(model, loss, driver, steps=3))
+            assert all(layer.seen is own for layer, own in zip(layers, kept[-4:], strict=True))
+        else:
+            outcomes.append(run_plain(model, loss, steps=3))
+        found.append(tuple((m.calls, m.word, m.scale, len(m.history)) for m in layers))
+    outcomes[1].assert_equal(outcomes[0])
+    assert found[0] == found[1] == ((3, "xxx", 2.0, 3),) * 4
+
+
 def test_objects_that_a_call_fills_are_filled_once(offloader: Offloader) -> None:
     @dataclass
     class Notes:

@@ -1,16 +1,19 @@
-"""What a call's result depends on beyond its arguments and weights: switches, random numbers, buffers.
+"""What a call's result depends on beyond its arguments and weights: switches, random numbers, buffers, what modules note on themselves.
 
 In: the state of the thread and the module when the call begins. Out: the same state around the call when it runs again,
 and the present one put back after.
 
-Not captured: generators of the user's own (`torch.Generator` passed by hand), Python attributes that the module changes
-in itself, and active dispatch modes (they watch operations; watching the recomputation would count twice).
+Not captured: generators of the user's own (`torch.Generator` passed by hand), numbers outside of modules (a closure's), tensors and containers that the
+module keeps on itself (what a recomputation does to them is taken back, but it reads them as they are), and active dispatch modes (they watch operations;
+watching the recomputation would count twice).
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -227,6 +230,87 @@ def _may_have_changed(
     return is_small or (isinstance(owner, _NormBase) and owner.training)
 
 
+_ABSENT: Any = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque)
+_TORCH_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+class Attributes:
+    """Python attributes of a module and its submodules as they were when its call began, for those that the call changes.
+
+    (A counter, a flag, a cache made in the first call.) Flags, numbers and words have their entry values when the call runs again, and what it made anew is
+    absent. After it, every attribute is what it was before it, containers with their content: the call happened once.
+
+    Memory: references to numbers and words while the call runs; of changed ones until it was recomputed.
+
+    Args:
+        module: the site.
+    """
+
+    __slots__ = ("_entries", "_modules", "_names")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._modules = tuple(module.modules())
+        self._entries = [
+            {name: value for name, value in vars(owner).items() if type(value) in _PLAIN} for owner in self._modules
+        ]
+        self._names = [frozenset(vars(owner)) for owner in self._modules]
+
+    def settle(self) -> None:
+        """Called when the call is over: attributes that it did not change are forgotten."""
+        for index, owner in enumerate(self._modules):
+            now, entry = vars(owner), self._entries[index]
+            changed = {name: value for name, value in entry.items() if now.get(name, _ABSENT) is not value}
+            changed.update((name, _ABSENT) for name in now.keys() - self._names[index])
+            self._entries[index] = changed
+        self._names.clear()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The module has its attributes' entry values inside, and its present ones again after."""
+        present = [_notes_of(owner) for owner in self._modules]
+        try:
+            for owner, entry in zip(self._modules, self._entries, strict=True):
+                for name, value in entry.items():
+                    _note(owner, name, value)
+            yield
+        finally:
+            for owner, notes in zip(self._modules, present, strict=True):
+                for name in vars(owner).keys() - notes.keys() - _TORCH_OWN:
+                    _note(owner, name, _ABSENT)
+                for name, (value, content) in notes.items():
+                    if vars(owner).get(name, _ABSENT) is not value:
+                        _note(owner, name, value)
+                    if content is not None and not _has_same(value, content):
+                        value.clear()
+                        value.update(content) if isinstance(value, dict | set) else value.extend(content)
+
+
+def _notes_of(owner: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Attributes that are not torch's own, with a shallow copy of each container."""
+    return {
+        name: (value, value.copy() if type(value) in _CONTAINERS else None)
+        for name, value in vars(owner).items()
+        if name not in _TORCH_OWN
+    }
+
+
+def _note(owner: torch.nn.Module, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
+
+
+def _has_same(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return all(key in container and container[key] is value for key, value in content.items())
+    return container == content if isinstance(container, set) else all(map(operator.is_, container, content))
+
+
 class Surroundings:
     """All of the above for one call.
 
@@ -236,12 +320,13 @@ class Surroundings:
         rng: whether random numbers may be drawn.
     """
 
-    __slots__ = ("_buffers", "_random", "_switches")
+    __slots__ = ("_attributes", "_buffers", "_random", "_switches")
 
     def __init__(self, module: torch.nn.Module, device: torch.device, *, rng: bool) -> None:
         self._switches = Switches.capture(device)
         self._random = RandomNumbers(device) if rng else None
         self._buffers = Buffers(module)
+        self._attributes = Attributes(module)
 
     @property
     def held_bytes(self) -> int:
@@ -253,6 +338,7 @@ class Surroundings:
         if self._random is not None:
             self._random.settle()
         self._buffers.settle()
+        self._attributes.settle()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -260,6 +346,7 @@ class Surroundings:
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(self._random.restored())
+            stack.enter_context(self._attributes.restored())
             stack.enter_context(self._buffers.restored())
             stack.enter_context(torch.enable_grad())
             # Last, so that the saved-tensor hooks and modes of the recomputation are above the user's.
