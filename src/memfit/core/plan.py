@@ -65,6 +65,9 @@ class BlockPlan:
     gradient_home: Tier = Tier.DEVICE
     state_home: Tier = Tier.DEVICE
 
+    def __post_init__(self) -> None:
+        _take_words(self)
+
     @property
     def rests_on_disk(self) -> bool:
         """Weights and states (and masters, which rest with these) have no other home."""
@@ -87,6 +90,9 @@ class CallPlan:
     saved_home: Tier = Tier.DISK
     boundary_home: Tier = Tier.DEVICE
     joins_previous: bool = False
+
+    def __post_init__(self) -> None:
+        _take_words(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +131,7 @@ class Plan:
     state_format: StateFormat = StateFormat.GIVEN
 
     def __post_init__(self) -> None:
+        _take_words(self)
         counts = (self.microbatches, self.prefetch, self.tail or 0, self.loss_chunk_tokens or 0)
         if any(abs(count) > _LARGEST for count in counts):
             raise PlanError(f"a plan counts microbatches, calls and tokens up to {_LARGEST}")
@@ -232,6 +239,22 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype, "state_format": StateFormat,
 }  # fmt: skip
+
+
+def _take_words(made: BlockPlan | CallPlan | Plan) -> None:
+    """Choices given as their words, as JSON has them, become what they name."""
+    for name, value in vars(made).items():
+        if type(value) is not str:
+            continue
+        if name not in _ENUMS:
+            raise PlanError(f"{name} of {type(made).__name__} is no word: {value!r:.80}")
+        try:
+            object.__setattr__(made, name, _ENUMS[name](value))
+        except ValueError:
+            words = [str(each) for each in _ENUMS[name]]
+            raise PlanError(f"{name} of {type(made).__name__} is one of {words}, not {value!r:.80}") from None
+
+
 _BOOLEANS = {"joins_previous", "is_atomic", "splits_masters", "drops_masters"}
 _OPTIONAL = {"tail", "loss_chunk_tokens"}
 
