@@ -214,6 +214,38 @@ def test_a_limit_below_what_is_possible_is_refused_with_the_smallest_that_works(
     assert caught.value.smallest_limit_bytes > resident + MIB
 
 
+def test_what_is_there_beside_the_job_is_counted_before_it_begins(allocator: Allocator, tmp_path: Path) -> None:
+    """A teacher, another job, data: their bytes are taken from the limit when a plan is made, not met in the middle of a step."""
+
+    def fit(limit: int) -> memfit.Job:
+        model = _build(4, 256)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return memfit.fit(
+            model, optimizer, _loss, _batch(0, 256), limit=limit, directory=tmp_path / "homes", emulate_device=True
+        )
+
+    def smallest() -> int:
+        try:
+            fit(MIB)
+        except DoesNotFitError as error:
+            found = error.smallest_limit_bytes
+        else:
+            pytest.fail("it does not fit")
+        gc.collect()
+        assert found is not None
+        return found
+
+    alone = smallest()
+    teacher = torch.ones(64 * MIB, dtype=torch.uint8)
+    beside = smallest()
+    assert abs(beside - alone - teacher.nbytes) < 8 * MIB  # which plan is the leanest may differ
+    with fit(beside) as job:
+        for step in range(STEPS):
+            job.step(_batch(step, 256))
+        held = [phase.held_peak_bytes for phase in job.proof().phases if phase.name != "load"]
+    assert teacher.nbytes < max(held) <= beside
+
+
 @pytest.mark.slow
 def test_the_benchmark_holds_on_its_smallest_case(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]

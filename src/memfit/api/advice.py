@@ -15,7 +15,16 @@ from torch import nn
 
 from memfit.api.choosing import choose, in_dtype, microbatch_counts
 from memfit.api.machine import Machine, device_of
-from memfit.api.problem import Loss, Problem, check_arguments, check_precision, driver_of, encodes_states, read_plan
+from memfit.api.problem import (
+    Loss,
+    Problem,
+    beside,
+    check_arguments,
+    check_precision,
+    driver_of,
+    encodes_states,
+    read_plan,
+)
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan
@@ -100,7 +109,7 @@ def advise(
     problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, None))
     here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
     has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
-    budget = machine.budget(sum(p.nbytes for p in here))
+    budget = machine.budget(here, beside(model, optimizer, sample))
     probed = hardware or machine.probe(directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
     clips_norm = max_grad_norm is not None
     if plan is not None:

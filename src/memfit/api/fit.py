@@ -19,6 +19,7 @@ from memfit.api.machine import Machine, device_of
 from memfit.api.problem import (
     Loss,
     Problem,
+    beside,
     check_arguments,
     check_precision,
     driver_of,
@@ -149,7 +150,7 @@ def fit(
             weights = None  # they are the run's
         sources = open_sources(model, weights, stack)
         here = [p for p in model.parameters() if not is_away(p)]
-        budget = machine.budget(sum(p.nbytes for p in here))
+        budget = machine.budget(here, beside(model, optimizer, sample))
         lacks_room = machine.counts_process and machine.lacks_room
         load_bytes = machine.load_bytes(model, leaves=lacks_room)
         aside: WeightsAside | None = None
@@ -441,9 +442,8 @@ class _Task:
             DoesNotFitError: none does.
         """
         task = replace(self, sample=batch, problem=replace(self.problem, aside=None), bring=None)
-        budget = self.machine.budget(0)
-        held = self.machine.meter.live_bytes() + margin_bytes
-        budget = replace(budget, reserve_bytes=budget.reserve_bytes + held)
+        budget = self.machine.budget()
+        budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
         found = task.problem.profile(batch, microbatch_counts(batch), chunk_tokens=None)
         chosen = task.choose(found, budget, self.hardware(), may_split=found.may_split)
         return task.parts(chosen.plan, chosen.reason, chosen.profile, budget)

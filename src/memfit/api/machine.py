@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -91,14 +91,19 @@ class Machine:
             return 0
         return max(0, self.process.resident_bytes().whole_bytes - self._mapped_bytes())
 
-    def budget(self, weight_bytes: int) -> Budget:
-        """What is left to tensors.
+    def budget(self, weights: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()) -> Budget:
+        """What is left to tensors: the limit without what is there and not the job's own (a teacher, another job, data).
 
         Args:
-            weight_bytes: of the model, which will live in homes. Those that our allocator did not give are part of the base until then.
+            weights: of the model, as far as they are there; they will live in homes. Those that our allocator did not give are part of the base until then.
+            beside: what else of the job is there and in every prediction: batch, buffers, gradients, optimizer states.
         """
-        foreign = max(0, weight_bytes - self.meter.live_bytes()) if self.counts_process else 0
-        base = max(0, self.base_bytes() - foreign)
+        live, weight_bytes = self.meter.live_bytes(), sum(p.nbytes for p in weights)
+        storages = {id(t.untyped_storage()): t.untyped_storage() for t in beside if t.device == self.device}
+        others = max(
+            live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
+        )
+        base = max(0, self.base_bytes() + others)
         reserve = self.reserve_bytes() if self.counts_process else 0
         return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
 

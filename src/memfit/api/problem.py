@@ -5,7 +5,7 @@ In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.runtime.states import embedding_names, stored_bytes
+from memfit.runtime.trees import tensors_in
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
 ALLOWANCES = frozenset(
@@ -175,6 +176,14 @@ def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDr
                 "that treats each parameter on its own"
             )
     return driver
+
+
+def beside(model: nn.Module, optimizer: torch.optim.Optimizer, sample: Any) -> Iterator[torch.Tensor]:
+    """What is there of a job beside its weights, and counted in every prediction of it: batch, buffers, gradients, optimizer states."""
+    yield from tensors_in(sample)
+    yield from model.buffers()
+    yield from (p.grad for p in model.parameters() if p.grad is not None)
+    yield from tensors_in(dict(optimizer.state))
 
 
 def read_plan(plan: Plan | str | Path) -> Plan:
