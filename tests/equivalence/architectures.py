@@ -90,6 +90,7 @@ _WAVES = {
 }  # fmt: skip
 _OWN: dict[str, Mapping[str, Any]] = {
     "opt": {"word_embed_proj_dim": 32},
+    "mobilebert": {"embedding_size": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
     "deepseek_v3": {"num_key_value_heads": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
