@@ -330,6 +330,7 @@ def test_a_format_is_chosen_where_it_is_allowed_and_faster_and_nowhere_else(tmp_
         found[name] = job.plan.state_format
         assert ("Optimizer states rest in" in job.reason) == (found[name] is not StateFormat.GIVEN)
         job.close()
+        del job, model  # the next one would have to live beside them
     assert found == {
         "not allowed": StateFormat.GIVEN,
         "slow": StateFormat.INT8,

@@ -218,7 +218,7 @@ def test_what_is_there_beside_the_job_is_counted_before_it_begins(allocator: All
     """A teacher, another job, data: their bytes are taken from the limit when a plan is made, not met in the middle of a step."""
 
     def fit(limit: int) -> memfit.Job:
-        model = _build(4, 256)
+        model = _build(2, 256)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return memfit.fit(
             model, optimizer, _loss, _batch(0, 256), limit=limit, directory=tmp_path / "homes", emulate_device=True
