@@ -490,8 +490,13 @@ class _Task:
             needed, claimed = disk_bytes_with_store(plan, found, needed), store_bytes(plan, found)
         if limit is not None and needed > limit:
             store = "" if self.run is None else f", {format_bytes(claimed)} of it claimed by the store"
+            less = (
+                ""
+                if self.run is None or self.has_journal
+                else ', or begin the run with scheme="journal", whose store claims less'
+            )
             raise DoesNotFitError(
-                f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk"
+                f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk{less}"
             )
 
     def job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:

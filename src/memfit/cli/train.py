@@ -47,6 +47,12 @@ def train(
             help="Commit each step here. A run that is there goes on; one that had its steps makes as many more."
         ),
     ] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="How a new store keeps a step: generations (the default, two of everything) or journal (one, and the gradients)."
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Remove the run that is in the store, and begin anew.")
     ] = False,
@@ -90,6 +96,7 @@ def train(
                 allow=frozenset(allow or ()),
                 directory=directory,
                 store=store,
+                scheme=scheme,  # type: ignore[arg-type]  # fit says what it takes
             )
             first = job.steps
             # A run that had its steps is given as many more.
