@@ -61,7 +61,9 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
         fit(tmp_path / f"enough-{number}", plan, disk_limit=enough).close(restore=False)
         with pytest.raises(DoesNotFitError, match="disk_limit"):
             fit(tmp_path / f"short-{number}", plan, disk_limit=job.commits.disk_bytes - 1)
-        with pytest.raises(DoesNotFitError, match=r"of it claimed by the store, above disk_limit .* scheme=\"journal\""):
+        with pytest.raises(
+            DoesNotFitError, match=r"of it claimed by the store, above disk_limit .* scheme=\"journal\""
+        ):
             fit(tmp_path / f"short-{number}", plan, disk_limit=needed - 1)
         assert not (tmp_path / f"short-{number}").exists()
     # Without a store a plan that keeps nothing on disk needs none of it.
