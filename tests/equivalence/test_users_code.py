@@ -16,7 +16,7 @@ import memfit
 from equivalence import plans
 from equivalence.compare import assert_equal_training
 from equivalence.plain import sgd
-from equivalence.with_memfit import fit_with, profile_of
+from equivalence.with_memfit import fit_case, fit_with, profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import Plan
@@ -95,11 +95,9 @@ def test_what_the_forward_writes_stays_and_the_rest_may_go(
 def test_an_embedding_that_bounds_its_rows_has_no_masters() -> None:
     case = case_of(max_norm=0.5)
     with pytest.raises(UnsupportedError, match="'words' bounds its rows"):
-        memfit.fit(
-            case.model,
+        fit_case(
+            case,
             sgd()(case.model),
-            case.loss,
-            batch_of(0),
             plan=Plan(compute_dtype=ComputeDtype.BFLOAT16),
             allow={"bf16"},  # type: ignore[arg-type]
         )
@@ -108,9 +106,7 @@ def test_an_embedding_that_bounds_its_rows_has_no_masters() -> None:
 def test_a_change_that_no_trace_has_seen_is_refused_when_it_would_be_lost(tmp_path: Path) -> None:
     case = case_of()
     plan = on_disk(case)
-    with memfit.fit(
-        case.model, sgd()(case.model), case.loss, batch_of(0), plan=plan, directory=tmp_path / "homes"
-    ) as job:
+    with fit_case(case, sgd()(case.model), plan=plan, directory=tmp_path / "homes") as job:
         job.step(batch_of(0))
         case.model.layers[1].change = lambda weight: weight.detach().mul_(0.5)  # type: ignore[union-attr]
         with pytest.raises(UnsupportedError, match=r"'layers\.1\.mix\.weight'.*job\.weights\('layers\.1'\)"):
@@ -225,9 +221,7 @@ def test_rounding_in_a_model_of_16_bits_is_not_taken_for_a_loss_that_does_not_ad
 def test_a_model_is_pickled_between_steps_as_an_ordinary_one(tmp_path: Path) -> None:
     case = case_of()
     plan = on_disk(case)
-    with memfit.fit(
-        case.model, sgd()(case.model), case.loss, batch_of(0), plan=plan, directory=tmp_path / "homes"
-    ) as job:
+    with fit_case(case, sgd()(case.model), plan=plan, directory=tmp_path / "homes") as job:
         job.step(batch_of(0))
         with job.weights():
             copy = pickle.loads(pickle.dumps(case.model))
@@ -248,7 +242,7 @@ def test_what_a_live_job_has_in_hand_is_not_fitted_again() -> None:
 def test_a_complex_loss_is_refused_as_such() -> None:
     case = case_of(lambda model, batch: loss_of(model, batch) * 1j)
     with pytest.raises(UsageError, match="real number, not one of torch.complex64"):
-        memfit.fit(case.model, sgd()(case.model), case.loss, batch_of(0), limit="64GiB")
+        fit_case(case, sgd()(case.model), limit="64GiB")
 
 
 @pytest.mark.parametrize("how", ["layer", "model"])
@@ -257,7 +251,7 @@ def test_weights_do_not_travel_through_code_that_is_compiled_around_their_calls(
     plan = on_disk(case)
     (case.model if how == "model" else case.model.layers[1]).compile(backend="eager")  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match=r"torch\.compile around the calls.*layer\.forward"):
-        memfit.fit(case.model, sgd()(case.model), case.loss, batch_of(0), plan=plan, directory=tmp_path / "homes")
+        fit_case(case, sgd()(case.model), plan=plan, directory=tmp_path / "homes")
 
 
 def test_layers_whose_forward_is_compiled_train_exactly(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.crash_disk import PowerCutError, RecordedDisk, SyncFile, SyncNames
+from faults.crash_disk import RecordedDisk, SyncFile, SyncNames
 from faults.crash_story import WithoutSyncs, filled
 from faults.journal_story import EVEN, SMALL, JournalStory
-from faults.test_store_crashes import Finder, error_of, files_of, survive_every_crash
+from faults.test_store_crashes import Finder, error_of, files_of, kill_during_a_step, survive_every_crash
 from memfit.core.errors import StoreError, UsageError
 from memfit.runtime.store import CommittedStore, DiskIO, verify
 from memfit.runtime.store.journal import RECORD
@@ -100,25 +100,6 @@ def test_the_enumeration_finds_blocks_that_do_not_wait_for_room(
 # ---- kills, and replays that are killed
 
 
-def kill(recorded: RecordedDisk, store: CommittedStore, step: int, call: int) -> bool:
-    """A step whose process is killed at its n-th call; False if the step has fewer."""
-    first = recorded.calls
-
-    def cut(number: int, kind: str) -> None:
-        if number >= first + call:
-            raise PowerCutError(errno.EIO, "killed")
-
-    recorded.before = cut
-    try:
-        EVEN.step(store, step, recorded)
-    except StoreError:
-        return True
-    finally:
-        recorded.before = lambda number, kind: None
-        store.close()
-    return False
-
-
 def open_again(recorded: RecordedDisk, io: DiskIO) -> CommittedStore:
     return CommittedStore.open(recorded.directory, io=io, operations=recorded)
 
@@ -128,7 +109,7 @@ def test_a_power_cut_after_a_kill_at_any_call_and_a_replay(tmp_path: Path, io: D
     finder, call, starts, was_killed = Finder(EVEN, tmp_path, io), 0, set[int](), True
     while was_killed:
         recorded = RecordedDisk(tmp_path / f"s{call}")
-        was_killed = kill(recorded, EVEN.begin(recorded, io), 1, call)
+        was_killed = kill_during_a_step(EVEN, recorded, EVEN.begin(recorded, io), 1, call)
         first = len(recorded.notes)
         with open_again(recorded, io) as store:
             start = EVEN.stands_at(store)
@@ -151,7 +132,7 @@ def test_a_replay_may_be_killed_at_any_call_again_and_again(tmp_path: Path, io: 
         # Each start does one call more than the one before it did: at last one comes through.
         with open_again(recorded, io) as store:
             recorded.promise(EVEN.stands_at(store))
-            killed += kill(recorded, store, 1, killed)
+            killed += kill_during_a_step(EVEN, recorded, store, 1, killed)
         with EVEN.open(recorded.directory, io) as store:
             stands = EVEN.stands_at(store)
         assert finder.step(files_of(recorded.directory)) == stands

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,13 +22,7 @@ from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
 from memfit.runtime.store import DiskStore, verify
 from memfit.runtime.store.explain import store_error
 
-
-@pytest.fixture(autouse=True)
-def generators_as_before() -> Iterator[None]:
-    state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    np.random.set_state(state)
+pytestmark = pytest.mark.usefixtures("generators_as_before")
 
 
 def plan_of(model: str, name: str) -> tuple[Plan, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,9 @@ from memfit.core.plan import Plan
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.store import RegionSpec, verify
 
+pytestmark = pytest.mark.usefixtures("generators_as_before")
+
 TESTS = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def generators_as_before() -> Iterator[None]:
-    """A resumed run moves the generators of the process."""
-    state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    np.random.set_state(state)
 
 
 def assert_same(found: Result, wanted: Result) -> None:

@@ -47,6 +47,10 @@ class Told(Protocol):
         """What a store of these files opens at, with all of it checked."""
         ...
 
+    def step(self, store: CommittedStore, step: int, disk: RecordedDisk | None = None) -> object:
+        """A whole step."""
+        ...
+
 
 class Finder:
     """Opens what crashes left, each different state once."""
@@ -158,9 +162,8 @@ def test_the_enumeration_finds_a_store_that_syncs_too_little(tmp_path: Path, io:
 # ---- kills: what was handed to the system stays, until a power cut takes what was not durable
 
 
-def kill_during_a_step(recorded: RecordedDisk, io: DiskIO, call: int) -> bool:
+def kill_during_a_step(story: Told, recorded: RecordedDisk, store: CommittedStore, step: int, call: int) -> bool:
     """A step whose process is killed at its n-th call; False if the step has fewer."""
-    store = TWO_BLOCKS.begin(recorded, io=io)
     first = recorded.calls
 
     def cut(number: int, kind: str) -> None:
@@ -169,7 +172,7 @@ def kill_during_a_step(recorded: RecordedDisk, io: DiskIO, call: int) -> bool:
 
     recorded.before = cut
     try:
-        TWO_BLOCKS.step(store, 1, recorded)
+        story.step(store, step, recorded)
     except StoreError:
         return True
     finally:
@@ -196,7 +199,7 @@ def start_again_after_a_kill(
     recorded: RecordedDisk, io: DiskIO, finder: Finder, call: int
 ) -> tuple[int, set[int], bool]:
     """A kill, a new start, a step, and every crash since the kill: the step started from, those found, was it killed."""
-    was_killed = kill_during_a_step(recorded, io, call)
+    was_killed = kill_during_a_step(TWO_BLOCKS, recorded, TWO_BLOCKS.begin(recorded, io=io), 1, call)
     first = len(recorded.notes)
     with CommittedStore.open(recorded.directory, io=io, operations=recorded) as store:
         start = TWO_BLOCKS.check(store)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.profile import Profile
 
-LAYERS, ROWS = 3, 64
+ROWS = 64
 Batch = dict[str, Tensor]
 
 
@@ -35,13 +35,14 @@ def loss(model: nn.Module, data: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Tower:
-    """One width of it; the same bits at every call."""
+    """One size of it; the same bits at every call."""
 
     width: int
+    layers: int = 3
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(Layer(self.width) for _ in range(LAYERS)))
+        return nn.Sequential(*(Layer(self.width) for _ in range(self.layers)))
 
     def batch(self, step: int) -> Batch:
         generator = torch.Generator().manual_seed(step)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from memory.outside import peak_bytes
+
 MIB = 1 << 20
 LAYERS, WIDTH = 14, 1024
 PARAMETERS = 8 * WIDTH * WIDTH * LAYERS
@@ -71,12 +73,6 @@ sys.stdin.readline()  # looked at from outside; how the interpreter ends is not 
 """
 
 
-def _peak_bytes(pid: int) -> int:
-    """The largest resident size that the kernel saw of another process (VmHWM)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
-
-
 def test_a_model_born_empty_trains_in_bf16_below_a_limit_of_a_fraction_of_its_state(tmp_path: Path) -> None:
     arguments = [str(LAYERS), str(WIDTH), str(ROOM), str(tmp_path / "homes")]
     with subprocess.Popen(
@@ -89,7 +85,7 @@ def test_a_model_born_empty_trains_in_bf16_below_a_limit_of_a_fraction_of_its_st
     ) as child:
         assert child.stdout is not None
         lines = [child.stdout.readline() for _ in range(3)]
-        seen = _peak_bytes(child.pid) if lines[-1] else 0
+        seen = peak_bytes(child.pid) if lines[-1] else 0
         _, errors = child.communicate("\n")
     assert (child.returncode, lines[0], lines[-1]) == (0, "begins\n", "closed\n"), errors
     found = json.loads(lines[1])

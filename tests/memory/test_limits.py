@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence import plans
+from faults import tower
+from faults.tower import Batch, Tower
 from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.profile import Profile
@@ -29,38 +31,13 @@ from memfit.verification.meters import ProcessMeter
 
 MIB = 1 << 20
 STEPS = 3
-ROWS = 64
-Batch = dict[str, Tensor]
-
-
-class _Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.relu(self.wide(x))) / 8
-
-
-def _build(layers: int, width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(_Layer(width) for _ in range(layers)))
-
-
-def _batch(step: int, width: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(ROWS, width, generator=generator) for name in ("x", "y")}
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return (model(batch["x"]) - batch["y"]).square().mean()
 
 
 def _train_plainly(model: nn.Module, width: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     for step in range(STEPS):
-        loss = _loss(model, _batch(step, width))
+        loss = tower.loss(model, Tower(width).batch(step))
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -90,7 +67,7 @@ def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
     layers, width = 8, 256
     before = allocator.stats().mapped_bytes
     allocator.reset_peak()
-    wanted = _train_plainly(_build(layers, width), width)
+    wanted = _train_plainly(Tower(width, layers).build(), width)
     plain_bytes = allocator.stats().mapped_peak_bytes - before
     gc.collect()
     allocator.trim()
@@ -100,25 +77,25 @@ def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
     allocator.set_limit(limit)
     try:
         with pytest.raises(torch.OutOfMemoryError, match="limit"):
-            _train_plainly(_build(layers, width), width)
+            _train_plainly(Tower(width, layers).build(), width)
     finally:
         allocator.set_limit(None)
     gc.collect()
 
-    model = _build(layers, width)
+    model = Tower(width, layers).build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plan = _lean(memfit.profile(model, optimizer, _loss, _batch(0, width)))
+    plan = _lean(memfit.profile(model, optimizer, tower.loss, Tower(width).batch(0)))
     job = memfit.fit(
         model,
         optimizer,
-        _loss,
-        _batch(0, width),
+        tower.loss,
+        Tower(width).batch(0),
         plan=plan,
         limit=limit,
         directory=tmp_path / "homes",
         emulate_device=True,
     )
-    losses = [job.step(_batch(step, width)).loss for step in range(STEPS)]
+    losses = [job.step(Tower(width).batch(step)).loss for step in range(STEPS)]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=0.0)
     # The weights that the user built are a quarter of plain training's bytes by themselves: the load is not in question here.
     held = {phase.name: phase.held_peak_bytes for phase in job.proof().phases if phase.name != "load"}
@@ -132,12 +109,12 @@ def test_the_whole_process_stays_below_a_limit_at_which_plain_training_dies(
 ) -> None:
     layers, width = 16, 832
     meter = ProcessMeter()
-    _train_plainly(_build(1, 64), 64)  # brings up threads and libraries, which belong to what is resident
+    _train_plainly(Tower(64, 1).build(), 64)  # brings up threads and libraries, which belong to what is resident
     gc.collect()
     allocator.trim()
     resident = meter.resident_bytes().whole_bytes
     meter.reset_peak()
-    wanted = _train_plainly(_build(layers, width), width)
+    wanted = _train_plainly(Tower(width, layers).build(), width)
     peak = meter.peak_bytes().whole_bytes
     gc.collect()
     allocator.trim()
@@ -146,20 +123,22 @@ def test_the_whole_process_stays_below_a_limit_at_which_plain_training_dies(
     allocator.set_limit(limit - resident)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            _train_plainly(_build(layers, width), width)
+            _train_plainly(Tower(width, layers).build(), width)
     finally:
         allocator.set_limit(None)
     gc.collect()
     allocator.trim()
 
     meter.reset_peak()
-    model = _build(layers, width)
+    model = Tower(width, layers).build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     built = meter.peak_bytes().whole_bytes
-    plan = _lean(memfit.profile(model, optimizer, _loss, _batch(0, width)))
-    job = memfit.fit(model, optimizer, _loss, _batch(0, width), plan=plan, limit=limit, directory=tmp_path / "homes")
-    losses = [job.step(_batch(step, width)).loss for step in range(STEPS)]
-    job.evaluate(_batch(0, width))
+    plan = _lean(memfit.profile(model, optimizer, tower.loss, Tower(width).batch(0)))
+    job = memfit.fit(
+        model, optimizer, tower.loss, Tower(width).batch(0), plan=plan, limit=limit, directory=tmp_path / "homes"
+    )
+    losses = [job.step(Tower(width).batch(step)).loss for step in range(STEPS)]
+    job.evaluate(Tower(width).batch(0))
     job.save(tmp_path / "saved")
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=0.0)
     proof = job.proof(before_bytes=built)
@@ -172,14 +151,14 @@ def test_the_whole_process_stays_below_a_limit_at_which_plain_training_dies(
 
 def test_a_breach_names_the_action_and_the_job_goes_on_with_smaller_work(allocator: Allocator, tmp_path: Path) -> None:
     width = 256
-    model = _build(4, width)
+    model = Tower(width, 4).build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     extra: list[int] = []
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         # An allocation that no trace saw, in the middle of a step.
         held = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in extra]
-        value = _loss(model, batch)
+        value = tower.loss(model, batch)
         del held
         return value
 
@@ -188,7 +167,7 @@ def test_a_breach_names_the_action_and_the_job_goes_on_with_smaller_work(allocat
         model,
         optimizer,
         loss,
-        _batch(0, width),
+        Tower(width).batch(0),
         plan=plan,
         limit=allocator.stats().mapped_bytes + 256 * MIB,
         emulate_device=True,
@@ -196,20 +175,22 @@ def test_a_breach_names_the_action_and_the_job_goes_on_with_smaller_work(allocat
     weights = [p.detach().clone() for p in model.parameters()]
     extra.append(1024 * MIB)
     with pytest.raises(LimitBreachError, match="was hit at 'start m0'") as caught:
-        job.step(_batch(0, width))
+        job.step(Tower(width).batch(0))
     assert not caught.value.torn
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     extra.clear()
-    assert job.step(_batch(0, width)).is_finite
+    assert job.step(Tower(width).batch(0)).is_finite
     job.close()
 
 
 def test_a_limit_below_what_is_possible_is_refused_with_the_smallest_that_works(tmp_path: Path) -> None:
-    model = _build(2, 256)
+    model = Tower(256, 2).build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     resident = ProcessMeter().resident_bytes().whole_bytes
     with pytest.raises(DoesNotFitError, match="smallest limit") as caught:
-        memfit.fit(model, optimizer, _loss, _batch(0, 256), limit=resident + MIB, directory=tmp_path / "homes")
+        memfit.fit(
+            model, optimizer, tower.loss, Tower(256).batch(0), limit=resident + MIB, directory=tmp_path / "homes"
+        )
     assert caught.value.smallest_limit_bytes is not None
     assert caught.value.smallest_limit_bytes > resident + MIB
 
@@ -218,10 +199,16 @@ def test_what_is_there_beside_the_job_is_counted_before_it_begins(allocator: All
     """A teacher, another job, data: their bytes are taken from the limit when a plan is made, not met in the middle of a step."""
 
     def fit(limit: int) -> memfit.Job:
-        model = _build(2, 256)
+        model = Tower(256, 2).build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return memfit.fit(
-            model, optimizer, _loss, _batch(0, 256), limit=limit, directory=tmp_path / "homes", emulate_device=True
+            model,
+            optimizer,
+            tower.loss,
+            Tower(256).batch(0),
+            limit=limit,
+            directory=tmp_path / "homes",
+            emulate_device=True,
         )
 
     def smallest() -> int:
@@ -241,7 +228,7 @@ def test_what_is_there_beside_the_job_is_counted_before_it_begins(allocator: All
     assert abs(beside - alone - teacher.nbytes) < 8 * MIB  # which plan is the leanest may differ
     with fit(beside) as job:
         for step in range(STEPS):
-            job.step(_batch(step, 256))
+            job.step(Tower(256).batch(step))
         held = [phase.held_peak_bytes for phase in job.proof().phases if phase.name != "load"]
     assert teacher.nbytes < max(held) <= beside
 
@@ -265,13 +252,13 @@ def test_the_benchmark_holds_on_its_smallest_case(tmp_path: Path) -> None:
 def test_the_allocator_sees_all_memory_that_a_step_takes(fate: Saved, allocator: Allocator, tmp_path: Path) -> None:
     """What the process held at its peak is what was there before and what the allocator gave: nothing goes past it."""
     rows, width, layers = 2048, 512, 8
-    model = _build(layers, width)
+    model = Tower(width, layers).build()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batches = [{name: torch.randn(rows, width) for name in ("x", "y")} for _ in range(3)]
-    profile = memfit.profile(model, optimizer, _loss, batches[0])
+    profile = memfit.profile(model, optimizer, tower.loss, batches[0])
     call = CallPlan(saved=fate, saved_home=Tier.DISK, boundary_home=Tier.DISK)
     plan = Plan(blocks=plans.on_disk(profile), calls=plans.fates(profile, call))
-    with memfit.fit(model, optimizer, _loss, batches[0], plan=plan, directory=tmp_path / "homes") as job:
+    with memfit.fit(model, optimizer, tower.loss, batches[0], plan=plan, directory=tmp_path / "homes") as job:
         job.step(batches[0])
         allocator.trim()
         process = ProcessMeter()

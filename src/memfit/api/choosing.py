@@ -16,6 +16,7 @@ from memfit.api.machine import Machine
 from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
 from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
+from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
@@ -64,8 +65,7 @@ def choose(
     clips_norm: bool,
     load_bytes: int,
     like: Plan | None = None,
-    has_store: bool = False,
-    has_journal: bool = False,
+    scheme: Scheme | None = None,
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -81,8 +81,7 @@ def choose(
         clips_norm: gradients are clipped by their global norm.
         load_bytes: held while weights move home: no smaller limit is advised.
         like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
-        has_store: the run is committed to a store.
-        has_journal: the run keeps a journal.
+        scheme: of the store that the run is committed to.
 
     Raises:
         DoesNotFitError: no plan does.
@@ -128,11 +127,10 @@ def choose(
                     compute=compute,
                     splits_allowed=may_split,
                     like=like,
-                    has_journal=has_journal,
                     has_host=machine.has_host,
                     host_bytes=machine.limits.host_bytes,
                     disk_bytes=machine.limits.disk_bytes,
-                    has_store=has_store,
+                    scheme=scheme,
                 )
             except DoesNotFitError as error:
                 refusals.append(error)

@@ -26,6 +26,7 @@ from memfit.api.machine import Machine
 from memfit.api.run_state import Registered, part, registered, taken
 from memfit.api.saving import described
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
+from memfit.core.layout import Scheme
 from memfit.core.plan import Plan, Tier
 from memfit.core.units import format_bytes
 from memfit.runtime.export.conversions import file_tensors
@@ -36,7 +37,7 @@ from memfit.runtime.loss_scaling import LossScaler
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.run_store import RunStore, masters_of, persistent_buffers
 from memfit.runtime.states import BlockStates
-from memfit.runtime.store import Durability, Scheme
+from memfit.runtime.store import Durability
 from memfit.runtime.store.state import encode_state
 from memfit.runtime.weights import BlockWeights
 

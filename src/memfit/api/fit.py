@@ -31,12 +31,13 @@ from memfit.api.sources import Bring, Forget, TakeBack, bring_from, forget_in, o
 from memfit.api.splitting import Weigh, signature_of
 from memfit.core.errors import DoesNotFitError, PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
+from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
 from memfit.planning.journaling import check_journaled
-from memfit.prediction.bytes import disk_bytes_with_journal, disk_bytes_with_store, journal_bytes, store_bytes
+from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 from memfit.prediction.predict import predict
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
@@ -45,7 +46,7 @@ from memfit.runtime.aside import WeightsAside
 from memfit.runtime.guard import is_away
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
-from memfit.runtime.store import Durability, Scheme
+from memfit.runtime.store import Durability
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 
@@ -467,8 +468,7 @@ class _Task:
             clips_norm=self.clips_norm,
             load_bytes=self.load_bytes,
             like=self.like,
-            has_store=self.run is not None,
-            has_journal=self.has_journal,
+            scheme=None if self.run is None else self.run.scheme,
         )
 
     def check_claim(self) -> None:
@@ -483,18 +483,12 @@ class _Task:
         """Refuses what takes more of the disk than `disk_limit`: the store's room, and homes and activations beside it."""
         limit = self.machine.limits.disk_bytes
         needed = predicted.timeline.disk_peak_bytes
-        claimed = 0
-        if self.has_journal:
-            needed, claimed = disk_bytes_with_journal(plan, found, needed), journal_bytes(plan, found)
-        elif self.run is not None:
-            needed, claimed = disk_bytes_with_store(plan, found, needed), store_bytes(plan, found)
+        store = less = ""
+        if self.run is not None:
+            needed = disk_bytes_with_store(plan, found, needed, self.run.scheme)
+            store = f", {format_bytes(store_bytes(plan, found, self.run.scheme))} of it claimed by the store"
+            less = "" if self.has_journal else ', or begin the run with scheme="journal", whose store claims less'
         if limit is not None and needed > limit:
-            store = "" if self.run is None else f", {format_bytes(claimed)} of it claimed by the store"
-            less = (
-                ""
-                if self.run is None or self.has_journal
-                else ', or begin the run with scheme="journal", whose store claims less'
-            )
             raise DoesNotFitError(
                 f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk{less}"
             )

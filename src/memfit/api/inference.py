@@ -320,9 +320,7 @@ def _check_fits(machine: Machine, model: nn.Module, weight_bytes: int) -> None:
     limit = machine.limits.device_bytes
     if limit is None:
         return
-    budget = machine.budget(
-        (p for p in model.parameters() if not is_away(p)), (b for b in model.buffers() if b.layout is torch.strided)
-    )
+    budget = machine.budget((p for p in model.parameters() if not is_away(p)), model.buffers())
     needed = budget.base_bytes + budget.reserve_bytes + weight_bytes
     if needed > limit:
         raise DoesNotFitError(

@@ -96,10 +96,14 @@ class Machine:
 
         Args:
             weights: of the model, as far as they are there; they will live in homes. Those that our allocator did not give are part of the base until then.
-            beside: what else of the job is there and in every prediction: batch, buffers, gradients, optimizer states.
+            beside: what else of the job is there and in every prediction: batch, buffers, gradients, optimizer states. What is sparse is not weighed.
         """
         live, weight_bytes = self.meter.live_bytes(), sum(p.nbytes for p in weights)
-        storages = {id(t.untyped_storage()): t.untyped_storage() for t in beside if t.device == self.device}
+        storages = {
+            id(t.untyped_storage()): t.untyped_storage()
+            for t in beside
+            if t.layout is torch.strided and t.device == self.device
+        }
         others = max(
             live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +179,11 @@ def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDr
 
 
 def beside(model: nn.Module, optimizer: torch.optim.Optimizer, sample: Any) -> Iterator[torch.Tensor]:
-    """What is there of a job beside its weights, and counted in every prediction of it: batch, buffers, gradients, optimizer states; without what is sparse."""
-    gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    for tensor in chain(tensors_in(sample), model.buffers(), gradients, tensors_in(dict(optimizer.state))):
-        if tensor.layout is torch.strided:
-            yield tensor
+    """What is there of a job beside its weights, and counted in every prediction of it: batch, buffers, gradients, optimizer states."""
+    yield from tensors_in(sample)
+    yield from model.buffers()
+    yield from (p.grad for p in model.parameters() if p.grad is not None)
+    yield from tensors_in(dict(optimizer.state))
 
 
 def read_plan(plan: Plan | str | Path) -> Plan:

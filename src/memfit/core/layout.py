@@ -6,12 +6,15 @@ In: byte sizes in order. Out: offsets and the buffer's size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from memfit.core.units import MIB, round_up
 
 # A page: direct I/O moves whole pages, and a tensor that begins on one is read and written without its neighbours.
 ALIGNMENT_BYTES = 4096
 
+Scheme = Literal["generations", "journal"]
+"""How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""
 
 _SPARE_SHARE = 16
 _MOST_SPARE_BYTES = 64 * MIB

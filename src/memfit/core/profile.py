@@ -48,6 +48,11 @@ class BlockProfile:
     is_spanning: bool = False
 
     @property
+    def trains(self) -> bool:
+        """It has a parameter that gets a gradient."""
+        return any(p.requires_grad for p in self.parameters)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters, without alignment."""
         return sum(p.nbytes for p in self.parameters)

@@ -60,7 +60,7 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
     plan.check(names, len(trace.calls))
     index = {name: i for i, name in enumerate(names)}
     segments = plan.segments(len(trace.calls))
-    trains = {i for i, b in enumerate(profile.blocks) if any(p.requires_grad for p in b.parameters)}
+    trains = {i for i, b in enumerate(profile.blocks) if b.trains}
     needs: list[tuple[int, ...]] = []
     contributes: list[tuple[int, ...]] = []
     has_backward: list[bool] = []

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from memfit.core.errors import PlanError
 from memfit.core.plan import Plan, Tier, UpdateTime
-from memfit.core.profile import BlockProfile, Profile
+from memfit.core.profile import Profile
 from memfit.core.units import MIB, format_bytes
 
 # Moving less than this saves little memory, and a transfer of its own costs more than it: such a block may rest in memory also where a journal
@@ -26,7 +26,7 @@ def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:
         like: the plan of a run that goes on: what rests on disk there has no other room, and does here.
     """
     blocks = dict(plan.blocks)
-    for block in filter(_trains, profile.blocks):
+    for block in (b for b in profile.blocks if b.trains):
         homes = replace(plan.block(block.name), gradient_home=Tier.DISK)
         if like is not None and like.block(block.name).rests_on_disk:
             homes = replace(homes, weight_home=Tier.DISK, state_home=Tier.DISK)
@@ -38,7 +38,7 @@ def problem_of_journaled(plan: Plan, profile: Profile) -> str | None:
     """What keeps a run with a journal from this plan, and what the plan must say instead; None if nothing does."""
     if plan.update is not UpdateTime.AFTER_BACKWARD:
         return "updates are made once all gradients are durable: it must say update='after-backward'"
-    for block in filter(_trains, profile.blocks):
+    for block in (b for b in profile.blocks if b.trains):
         homes = plan.block(block.name)
         if homes.gradient_home is not Tier.DISK:
             return f"the gradient of block {block.name!r} must be durable before its update: it must say gradient_home='disk'"
@@ -59,7 +59,3 @@ def check_journaled(plan: Plan, profile: Profile) -> None:
     problem = problem_of_journaled(plan, profile)
     if problem is not None:
         raise PlanError(f"the plan does not go with scheme='journal': {problem}, or take scheme='generations'")
-
-
-def _trains(block: BlockProfile) -> bool:
-    return any(parameter.requires_grad for parameter in block.parameters)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
+from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan, Tier
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
@@ -29,7 +30,6 @@ from memfit.core.units import format_bytes
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.prediction.bytes import (
     STAGING_BYTES,
-    disk_bytes_with_journal,
     disk_bytes_with_store,
     flat_weight_bytes,
     master_home_bytes,
@@ -107,22 +107,18 @@ class _Question:
     clips_norm: bool
     host_bytes: int | None
     disk_bytes: int | None
-    has_store: bool
+    scheme: Scheme | None
     staging_bytes: int
     masters: MasterForms
     compute: ComputeDtype | None
-    has_journal: bool
     like: Plan | None
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
         schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
         found = appraise(schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes)
-        if self.has_journal:
-            in_all = disk_bytes_with_journal(plan, priced.profile, found.disk_peak_bytes)
-            found = replace(found, disk_peak_bytes=in_all)
-        elif self.has_store:
-            in_all = disk_bytes_with_store(plan, priced.profile, found.disk_peak_bytes)
+        if self.scheme is not None:
+            in_all = disk_bytes_with_store(plan, priced.profile, found.disk_peak_bytes, self.scheme)
             found = replace(found, disk_peak_bytes=in_all)
         elsewhere = _within(found.host_peak_bytes, self.host_bytes) and _within(found.disk_peak_bytes, self.disk_bytes)
         return _Built(
@@ -145,10 +141,9 @@ def choose_plan(
     has_host: bool = False,
     splits_allowed: bool = True,
     like: Plan | None = None,
-    has_journal: bool = False,
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
-    has_store: bool = False,
+    scheme: Scheme | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
@@ -165,10 +160,10 @@ def choose_plan(
         has_host: homes in host memory may be used (only where the hardware has a link to it).
         splits_allowed: the loss adds up over microbatches.
         like: only plans whose masters rest as this one's do.
-        has_journal: only plans that go with a journal, and with `like`, see `planning.journaling`.
         host_bytes: limit of host memory; None: the hardware's capacity.
         disk_bytes: limit of disk; None: the hardware's capacity.
-        has_store: the run is committed to a store, whose room counts as disk.
+        scheme: of the store that the run is committed to, whose room counts as disk; with a journal only plans that go with it, and with `like`, see
+            `planning.journaling`.
         staging_bytes: as in `prediction.predict`.
 
     Raises:
@@ -181,11 +176,10 @@ def choose_plan(
         clips_norm=clips_norm,
         host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
         disk_bytes=hardware.disk_bytes if disk_bytes is None else disk_bytes,
-        has_store=has_store,
+        scheme=scheme,
         staging_bytes=staging_bytes,
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
         compute=compute,
-        has_journal=has_journal,
         like=like,
     )
     tiers = tuple(
@@ -233,7 +227,7 @@ def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *
                 clips_norm=question.clips_norm,
                 masters=question.masters,
                 compute=question.compute,
-                has_journal=question.has_journal,
+                has_journal=question.scheme == "journal",
                 like=question.like,
             ):
                 priced.append(_price(len(priced), candidate, profile, question))

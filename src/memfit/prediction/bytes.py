@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
-from memfit.core.layout import flat_layout, spare_room_bytes, split_layout
+from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
 from memfit.core.plan import Plan, Tier
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.schedule import (
@@ -50,7 +50,6 @@ from memfit.prediction.segments import SegmentFacts
 STAGING_BYTES = 32 * MIB
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
-_PAGE_BYTES = 4096
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
 
@@ -313,7 +312,7 @@ def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
     working = sum(
         flat_gradient_bytes(block)
         for block in profile.blocks
-        if plan.block(block.name).gradient_home is tier and any(p.requires_grad for p in block.parameters)
+        if plan.block(block.name).gradient_home is tier and block.trains
     )
     return kept_bytes(plan, profile, tier) + working
 
@@ -330,52 +329,43 @@ def kept_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
     return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1)
 
 
-def store_bytes(plan: Plan, profile: Profile) -> int:
-    """Disk that a store claims for a run: two slots of every weight, master and state, wherever they rest, and of the buffers.
+def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") -> int:
+    """Disk that a store claims for a run.
 
-    Not counted: what is left of the last page of each state tensor.
-    """
-    sizes = [profile.buffer_bytes]
-    for block in profile.blocks:
-        sizes += [flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block)]
-    return 2 * sum(round_up(size, _PAGE_BYTES) for size in sizes)
+    With generations: two slots of every weight, master and state, wherever they rest, and of the buffers. With a journal: one slot of what rests on disk and
+    its spare room, the gradients; two slots of what rests in memory, and of the buffers.
 
-
-def journal_bytes(plan: Plan, profile: Profile) -> int:
-    """Disk that a store with a journal claims: one slot of what rests on disk and its spare room, the gradients; two slots of what rests in memory.
-
-    Not counted: what is left of the last page of each state tensor, and the record (some 256 KiB and 1 KiB a parameter, twice).
+    Not counted: what is left of the last page of each state tensor, and a journal's record (some 256 KiB and 1 KiB a parameter, twice).
     """
     moving: list[int] = []
-    others = 2 * round_up(profile.buffer_bytes, _PAGE_BYTES)
+    total = 2 * round_up(profile.buffer_bytes, ALIGNMENT_BYTES)
     for block in profile.blocks:
         parts = (flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block))
-        size = sum(round_up(nbytes, _PAGE_BYTES) for nbytes in parts)
-        if not any(p.requires_grad for p in block.parameters):
-            others += size
-            continue
-        others += flat_gradient_bytes(block)
-        if plan.block(block.name).rests_on_disk:
-            moving.append(size)
+        size = sum(round_up(nbytes, ALIGNMENT_BYTES) for nbytes in parts)
+        if scheme == "generations":
+            total += 2 * size
+        elif not block.trains:
+            total += size
         else:
-            others += 2 * size
-    return sum(moving) + (spare_room_bytes(moving) if moving else 0) + others
+            total += flat_gradient_bytes(block)
+            if plan.block(block.name).rests_on_disk:
+                moving.append(size)
+            else:
+                total += 2 * size
+    return total + (sum(moving) + spare_room_bytes(moving) if moving else 0)
 
 
-def disk_bytes_with_journal(plan: Plan, profile: Profile, disk_bytes: int) -> int:
-    """As `disk_bytes_with_store`, for a store with a journal: gradients lie inside of it too."""
-    return journal_bytes(plan, profile) + disk_bytes - home_bytes(plan, profile, Tier.DISK)
-
-
-def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int) -> int:
-    """What a plan's disk comes to where its run is committed to a store: homes on disk lie inside of that.
+def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int, scheme: Scheme = "generations") -> int:
+    """What a plan's disk comes to where its run is committed to a store: homes on disk lie inside of that, with a journal gradients too.
 
     Args:
         plan: the decisions.
         profile: with its states' formats.
         disk_bytes: predicted peak without a store.
+        scheme: of the store.
     """
-    return store_bytes(plan, profile) + disk_bytes - kept_bytes(plan, profile, Tier.DISK)
+    inside = (home_bytes if scheme == "journal" else kept_bytes)(plan, profile, Tier.DISK)
+    return store_bytes(plan, profile, scheme) + disk_bytes - inside
 
 
 def _split(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[Event, int], ...]]:

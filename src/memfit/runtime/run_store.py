@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from memfit.core.errors import UsageError
-from memfit.core.layout import flat_layout
+from memfit.core.layout import Scheme, flat_layout
 from memfit.core.plan import Plan
 from memfit.runtime.homes import DiskHome, MemoryHome
 from memfit.runtime.split import rest_nbytes, rest_tensors
@@ -31,7 +31,7 @@ from memfit.runtime.store.committed import check_durability, check_journaled
 from memfit.runtime.store.directory import is_there
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.journal import RECORD, Journal, record_region
-from memfit.runtime.store.manifest import MANIFEST_NAME, Scheme
+from memfit.runtime.store.manifest import MANIFEST_NAME
 from memfit.runtime.trees import bytes_view, new_storage
 from memfit.runtime.weights import BlockWeights, Slot
 

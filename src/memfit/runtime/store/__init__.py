@@ -10,7 +10,6 @@ from memfit.runtime.store.committed import CommittedStore, Durability
 from memfit.runtime.store.files import FileHandle, FileOperations, open_file
 from memfit.runtime.store.io import DiskIO, IOStatistics, IOTraffic
 from memfit.runtime.store.layout import RegionSpec, store_bytes
-from memfit.runtime.store.manifest import Scheme
 from memfit.runtime.store.memory import Memory, aligned_memory, memory_of_storage, memory_of_tensor
 from memfit.runtime.store.probe import DiskSpeed, probe_disk
 from memfit.runtime.store.region import PieceDamage, Region
@@ -36,7 +35,6 @@ __all__ = [
     "PieceDamage",
     "Region",
     "RegionSpec",
-    "Scheme",
     "ScratchFile",
     "ScratchStatistics",
     "StoreReport",

@@ -21,10 +21,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from memfit.core.documents import ROOM_BYTES, parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UsageError
+from memfit.core.layout import Scheme
 from memfit.core.units import MIB
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.layout import LARGEST_BYTES, RegionSpec, SlotPlace, check_places, check_spec
@@ -32,10 +33,8 @@ from memfit.runtime.store.memory import ALIGNMENT_BYTES
 from memfit.runtime.store.tensors import TensorPlace
 
 FORMAT = "memfit-store"
-VERSIONS = {"generations": 2, "journal": 3}
+VERSIONS: dict[Scheme, int] = {"generations": 2, "journal": 3}
 """The format's version of each scheme: a reader that knows no journal refuses one by its version."""
-Scheme = Literal["generations", "journal"]
-"""How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
 LIMIT_BYTES = 16 * MIB
@@ -226,7 +225,7 @@ def read_manifest(content: bytes, *, path: Path, data_bytes: int = 0) -> Manifes
     fields = _fields(whole, path, "it", {"format": str, "version": int, "checksum": str, "body": dict}, is_open=True)
     if fields["format"] != FORMAT:
         raise store_error(f"{path} is not a manifest of a memfit store: its format is {fields['format']!r:.80}")
-    schemes: dict[int, Scheme] = {2: "generations", 3: "journal"}
+    schemes: dict[int, Scheme] = {version: scheme for scheme, version in VERSIONS.items()}
     if fields["version"] not in schemes:
         raise store_error(
             f"{path} has format version {fields['version']!r:.40}; this memfit reads versions {' and '.join(map(str, schemes))}: "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from memfit.core.errors import StoreError, UsageError
+from memfit.core.layout import Scheme
 from memfit.runtime.store.directory import create_files, files_of, open_files, read_manifest_file, remove_files
 from memfit.runtime.store.explain import explain, store_error
 from memfit.runtime.store.files import FileHandle, FileOperations
@@ -28,7 +29,6 @@ from memfit.runtime.store.lock import DirectoryLock
 from memfit.runtime.store.manifest import (
     Manifest,
     RegionEntry,
-    Scheme,
     check_identity,
     check_piece_bytes,
     check_room_for_sums,
