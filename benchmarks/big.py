@@ -38,6 +38,9 @@ RESULTS = Path(__file__).with_name("results")
 _TEXT_VOCABULARY = 16_384
 _HEAD_CHUNK_TOKENS = 128
 
+# What is moved to learn the disk's speed, over half as large a file: homes are larger than what lies between a disk and us, and steps longer than its bursts.
+PROBE_BYTES = 24 << 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -160,7 +163,11 @@ def run(
                 # The first step meets no states at home and cold libraries.
                 if compute is not None and number and (number - 1) % bounds_every == 0:
                     row["moving_s"] = common.disk_seconds(
-                        directory, sum(step["read"].values()), sum(step["written"].values())
+                        directory,
+                        sum(step["read"].values()),
+                        sum(step["written"].values()),
+                        most_bytes=PROBE_BYTES,
+                        file_bytes=PROBE_BYTES // 2,
                     )
                     row |= compute.ask("compute")
                 found["rounds"].append(row)

@@ -250,11 +250,13 @@ def median(steps: Sequence[Step], what: str) -> float:
 # --- the disk -------------------------------------------------------------------------------------------------------------------
 
 
-def disk_seconds(directory: Path, read_bytes: int, written_bytes: int, *, most_bytes: int = 2 << 30) -> float:
+def disk_seconds(
+    directory: Path, read_bytes: int, written_bytes: int, *, most_bytes: int = 2 << 30, file_bytes: int = 1 << 30
+) -> float:
     """Seconds that the disk alone takes to read and write as much at once, through the same threads as a job's homes.
 
-    Moves at most `most_bytes`, in the same proportion, and scales up. Requests of 4 MiB over a file of at most 1 GiB; a window keeps both
-    directions busy until both are done.
+    Moves at most `most_bytes`, in the same proportion, and scales up. Requests of 4 MiB over a file of at most `file_bytes`; a window keeps both
+    directions busy until both are done. A disk that is fast for a few seconds and slower when that lasts is known by what it does over more bytes.
     """
     from memfit.runtime.store.files import FileOperations, open_unnamed
     from memfit.runtime.store.io import DiskIO
@@ -266,7 +268,7 @@ def disk_seconds(directory: Path, read_bytes: int, written_bytes: int, *, most_b
     scale = min(1.0, most_bytes / total)
     request = 4 * MIB
     counts = {"read": round(read_bytes * scale / request), "write": round(written_bytes * scale / request)}
-    file_requests = max(1, min(256, max(counts.values())))
+    file_requests = max(1, min(file_bytes // request, max(counts.values())))
     handle = open_unnamed(directory, FileOperations())
     buffers = {side: aligned_memory(request) for side in counts}
     for buffer in buffers.values():

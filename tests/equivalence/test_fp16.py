@@ -233,7 +233,7 @@ def test_a_step_whose_commit_fails_leaves_the_scale_as_it_was(
             raise OSError("the disk is full")
 
         with monkeypatch.context() as patched:
-            patched.setattr(job._house, "commit", fail)
+            patched.setattr(job._assembly.house, "commit", fail)
             with pytest.raises(OSError, match="full"):
                 job.step(batch(1))
         assert job.loss_scaler.state_dict() == before

@@ -195,7 +195,9 @@ def test_what_other_optimizers_call_their_means_is_encoded_too(make: Any, tmp_pa
         with fit(model, optimizer, plan_of(StateFormat.INT8, where), tmp_path / where) as job:
             for step in range(2):
                 job.step(batch(step))
-            coded = {s.key for own in job._states.values() for slots in own.slots.values() for s in slots if s.codec}
+            coded = {
+                s.key for own in job._assembly.states.values() for slots in own.slots.values() for s in slots if s.codec
+            }
             assert coded
         updated.append({name: p.detach().clone() for name, p in model.named_parameters()})
         assert all(p.isfinite().all() for p in updated[-1].values())
@@ -206,7 +208,7 @@ def test_a_centered_rmsprop_keeps_its_means_as_they_are(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.RMSprop(model.parameters(), centered=True)
     with fit(model, optimizer, plan_of(StateFormat.INT8, "resident"), tmp_path) as job:
-        assert not any(s.codec for own in job._states.values() for slots in own.slots.values() for s in slots)
+        assert not any(s.codec for own in job._assembly.states.values() for slots in own.slots.values() for s in slots)
         job.step(batch(0))
 
 
@@ -260,7 +262,7 @@ def test_bytes_at_home_and_moved_are_those_that_are_predicted(chosen: StateForma
         assert sum(job.profile.state_bytes.values()) == expected
         assert timeline.bytes_written["state"] == after_written["state"] - written["state"] == expected
         assert timeline.bytes_read["state"] == after_read["state"] - read.get("state", 0) == expected
-        at_home = sum(own.nbytes for own in job._states.values())
+        at_home = sum(own.nbytes for own in job._assembly.states.values())
         assert expected <= at_home < expected + 4096 * 2 * len(list(model.parameters()))
 
 

@@ -134,7 +134,7 @@ def test_two_bytes_a_parameter_rest_and_move(where: str, tmp_path: Path) -> None
         if where == "disk":
             assert after["weight"] - before["weight"] == weights
             assert weights <= written["weight"] < weights + 4096 * 6
-        assert sum(block.nbytes for block in job._blocks) < weights + 4096 * 6
+        assert sum(block.nbytes for block in job._assembly.blocks) < weights + 4096 * 6
 
 
 def test_an_update_below_half_a_unit_is_kept_on_average(tmp_path: Path) -> None:

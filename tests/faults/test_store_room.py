@@ -40,7 +40,7 @@ def test_the_room_that_a_store_claims_is_foretold(name: str, tmp_path: Path) -> 
     assert job.commits is not None
     claimed = (tmp_path / "run" / "homes-0.bin").stat().st_size
     assert claimed == job.commits.disk_bytes
-    states = sum(len(slots) for own in job._states.values() for slots in own.slots.values())
+    states = sum(len(slots) for own in job._assembly.states.values() for slots in own.slots.values())
     assert 0 <= claimed - store_bytes(job.plan, job.profile) < 2 * PAGE_BYTES * (states + 1)
     job.close(restore=False)
 
@@ -51,7 +51,7 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
     offloading = Plan(calls=plans.fates(found, CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)))
     for number, plan in enumerate((resident, on_disk, offloading)):
         job = fit(tmp_path / f"free-{number}", plan)
-        needed = disk_bytes_with_store(plan, job.profile, job._parts.prepared.timeline.disk_peak_bytes)
+        needed = disk_bytes_with_store(plan, job.profile, job._assembly.parts.prepared.timeline.disk_peak_bytes)
         claimed = store_bytes(plan, job.profile)
         # Homes on disk lie in the store: only gradients, which have no spare slot, and activations take more.
         assert (needed == claimed) == (plan is resident)

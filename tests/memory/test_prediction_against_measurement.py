@@ -194,12 +194,12 @@ def measure_step(
         )
         allocator.reset_peak()
 
-    job._engine._observe = observe
+    job._assembly.engine._observe = observe
     try:
         allocator.reset_peak()
         result = job.step(batch)
     finally:
-        job._engine._observe = None
+        job._assembly.engine._observe = None
     assert result.departures == ()
     return intervals
 

@@ -110,8 +110,8 @@ class Trained:
             directory,
             model=self.model,
             optimizer=self.optimizer,
-            blocks=self.job._blocks,
-            states=self.job._states,
+            blocks=self.job._assembly.blocks,
+            states=self.job._assembly.states,
             steps=2,
             **options,
         )

@@ -14,7 +14,15 @@ from __future__ import annotations
 import gc
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from memfit.api.assembly import Assembly
+from memfit.api.interrupts import Interrupts
+from memfit.api.parts import Replan
+from memfit.api.passes import check_split
+from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 
@@ -46,6 +54,62 @@ class BreachReport:
     def in_words(self) -> str:
         """A sentence for people."""
         return f"step {self.step} met the limit and was made again under a tighter plan. Cause: {self.cause} Now: {self.reason}"
+
+
+def assemble_tighter(
+    before: Assembly, error: LimitBreachError, batch: Any, attempt: int, replan: Replan, interrupts: Interrupts
+) -> tuple[Assembly, BreachReport]:
+    """Gives up everything but the store, and takes the run up again under a plan that needs less.
+
+    Args:
+        before: the assembly whose step met the limit; it is no more afterwards.
+        error: the breach.
+        batch: of that step.
+        attempt: from 1.
+        replan: makes plans.
+        interrupts: of the job.
+
+    Raises:
+        LimitBreachError: the breach itself, where no tighter plan fits; nothing is left of the job, the last commit is whole.
+    """
+    parts, commits = before.parts, before.commits
+    assert commits is not None
+    limit = before.machine.limits.device_bytes or 0
+    peak, step = before.prepare(batch).timeline.peak_bytes, before.steps + 1
+    after: Assembly | None = None
+    try:
+        before.give_up()
+        commits.run.go_back()
+        clear_frames(error)
+        foreign_bytes = before.machine.meter.live_bytes()
+        tighter = replan(batch, margin_bytes(limit, attempt))
+        if tighter.prepared.timeline.peak_bytes >= peak:
+            raise DoesNotFitError(  # noqa: TRY301, answered below like the planner's own
+                f"the tightest plan that fits is predicted to take no less: {tighter.reason}"
+            )
+        before.hand_over()
+        after = Assembly(tighter, scaler=before.scaler, interrupts=interrupts, before=commits)
+        if tighter.plan.microbatches > 1 and parts.plan.microbatches == 1 and tighter.checks_split:
+            check_split(after, batch)
+    except BaseException as other:
+        for assembly in (before, after):
+            if assembly is not None:
+                assembly.end(restore=False)
+        if not isinstance(other, MemfitError | torch.OutOfMemoryError):
+            raise
+        error.add_note(
+            f"no tighter plan took its place ({type(other).__name__}: {other}). The job is closed; step {commits.run.committed.committed_step} is whole in "
+            f"{commits.run.directory}"
+        )
+        raise error from other
+    return after, BreachReport(
+        step=step,
+        cause=str(error),
+        foreign_bytes=foreign_bytes,
+        before=parts.plan,
+        after=tighter.plan,
+        reason=tighter.reason,
+    )
 
 
 def margin_bytes(limit_bytes: int, attempt: int) -> int:

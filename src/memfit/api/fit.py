@@ -14,8 +14,9 @@ from torch import nn
 
 from memfit.api.choosing import Choice, choose, microbatch_counts
 from memfit.api.commits import check_model, stored_plan, stored_reason
-from memfit.api.job import Job, JobParts, Prepared
+from memfit.api.job import Job
 from memfit.api.machine import Machine, device_of
+from memfit.api.parts import JobParts, Prepared
 from memfit.api.problem import (
     Loss,
     Problem,
@@ -295,12 +296,12 @@ def _prepared(profile: Profile, plan: Plan, *, clips_norm: bool) -> Prepared:
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     check_schedule(schedule, plan, profile, clips_norm=clips_norm)
     return Prepared(
+        plan=plan,
         profile=profile,
         rows=-(-profile.batch_rows // plan.microbatches),
         schedule=schedule,
         evaluation=build_forward(plan, profile, plan.microbatches),
         timeline=predict(schedule, plan, profile),
-        microbatches=plan.microbatches,
     )
 
 
@@ -509,6 +510,8 @@ class _Task:
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
+            # The last batch of an epoch may have fewer rows than the plan has microbatches.
+            chosen = replace(chosen, microbatches=min(chosen.microbatches, batch_rows(batch)))
             traced = problem.profile_for(chosen, batch)
             _check_meaning(chosen, traced, is_committed=self.run is not None)
             return _prepared(traced, chosen, clips_norm=self.clips_norm)

@@ -1,0 +1,90 @@
+"""What a job is made of: the user's objects, a plan, and what depends on the shapes of a batch.
+
+In: what `fit` found out. Out: data for an `Assembly`; nothing has moved yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.api.machine import Machine
+from memfit.api.splitting import Signature, Weigh
+from memfit.core.plan import Plan
+from memfit.core.profile import CallProfile, Profile
+from memfit.core.schedule import Schedule
+from memfit.core.timeline import Timeline
+from memfit.runtime.optimizers import OptimizerDriver
+from memfit.runtime.run_store import RunStore
+from memfit.runtime.sites import Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that depends on the shapes of a batch.
+
+    Attributes:
+        plan: the job's, with as many microbatches as the batch has rows where it has fewer than the plan wants.
+        profile: traced with these shapes.
+        rows: of the largest microbatch.
+        schedule: a training step.
+        evaluation: a forward pass.
+        timeline: the predicted bytes of the step.
+    """
+
+    plan: Plan
+    profile: Profile
+    rows: int
+    schedule: Schedule
+    evaluation: Schedule
+    timeline: Timeline
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many the batch is cut."""
+        return self.plan.microbatches
+
+    @property
+    def calls(self) -> tuple[CallProfile, ...]:
+        """The calls of a microbatch, as traced."""
+        return self.profile.traces[self.rows].calls
+
+
+Replan = Callable[[Any, int], "JobParts"]
+"""A batch that must fit, and bytes to leave free besides -> the parts of a job under another plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobParts:
+    """What `fit` hands over."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Any]
+    weight: Weigh | None
+    optimizer: torch.optim.Optimizer
+    driver: OptimizerDriver
+    machine: Machine
+    plan: Plan
+    reason: str
+    prepare: Callable[[Any, Plan], Prepared]
+    prepared: Prepared
+    signature: Signature
+    blocks: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]
+    sites: Sequence[Site]
+    casts: Sequence[nn.Module]
+    predicted_peak_bytes: int
+    max_grad_norm: float | None
+    directory: str | Path | None
+    keeps_gradients: bool
+    enforces: bool
+    bring: Callable[[Iterable[nn.Parameter]], None] | None = None
+    take_back: Callable[[str, nn.Parameter], bool] | None = None
+    run: RunStore | None = None
+    forget: Callable[[Iterable[nn.Parameter]], None] | None = None
+    replan: Replan | None = None
+    checks_split: bool = True

@@ -1,0 +1,101 @@
+"""Forward passes beside training: the loss of a batch, and the proof that a loss adds up over microbatches.
+
+In: an assembly and a batch. Out: losses; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memfit.api.assembly import Assembly
+from memfit.api.interrupts import Interrupts
+from memfit.api.results import EvaluateResult
+from memfit.api.run_state import give_random, is_random_state, take_random
+from memfit.api.setting import training_setting
+from memfit.api.splitting import compare_split, evaluating, parts_to_check, without_dropout
+from memfit.api.steps import cut
+from memfit.core.precision import ComputeDtype
+from memfit.runtime.engine import Work
+from memfit.runtime.saved import Buffers
+from memfit.scheduling.build import build_forward
+
+
+def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> EvaluateResult:
+    """The loss of a batch, forward only, in evaluation mode, weights streamed as in a step."""
+    began = time.perf_counter()
+    prepared = assembly.prepare(batch)
+    parts, factors = cut(assembly, prepared, batch)
+    model, loss = assembly.parts.model, assembly.loss
+    work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
+    with (
+        interrupts.held(),
+        assembly.machine.phases("evaluate"),
+        torch.no_grad(),
+        evaluating(model),
+        training_setting(model, assembly.plan.loss_chunk_tokens),
+    ):
+        results = assembly.engine.evaluate(prepared.evaluation, work)
+    if factors is None and isinstance(results[0], tuple):
+        losses = (float(results[0][0]) / float(results[0][1]),)
+    elif isinstance(results[0], tuple):
+        total = float(sum(float(count) for _, count in results))
+        losses, factors = tuple(float(s) for s, _ in results), [1.0 / total] * len(results)
+    else:
+        losses = tuple(float(r) for r in results)
+    mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
+    return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
+
+
+def check_split(assembly: Assembly, sample: Any) -> None:
+    """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
+
+    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode. Generators and buffers are as they were after;
+    weights stream as in a step, so that it fits where the step fits.
+
+    Raises:
+        UnsupportedError: the results differ by more than 1e-5 of the whole.
+    """
+    pieces = parts_to_check(sample)
+    if pieces is None:
+        return
+    whole, parts = pieces
+    model = assembly.parts.model
+    with without_dropout(model):
+        found = _losses(assembly, whole, parts, may_draw=False)
+    if found is None:
+        with evaluating(model):
+            found = _losses(assembly, whole, parts, may_draw=True)
+    assert found is not None
+    compare_split(
+        found[0][0],
+        found[1],
+        parts,
+        assembly.parts.weight,
+        is_rounded=assembly.plan.compute_dtype is not ComputeDtype.GIVEN
+        or any(
+            slot.given_dtype.is_floating_point and slot.given_dtype.itemsize < 4 for _, slot in assembly.place.values()
+        ),
+    )
+
+
+def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:
+    """What the loss gives for the whole, and for its parts; None where random numbers are drawn that may not be."""
+    model, loss = assembly.parts.model, assembly.loss
+    results: list[list[Any]] = []
+    before = take_random()
+    try:
+        for batches in ([whole], parts):
+            give_random(before)
+            schedule = build_forward(assembly.plan, assembly.parts.prepared.profile, len(batches))
+            work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
+            with torch.no_grad(), Buffers(model).restored(), training_setting(model, assembly.plan.loss_chunk_tokens):
+                results.append(assembly.engine.evaluate(schedule, work))
+            if not may_draw and not is_random_state(before):
+                return None
+    finally:
+        give_random(before)
+    return results
