@@ -1,0 +1,88 @@
+"""Plans that this model or this machine does not bear.
+
+In: a plan and a profile, or a machine. Out: nothing, or an error that says what would be wrong and what to do instead.
+"""
+
+from __future__ import annotations
+
+from memfit.api.machine import Machine
+from memfit.api.problem import Problem
+from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.profile import Profile
+
+
+def check_tiers(plan: Plan, machine: Machine) -> None:
+    """Host memory is a tier only beside a device."""
+    if machine.has_host:
+        return
+    homes = [h for b in plan.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
+    homes += [c.boundary_home for c in plan.calls]
+    homes += [c.saved_home for c in plan.calls if c.saved is Saved.OFFLOAD]
+    if Tier.HOST in homes:
+        raise PlanError(
+            "the plan names the tier 'host', but without a GPU the device is host memory itself: use 'device' or 'disk', or fit(emulate_device=True)"
+        )
+
+
+def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
+    """Raises `UnsupportedError` where the plan would train another model than the profile is of."""
+    if plan.microbatches > 1:
+        _check_splits(profile)
+    _check_written(plan, profile, is_committed=is_committed)
+
+
+def _check_splits(profile: Profile) -> None:
+    """Raises `UnsupportedError` where microbatches would not mean the same as the whole batch."""
+    if profile.reads_batch_statistics:
+        raise UnsupportedError(
+            "the model computes statistics over the batch (batch norm in training mode), so that microbatches would not mean the same as the "
+            "whole batch: plan microbatches=1, freeze the statistics (module.eval()), or use a norm without them"
+        )
+    if profile.unsplittable_buffers:
+        name, *others = profile.unsplittable_buffers
+        told = f"{name!r}" if not others else f"{name!r} (and {len(others)} more)"
+        raise UnsupportedError(
+            f"the model's forward changes its buffer {told}, and not only to count or to cache: what is in the batch goes into it, or each microbatch would "
+            "compute with what another one left there. As with batch statistics, microbatches would not mean the same as the whole batch, and their order "
+            "would show: plan microbatches=1, or freeze what changes it (in most modules, module.eval())"
+        )
+
+
+def check_compiled(problem: Problem) -> None:
+    """Compiled code around a call would have the call's hooks compiled into it, and meet weights that are away."""
+    sites = {id(site.module) for site in problem.block_map.sites}
+    for name, module in problem.model.named_modules():
+        is_wrapper = hasattr(module, "_orig_mod")
+        if not is_wrapper and getattr(module, "_compiled_call_impl", None) is None:
+            continue
+        inside = [part for part in module.modules() if part is not module or not is_wrapper]
+        if any(id(part) in sites for part in inside):
+            raise UnsupportedError(
+                f"{name or 'the model'!r} is compiled with torch.compile around the calls at which weights come and go: compile what runs inside a call "
+                "instead, `layer.forward = torch.compile(layer.forward)` for each layer, before memfit.fit"
+            )
+
+
+def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
+    """Weights that the forward itself changes must stay where they are, and nothing may change them twice a step."""
+    if not profile.written_weights:
+        return
+    name, *others = profile.written_weights
+    written = set(profile.written_weights)
+    blocks = {b.name for b in profile.blocks if any(p.name in written for p in b.parameters)}
+    homes = [plan.block(name).weight_home for name in blocks]
+    calls = next(iter(profile.traces.values())).calls
+    again = [call for call in calls if plan.call(call.index).saved not in (Saved.KEEP, Saved.OFFLOAD)]
+    runs_once = plan.microbatches == 1 and not any(blocks.intersection(call.blocks) for call in again)
+    if (
+        any(home is not Tier.DEVICE for home in homes)
+        or not runs_once
+        or plan.compute_dtype.has_masters
+        or is_committed
+    ):
+        raise UnsupportedError(
+            f"the model's forward changes its parameter {name!r}{f' (and {len(others)} more)' if others else ''} in place: that is kept only under a plan that "
+            "leaves it on the device in its own dtype and runs its forward once (no microbatches, no recompute), and without store=. Change it between steps "
+            "instead, inside `with job.weights():`, or make it a buffer"
+        )

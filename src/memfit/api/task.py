@@ -1,0 +1,234 @@
+"""What `fit` was asked, until a plan makes a job of it.
+
+In: the user's objects and wishes, a machine. Out: profiles, choices, the parts of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.api.choosing import Choice, choose, microbatch_counts
+from memfit.api.commits import stored_plan
+from memfit.api.job import Job
+from memfit.api.machine import Machine
+from memfit.api.parts import JobParts, Prepared
+from memfit.api.plan_checks import check_compiled, check_meaning, check_tiers
+from memfit.api.problem import Problem, check_precision
+from memfit.api.sources import Bring, Forget, TakeBack
+from memfit.api.splitting import Weigh, signature_of
+from memfit.core.errors import DoesNotFitError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget
+from memfit.core.plan import Plan, Tier
+from memfit.core.profile import Profile
+from memfit.core.units import format_bytes
+from memfit.planning.journaling import check_journaled
+from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
+from memfit.prediction.predict import predict
+from memfit.profiling.batch import batch_rows
+from memfit.profiling.trace import arrange_blocks
+from memfit.runtime.run_store import RunStore
+from memfit.runtime.sites import Site
+from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.check import check_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What `fit` was asked, until a plan makes a job of it."""
+
+    problem: Problem
+    bring: Bring | None
+    forget: Forget
+    take_back: TakeBack
+    sample: Any
+    load_bytes: int
+    machine: Machine
+    optimizer: torch.optim.Optimizer
+    weight: Weigh | None
+    allow: frozenset[str]
+    max_grad_norm: float | None
+    directory: str | Path | None
+    run: RunStore | None
+    keeps_gradients: bool
+    enforces: bool
+    replans: bool
+    probe: Callable[[], Hardware]
+
+    @property
+    def like(self) -> Plan | None:
+        """The plan of a resumed run, whose formats it goes on in."""
+        return stored_plan(self.run) if self.run is not None and self.run.is_resumed else None
+
+    @property
+    def has_journal(self) -> bool:
+        """The run keeps a journal."""
+        return self.run is not None and self.run.scheme == "journal"
+
+    def hardware(self) -> Hardware:
+        """What the machine can do; what the run has claimed of the disk it need not find free."""
+        probed = self.probe()
+        claimed = self.run.nbytes if self.run is not None and self.run.is_resumed else 0
+        return replace(probed, disk_bytes=probed.disk_bytes + claimed)
+
+    def trace(self, plan: Plan) -> Profile:
+        """The profile of the sample under a plan that is decided.
+
+        Raises:
+            PlanError, UsageError, UnsupportedError: the machine, what is allowed, or the model does not go with the plan.
+        """
+        check_tiers(plan, self.machine)
+        check_precision(plan, self.problem.model, self.allow)
+        found = self.problem.profile_for(plan, self.sample)
+        check_meaning(plan, found, is_committed=self.run is not None)
+        if self.has_journal:
+            check_journaled(plan, found)
+        return found
+
+    def replan(self, batch: Any, margin_bytes: int) -> JobParts:
+        """The fastest plan that fits beside what is allocated now.
+
+        Args:
+            batch: that must fit.
+            margin_bytes: to be left free besides.
+
+        Raises:
+            DoesNotFitError: none does.
+        """
+        task = replace(self, sample=batch, problem=replace(self.problem, aside=None), bring=None)
+        budget = self.machine.budget()
+        budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
+        found = task.problem.profile(batch, microbatch_counts(batch), chunk_tokens=None)
+        chosen = task.choose(found, budget, self.hardware(), may_split=found.may_split)
+        return task.parts(chosen.plan, chosen.reason, chosen.profile, budget)
+
+    @property
+    def clips_norm(self) -> bool:
+        """Gradients are clipped by their global norm."""
+        return self.max_grad_norm is not None
+
+    def choose(self, found: Profile, budget: Budget, probed: Hardware, *, may_split: bool) -> Choice:
+        """See `choosing.choose`."""
+        return choose(
+            self.problem,
+            self.sample,
+            found,
+            budget,
+            probed,
+            self.machine,
+            allow=self.allow,
+            may_split=may_split,
+            clips_norm=self.clips_norm,
+            load_bytes=self.load_bytes,
+            like=self.like,
+            scheme=None if self.run is None else self.run.scheme,
+        )
+
+    def check_claim(self) -> None:
+        """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
+        limit = self.machine.limits.disk_bytes
+        if self.run is not None and limit is not None and self.run.nbytes > limit:
+            raise DoesNotFitError(
+                f"the store claims {format_bytes(self.run.nbytes)} of disk, above disk_limit of {format_bytes(limit)}: raise it, or keep states in fewer bits"
+            )
+
+    def _check_disk(self, plan: Plan, found: Profile, predicted: Prepared) -> None:
+        """Refuses what takes more of the disk than `disk_limit`: the store's room, and homes and activations beside it."""
+        limit = self.machine.limits.disk_bytes
+        needed = predicted.timeline.disk_peak_bytes
+        store = less = ""
+        if self.run is not None:
+            needed = disk_bytes_with_store(plan, found, needed, self.run.scheme)
+            store = f", {format_bytes(store_bytes(plan, found, self.run.scheme))} of it claimed by the store"
+            less = "" if self.has_journal else ', or begin the run with scheme="journal", whose store claims less'
+        if limit is not None and needed > limit:
+            raise DoesNotFitError(
+                f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk{less}"
+            )
+
+    def job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:
+        """The job of a plan: everything moves home."""
+        return Job(self.parts(plan, reason, found, budget))
+
+    def parts(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> JobParts:
+        """What a job of a plan is made of.
+
+        Raises:
+            UnsupportedError: the plan would train another model.
+        """
+        check_meaning(plan, found, is_committed=self.run is not None)
+        if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
+            check_compiled(self.problem)
+        problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
+
+        def prepare(batch: Any, chosen: Plan) -> Prepared:
+            # The last batch of an epoch may have fewer rows than the plan has microbatches.
+            chosen = replace(chosen, microbatches=min(chosen.microbatches, batch_rows(batch)))
+            traced = problem.profile_for(chosen, batch)
+            check_meaning(chosen, traced, is_committed=self.run is not None)
+            return prepared_for(traced, chosen, clips_norm=self.clips_norm)
+
+        rows = -(-found.batch_rows // plan.microbatches)
+        is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces
+        ready = prepared_for(found, plan, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
+        self._check_disk(plan, found, ready)
+        return JobParts(
+            model=problem.model,
+            loss=problem.loss,
+            weight=self.weight,
+            optimizer=self.optimizer,
+            driver=problem.driver,
+            machine=self.machine,
+            plan=plan,
+            reason=reason,
+            prepare=prepare,
+            prepared=ready,
+            signature=signature_of(self.sample),
+            blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
+            sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
+            casts=problem.casts,
+            predicted_peak_bytes=max(
+                ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes,
+                self.load_bytes,
+            ),
+            max_grad_norm=self.max_grad_norm,
+            directory=self.directory,
+            keeps_gradients=self.keeps_gradients,
+            enforces=self.enforces,
+            bring=self.bring,
+            take_back=self.take_back,
+            run=self.run,
+            forget=self.forget,
+            replan=self.replan if self.replans else None,
+            checks_split="nonadditive-loss" not in self.allow,
+        )
+
+    def checked_job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:
+        """The same, and the loss is shown to add up over the plan's microbatches; else everything is given back."""
+        job = self.job(plan, reason, found, budget)
+        if plan.microbatches > 1 and "nonadditive-loss" not in self.allow:
+            try:
+                job.check_split(self.sample)
+            except BaseException:
+                job.undo()
+                raise
+        return job
+
+
+def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool) -> Prepared:
+    """Schedules and prediction of a plan, checked, for the batch that the profile is of."""
+    schedule = build_step(plan, profile, clips_norm=clips_norm)
+    check_schedule(schedule, plan, profile, clips_norm=clips_norm)
+    return Prepared(
+        plan=plan,
+        profile=profile,
+        rows=-(-profile.batch_rows // plan.microbatches),
+        schedule=schedule,
+        evaluation=build_forward(plan, profile, plan.microbatches),
+        timeline=predict(schedule, plan, profile),
+    )
