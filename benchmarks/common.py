@@ -8,6 +8,7 @@ the machine slows a whole round, not one side of it.
 from __future__ import annotations
 
 import os
+import shutil
 
 # Read by OpenMP when torch loads it: idle threads sleep instead of spinning on cores that the other side of a pair needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -268,7 +269,8 @@ def disk_seconds(
     scale = min(1.0, most_bytes / total)
     request = 4 * MIB
     counts = {"read": round(read_bytes * scale / request), "write": round(written_bytes * scale / request)}
-    file_requests = max(1, min(file_bytes // request, max(counts.values())))
+    room = min(file_bytes, shutil.disk_usage(directory).free // 2)
+    file_requests = max(1, min(room // request, max(counts.values())))
     handle = open_unnamed(directory, FileOperations())
     buffers = {side: aligned_memory(request) for side in counts}
     for buffer in buffers.values():
