@@ -17,12 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from memfit.runtime.homes.base import ByteHome, Ticket, Tickets
 from memfit.runtime.trees import typed_view
 from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot, begin_write_masters
+
+
+@dataclass
+class GradientPiece:
+    """A piece of one parameter's gradient, 1-D: where it lies (`ready` is None), or on its way to memory of its own."""
+
+    slot: Slot
+    values: torch.Tensor
+    ready: Ticket | None = None
 
 
 class GradientHomes:
@@ -220,31 +230,32 @@ class GradientHomes:
         """The parameter received a gradient in this step."""
         return slot.name in self._held or self._on_device(slot) is not None
 
-    def piece(self, block: BlockWeights, slot: Slot, first: int, count: int) -> torch.Tensor:
-        """Elements [first, first + count) of a parameter's gradient, in the parameter's memory order and the master's dtype, clipped.
+    def begin_piece(self, block: BlockWeights, slot: Slot, first: int, count: int) -> GradientPiece:
+        """Begins to bring elements [first, first + count) of a parameter's gradient, in the parameter's memory order, to `finish_piece`."""
+        gradient = self._on_device(slot)
+        if gradient is not None:
+            return GradientPiece(slot, _flat(self._dense_in_place(slot, gradient))[first : first + count])
+        home = self._homes[block.index]
+        size = slot.master_dtype.itemsize
+        offset = slot.master_offset_bytes + first * size
+        if home.memory is not None:
+            return GradientPiece(slot, typed_view(home.memory, offset, slot.master_dtype, (count,)))
+        own = torch.empty(count, dtype=slot.master_dtype, device=slot.parameter.device)
+        return GradientPiece(slot, own, home.read(offset, count * size, own.untyped_storage()))
+
+    def finish_piece(self, piece: GradientPiece) -> torch.Tensor:
+        """The piece in the master's dtype, unscaled and clipped, when it is here.
 
         Gradients in memory are scaled in place: each piece must be asked for once.
         """
-        gradient = self._on_device(slot)
-        home = self._homes.get(block.index)
-        if gradient is not None:
-            piece = _flat(self._dense_in_place(slot, gradient))[first : first + count]
-        else:
-            assert home is not None
-            size = slot.master_dtype.itemsize
-            offset = slot.master_offset_bytes + first * size
-            if home.memory is not None:
-                piece = typed_view(home.memory, offset, slot.master_dtype, (count,))
-            else:
-                piece = torch.empty(count, dtype=slot.master_dtype, device=slot.parameter.device)
-                home.read(offset, count * size, piece.untyped_storage()).wait()
+        slot = piece.slot
+        if piece.ready is not None:
+            piece.ready.wait()
         if self.scale is None:
-            return piece.to(slot.master_dtype)
-        if piece.dtype == slot.master_dtype and (
-            gradient is not None or (home is not None and home.memory is not None)
-        ):
+            return piece.values.to(slot.master_dtype)
+        if piece.ready is None and piece.values.dtype == slot.master_dtype:
             self._clipped.add(slot.name)  # in place, where it lies
-        return piece.to(slot.master_dtype).mul_(self.scale)
+        return piece.values.to(slot.master_dtype).mul_(self.scale)
 
     def _dense_in_place(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         dense = _dense(gradient, slot)

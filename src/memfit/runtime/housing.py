@@ -17,7 +17,7 @@ control comes back (`api.commits`). Gradients and activations have a store of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from memfit.runtime.run_store import (
     weight_region,
 )
 from memfit.runtime.saved import HostStore, ScratchStore, TierStore
-from memfit.runtime.split import SplitMasters, rest_nbytes
+from memfit.runtime.split import SplitMasters, rest_ends, rest_nbytes
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
 from memfit.runtime.temporary import TemporaryDirectory
@@ -179,15 +179,16 @@ class House:
         if needs_scratch:
             self.scratch = ScratchFile(where, io=self.io)
 
-    def _home(self, nbytes: int, tier: Tier, region: str, block: int) -> ByteHome:
+    def _home(self, nbytes: int, tier: Tier, region: str, block: int, ends: Collection[int]) -> ByteHome:
         is_kept = self.run is not None and self.run.has(region)
         if tier is Tier.DISK and is_kept:
             assert self.run is not None
-            self._disk_homes.append(self.run.home(region))  # zeros until it is filled: whole from its first commit on
+            # Zeros until it is filled: whole from its first commit on.
+            self._disk_homes.append(self.run.home(region, ends))
             return self._disk_homes[-1]
         if tier is Tier.DISK:
             assert self.store is not None
-            disk = DiskHome(self.store.region(region))
+            disk = DiskHome(self.store.region(region), ends)
             if disk.has_spare_slot:
                 _blank(disk)
             self._disk_homes.append(disk)
@@ -209,7 +210,9 @@ class House:
         for block in self.blocks:
             tier = self.plan.block(block.name).gradient_home
             if block.index in self.states and tier is not Tier.DEVICE:
-                homes[block.index] = self._home(block.master_nbytes, tier, gradient_region(block.name), block.index)
+                homes[block.index] = self._home(
+                    block.master_nbytes, tier, gradient_region(block.name), block.index, _master_ends(block)
+                )
         return homes
 
     @property
@@ -243,17 +246,19 @@ class House:
             block = self.blocks[index]
             tier = self.plan.block(block.name).state_home
             if states.nbytes:
-                states.home = self._home(states.nbytes, tier, state_region(block.name), index)
+                states.home = self._home(states.nbytes, tier, state_region(block.name), index, states.ends)
         self._changed = set(self._residents)  # none of them is in the store yet
 
     def _weight_homes(self, block: BlockWeights) -> tuple[ByteHome, ByteHome | None]:
         homes = self.plan.block(block.name)
-        home = self._home(block.nbytes, homes.weight_home, weight_region(block.name), block.index)
+        ends = [slot.offset_bytes + slot.nbytes for slot in block.slots]
+        home = self._home(block.nbytes, homes.weight_home, weight_region(block.name), block.index, ends)
         if not block.has_masters:
             return home, None
         if self.plan.drops_masters:
             return home, RoundedMasters(block, home)
-        rest = self._home(self._master_bytes(block), homes.state_home, master_region(block.name), block.index)
+        ends = rest_ends(block) if self.plan.splits_masters else _master_ends(block)
+        rest = self._home(self._master_bytes(block), homes.state_home, master_region(block.name), block.index, ends)
         if self.plan.splits_masters:
             return home, SplitMasters(block, home, rest)
         # Weights in memory beside whole masters are made from them again: the store need not have them. See [Note: one layout for all plans].
@@ -291,9 +296,8 @@ class House:
         for index, states in self.states.items():
             block = self.blocks[index]
             if states.nbytes:
-                states.home = self._home(
-                    states.nbytes, self.plan.block(block.name).state_home, state_region(block.name), index
-                )
+                tier = self.plan.block(block.name).state_home
+                states.home = self._home(states.nbytes, tier, state_region(block.name), index, states.ends)
                 self._load(state_region(block.name), states.home)
         self.run.load_buffers(self._model)
         assert self.run.committed.step is not None
@@ -526,6 +530,10 @@ class House:
 def _versions_of(block: str) -> tuple[str, ...]:
     """The regions that an update of a block may write."""
     return weight_region(block), master_region(block), state_region(block)
+
+
+def _master_ends(block: BlockWeights) -> list[int]:
+    return [slot.master_offset_bytes + slot.master_nbytes for slot in block.slots]
 
 
 def _blank(home: DiskHome) -> None:

@@ -13,7 +13,7 @@ again when they are needed, so a commit never writes them for their own sake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -302,9 +302,9 @@ class RunStore:
         self.state = self.committed.read_state()
         self.is_resumed = True
 
-    def home(self, region: str) -> DiskHome:
-        """A region as the home of a block that the plan puts on disk."""
-        return DiskHome(self.committed.region(region))
+    def home(self, region: str, ends: Collection[int] = ()) -> DiskHome:
+        """A region as the home of a block that the plan puts on disk; `ends` as in `DiskHome`."""
+        return DiskHome(self.committed.region(region), ends)
 
     def has(self, region: str) -> bool:
         """There is such a region."""

@@ -107,6 +107,18 @@ def rest_tensors(block: BlockWeights) -> list[tuple[str, torch.dtype, int, int]]
     ]
 
 
+def rest_ends(block: BlockWeights) -> list[int]:
+    """Where the differences and the marks of each parameter end, each on a page of its own."""
+    places, _ = _layout(block)
+    ends: list[int] = []
+    for slot, (differences, marks) in zip(block.slots, places, strict=True):
+        if slot.dtype == slot.master_dtype:
+            ends.append(differences + slot.master_nbytes)
+        else:
+            ends += [differences + slot.nbytes, marks + -(-slot.nbytes // 16)]
+    return ends
+
+
 def _layout(block: BlockWeights) -> tuple[tuple[tuple[int, int], ...], int]:
     return split_layout([(slot.nbytes, slot.master_nbytes) for slot in block.slots])
 

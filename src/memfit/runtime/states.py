@@ -138,6 +138,11 @@ class BlockStates:
         self.numbers: dict[str, dict[str, Any]] = {}
         self.home: ByteHome | None = None
 
+    @property
+    def ends(self) -> list[int]:
+        """Where each tensor ends at home; the next one begins on another page."""
+        return [sum(state.span(0, state.numel)) for states in self.slots.values() for state in states]
+
     def exists(self, name: str) -> bool:
         """The parameter has been updated (or came with a state)."""
         return name in self.numbers

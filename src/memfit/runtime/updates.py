@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from memfit.runtime.gradients import GradientHomes
-from memfit.runtime.homes.base import ByteHome, Ticket, Tickets, write_tensor
+from memfit.runtime.gradients import GradientHomes, GradientPiece
+from memfit.runtime.homes.base import DONE, ByteHome, Ticket, Tickets, write_tensor
 from memfit.runtime.noise import RoundingNoise, round_stochastically
 from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
 from memfit.runtime.states import BlockStates, StatePiece
@@ -39,6 +39,18 @@ class _Piece:
     count: int
     is_first: bool
     is_last: bool
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A piece whose bytes are on their way."""
+
+    piece: _Piece
+    weight: torch.Tensor
+    ready: Ticket
+    """The weight is here."""
+    gradient: GradientPiece
+    state: StatePiece
 
 
 class UpdateTicket:
@@ -132,11 +144,11 @@ class UpdateWorker:
             leaving: list[Ticket] = []
             coming = self._begin(block, pieces[0])
             try:
-                for index, piece in enumerate(pieces):
+                for index in range(len(pieces)):
                     here, coming = coming, (self._begin(block, pieces[index + 1]) if index + 1 < len(pieces) else None)
                     assert here is not None
                     # The piece before goes home and the next one comes while this one is computed: three are in memory.
-                    before, leaving = leaving, self._apply(block, piece, *here)
+                    before, leaving = leaving, self._apply(block, here)
                     Tickets(before).wait()
             finally:
                 Tickets(leaving).wait()
@@ -157,27 +169,30 @@ class UpdateWorker:
     def _is_elementwise(self, slot: Slot) -> bool:
         return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
 
-    def _begin(self, block: BlockWeights, piece: _Piece) -> tuple[torch.Tensor, Ticket, StatePiece]:
+    def _begin(self, block: BlockWeights, piece: _Piece) -> _Coming:
         slot = piece.slot
+        gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
         state = self._states[block.index].begin_read(slot, piece.first, piece.count)
+        return _Coming(piece, *self._begin_weight(block, piece), gradient, state)
+
+    def _begin_weight(self, block: BlockWeights, piece: _Piece) -> tuple[torch.Tensor, Ticket]:
+        slot = piece.slot
         if block.is_here and not block.has_masters:
-            weight = slot.flat_view(block.storage)[piece.first : piece.first + piece.count]
-            return weight, Tickets(()), state
+            return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE
         home = block.master_home
         assert home is not None
         offset = slot.master_offset_bytes + piece.first * slot.master_dtype.itemsize
         if home.memory is not None:
-            return typed_view(home.memory, offset, slot.master_dtype, (piece.count,)), Tickets(()), state
+            return typed_view(home.memory, offset, slot.master_dtype, (piece.count,)), DONE
         weight = torch.empty(piece.count, dtype=slot.master_dtype, device=slot.parameter.device)
-        return weight, home.read(offset, piece.count * slot.master_dtype.itemsize, weight.untyped_storage()), state
+        return weight, home.read(offset, piece.count * slot.master_dtype.itemsize, weight.untyped_storage())
 
-    def _apply(
-        self, block: BlockWeights, piece: _Piece, weight: torch.Tensor, ready: Ticket, state: StatePiece
-    ) -> list[Ticket]:
+    def _apply(self, block: BlockWeights, coming: _Coming) -> list[Ticket]:
+        piece, weight, state = coming.piece, coming.weight, coming.state
         slot = piece.slot
         states = self._states[block.index]
-        gradient = self._gradients.piece(block, slot, piece.first, piece.count)
-        ready.wait()
+        gradient = self._gradients.finish_piece(coming.gradient)
+        coming.ready.wait()
         state.ready.wait()
         values: dict[str, Any] = {**states.numbers.get(slot.name, {}), **state.values()}
         if not self._is_elementwise(slot):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -24,15 +24,18 @@ class DiskHome:
 
     Args:
         region: of an open store.
+        ends: of the tensors in it that have their last page for themselves. What is written up to such an end is written to the end of the page, so
+            that a version has no gaps, and no page is read to be written in part.
     """
 
     tier = Tier.DISK
     memory: torch.UntypedStorage | None = None
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, ends: Collection[int] = ()) -> None:
         self.nbytes = region.nbytes
         self.name = region.name
         self._region = region
+        self._ends = frozenset(ends)
         self._written: list[tuple[int, int]] = []
 
     @property
@@ -70,11 +73,12 @@ class DiskHome:
             # A blocking copy on the current stream: it is ordered behind the kernels that made the bytes.
             bytes_view(staged, 0, nbytes).copy_(bytes_view(source, source_offset, nbytes))
             source, source_offset = staged, 0
+        memory, pads = memory_of_storage(source, source_offset, nbytes), offset + nbytes in self._ends
         is_first_filling = self._region.step is None
         if self.has_versions and not is_first_filling:
-            self._written.append((offset, nbytes))
-            return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="spare")
-        return self._region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot="current")
+            self._written.append((offset, self._region.end_of_write(offset + nbytes, pads=pads) - offset))
+            return self._region.write(offset, nbytes, memory, slot="spare", pads=pads)
+        return self._region.write(offset, nbytes, memory, slot="current", pads=pads)
 
     def complete(self) -> None:
         """Copies what the new version did not write (all of it, if nothing was) from the committed one, so that the spare slot is whole.

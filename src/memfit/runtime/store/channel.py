@@ -230,6 +230,7 @@ class Channel:
                 address=ticket.memory.address + position,
                 nbytes=nbytes,
                 staging=staging,
+                pads=ticket.pads and position + nbytes == ticket.nbytes,
             )
             if ticket.watcher is not None:
                 ticket.watcher(position, ticket.memory.address + position, nbytes)

@@ -71,6 +71,7 @@ def _power_of_x(exponent: int) -> int:
     return result
 
 
+@functools.lru_cache(maxsize=1024)
 def _zeros(nbytes: int) -> int:
     """The checksum of zeros, without making them: of none it is 0, and twice as many follow from half."""
     if nbytes == 0:
@@ -139,13 +140,20 @@ class SlotSums:
     def note(self, start: int, address: int, nbytes: int) -> None:
         """Sums bytes that now are in the slot at `start`; the caller keeps the memory as it is meanwhile."""
         for piece, low, high in cut(start, start + nbytes, self.piece_bytes):
-            value = checksum_of_memory(address + low - start, high - low)
-            with self._lock:
-                whole = self._parts.add(piece, low, high, value)
-                # What was known of the piece is no longer what it holds.
-                self._known[piece] = whole is not None
-                if whole is not None:
-                    self._values[piece] = whole
+            self._add(piece, low, high, checksum_of_memory(address + low - start, high - low))
+
+    def note_zeros(self, start: int, nbytes: int) -> None:
+        """As `note`, of zeros."""
+        for piece, low, high in cut(start, start + nbytes, self.piece_bytes):
+            self._add(piece, low, high, _zeros(high - low))
+
+    def _add(self, piece: int, low: int, high: int, value: int) -> None:
+        with self._lock:
+            whole = self._parts.add(piece, low, high, value)
+            # What was known of the piece is no longer what it holds.
+            self._known[piece] = whole is not None
+            if whole is not None:
+                self._values[piece] = whole
 
     def know_zeros(self) -> None:
         """Knows that nothing was written yet: a new file's blocks are zero."""

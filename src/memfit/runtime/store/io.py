@@ -158,8 +158,9 @@ class DiskIO:
         urgent: bool = False,
         after: Iterable[Ticket] = (),
         watcher: Watcher | None = None,
+        pads: bool = False,
     ) -> Ticket:
-        """Starts a write of memory to a file range; arguments and errors as `read`.
+        """Starts a write of memory to a file range; arguments and errors as `read`, and `pads` as in `Ticket`.
 
         The memory must not change until it is done. The range should lie inside the file's
         allocated length: direct I/O writes whole blocks of 4096 bytes.
@@ -175,6 +176,7 @@ class DiskIO:
             urgent=urgent,
             after=after,
             watcher=watcher,
+            pads=pads,
         )
 
     def _start(
@@ -190,6 +192,7 @@ class DiskIO:
         urgent: bool,
         after: Iterable[Ticket],
         watcher: Watcher | None,
+        pads: bool = False,
     ) -> Ticket:
         channel = self._writes if is_write else self._reads
         if file_offset < 0:
@@ -211,6 +214,7 @@ class DiskIO:
                 is_urgent=urgent,
                 channel=channel,
                 watcher=watcher,
+                pads=pads,
             )
             channel.submit(ticket, tuple(after))
         except BaseException:

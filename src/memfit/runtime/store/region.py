@@ -23,6 +23,7 @@ from memfit.runtime.store.memory import ALIGNMENT_BYTES, Memory
 from memfit.runtime.store.ordering import AccessLog
 from memfit.runtime.store.tensors import TensorPlace, tensors_between
 from memfit.runtime.store.ticket import Ticket, Watcher
+from memfit.runtime.store.transfer import padding_after
 
 Slot = Literal["current", "spare", "committed"]
 
@@ -183,7 +184,16 @@ class Region:
             log.note(ticket, offset, offset + nbytes)
             return ticket
 
-    def write(self, offset: int, nbytes: int, source: Memory, *, slot: Slot = "spare", urgent: bool = False) -> Ticket:
+    def write(
+        self,
+        offset: int,
+        nbytes: int,
+        source: Memory,
+        *,
+        slot: Slot = "spare",
+        urgent: bool = False,
+        pads: bool = False,
+    ) -> Ticket:
         """Starts a write of bytes of the region.
 
         The spare slot becomes current by `DiskStore.commit`, once all of it is written. The current slot is written in
@@ -196,6 +206,7 @@ class Region:
             source: at least as long; must not change until the ticket is done.
             slot: where to.
             urgent: before other writes.
+            pads: what is left of the last block of 4096 bytes becomes zeros; it must be nobody's.
 
         Raises:
             UsageError: outside of the region or the memory, no such slot, or in place where a committed version would
@@ -205,7 +216,8 @@ class Region:
         with self._lock:
             number = self._slot(slot, offset, nbytes, is_write=True)
             log, place = self._state.logs[number], self._state.places[number]
-            after = log.before_write(offset, offset + nbytes)
+            end = self.end_of_write(offset + nbytes, pads=pads)
+            after = log.before_write(offset, end)
             ticket = self._io.write(
                 self._handles[place.file],
                 place.offset + offset,
@@ -215,10 +227,15 @@ class Region:
                 label=self.name,
                 urgent=urgent,
                 after=after,
-                watcher=note_sums(self._state, number, offset),
+                watcher=note_sums(self._state, number, offset, nbytes, end - offset - nbytes),
+                pads=pads,
             )
-            log.note(ticket, offset, offset + nbytes)
+            log.note(ticket, offset, end)
             return ticket
+
+    def end_of_write(self, end: int, *, pads: bool) -> int:
+        """Where a write ends in the region whose bytes end at `end`."""
+        return min(self.nbytes, end + padding_after(end)) if pads else end
 
     def _check(self, number: int, offset: int, nbytes: int, damaged: list[PieceDamage] | None = None) -> Watcher | None:
         """Looks at what a read of a slot brings, if the slot has checksums."""
@@ -263,12 +280,18 @@ class Region:
         return number
 
 
-def note_sums(state: RegionState, number: int, offset: int) -> Watcher | None:
-    """Sums what a transfer from or to a slot, which starts at `offset`, has moved; None without checksums."""
+def note_sums(state: RegionState, number: int, offset: int, nbytes: int, padding_bytes: int = 0) -> Watcher | None:
+    """Sums what a transfer of `nbytes` from or to a slot, which starts at `offset`, has moved, and zeros behind it; None without checksums."""
     if state.sums is None:
         return None
     sums = state.sums[number]
-    return lambda position, address, nbytes: sums.note(offset + position, address, nbytes)
+
+    def note(position: int, address: int, moved_bytes: int) -> None:
+        sums.note(offset + position, address, moved_bytes)
+        if padding_bytes and position + moved_bytes == nbytes:
+            sums.note_zeros(offset + nbytes, padding_bytes)
+
+    return note
 
 
 def share_room(states: Mapping[str, RegionState]) -> None:

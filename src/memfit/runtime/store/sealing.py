@@ -71,7 +71,7 @@ def complete_sums(
                 end - start,
                 tag=state.spec.tag,
                 label=name,
-                watcher=note_sums(state, number, start),
+                watcher=note_sums(state, number, start, end - start),
             ).wait()
 
 

@@ -32,6 +32,7 @@ class Ticket:
         tag: purpose, for the counters.
         path: the file.
         is_urgent: served before transfers that are not.
+        pads: a write that also makes zeros of what is left of its last block in the file.
         watcher: called by the thread that moved a part of the transfer, with (position in the transfer, address, bytes)
             of what now is in both places; a `StoreError` from it fails the transfer.
     """
@@ -56,6 +57,7 @@ class Ticket:
         "label",
         "nbytes",
         "offset",
+        "pads",
         "path",
         "tag",
         "watcher",
@@ -73,6 +75,7 @@ class Ticket:
         is_urgent: bool,
         channel: Channel,
         watcher: Watcher | None = None,
+        pads: bool = False,
     ) -> None:
         self.nbytes = memory.nbytes
         self.offset = offset
@@ -82,6 +85,7 @@ class Ticket:
         self.is_urgent = is_urgent
         self.path = handle.path
         self.watcher = watcher
+        self.pads = pads
         # The four below belong to the channel and change under its lock.
         self.cursor = 0
         self.in_flight = 0

@@ -6,13 +6,15 @@ In: an open file, a range of it and a range of memory. Out: bytes moved, all of 
 Direct I/O moves whole aligned blocks. A read that is not aligned reads the blocks around it into the bounce buffer and
 copies its part out. A write that is not aligned must keep its neighbours' bytes: it reads the first and last block,
 changes its part and writes them back, under the file's edge lock, because the neighbour may be doing the same. Such a
-write repeats the neighbours' old bytes, so a reader of them sees nothing change.
+write repeats the neighbours' old bytes, so a reader of them sees nothing change. A write that *pads* makes zeros of the rest
+of its last block, which is nobody's, and reads nothing there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 
 from memfit.core.units import round_up
@@ -31,7 +33,16 @@ class ShortReadError(OSError):
         self.missing_bytes = missing_bytes
 
 
-def move(handle: FileHandle, *, is_write: bool, offset: int, address: int, nbytes: int, staging: Memory) -> None:
+def move(
+    handle: FileHandle,
+    *,
+    is_write: bool,
+    offset: int,
+    address: int,
+    nbytes: int,
+    staging: Memory,
+    pads: bool = False,
+) -> None:
     """Moves bytes between a file and memory and returns when they are there. Nothing stays in the page cache.
 
     Args:
@@ -41,15 +52,19 @@ def move(handle: FileHandle, *, is_write: bool, offset: int, address: int, nbyte
         address: first byte in memory, kept alive by the caller.
         nbytes: length.
         staging: an aligned bounce buffer of whole blocks that no other thread uses.
+        pads: a write also makes zeros of what is left of its last block.
 
     Raises:
         OSError: what the system said; `ShortReadError` if the file is too short.
     """
     if not handle.is_direct:
         _straight(handle, offset, address, nbytes, is_write=is_write, needed_bytes=nbytes)
-        _forget(handle, offset, nbytes, is_write=is_write)
+        padding_bytes = padding_after(offset + nbytes) if pads else 0
+        ctypes.memset(staging.address, 0, padding_bytes)
+        _straight(handle, offset + nbytes, staging.address, padding_bytes, is_write=True, needed_bytes=padding_bytes)
+        _forget(handle, offset, nbytes + padding_bytes, is_write=is_write)
         return
-    bounced = _write_bounced if is_write else _read_bounced
+    bounced = functools.partial(_write_bounced, pads=pads) if is_write else _read_bounced
     head_bytes = min(nbytes, -offset % ALIGNMENT_BYTES)
     if (address + head_bytes) % ALIGNMENT_BYTES:
         bounced(handle, offset, address, nbytes, staging)
@@ -64,6 +79,11 @@ def move(handle: FileHandle, *, is_write: bool, offset: int, address: int, nbyte
     if tail_bytes:
         start = head_bytes + body_bytes
         bounced(handle, offset + start, address + start, tail_bytes, staging)
+
+
+def padding_after(position: int) -> int:
+    """Bytes from a position of a file to the end of its block."""
+    return -position % ALIGNMENT_BYTES
 
 
 def _straight(handle: FileHandle, offset: int, address: int, nbytes: int, *, is_write: bool, needed_bytes: int) -> None:
@@ -101,21 +121,28 @@ def _read_bounced(handle: FileHandle, offset: int, address: int, nbytes: int, st
         position = part_end
 
 
-def _write_bounced(handle: FileHandle, offset: int, address: int, nbytes: int, staging: Memory) -> None:
+def _write_bounced(handle: FileHandle, offset: int, address: int, nbytes: int, staging: Memory, *, pads: bool) -> None:
     position, end = offset, offset + nbytes
     while position < end:
         start = position - position % ALIGNMENT_BYTES
         stop = min(start + staging.nbytes, round_up(end, ALIGNMENT_BYTES))
         part_end = min(end, stop)
-        if start == position and stop == part_end:
-            ctypes.memmove(staging.address, address + position - offset, part_end - position)
+        filled_end = stop if pads else part_end
+        if start == position and stop == filled_end:
+            _fill(staging.address, address + position - offset, part_end - position, filled_end - part_end)
             _straight(handle, start, staging.address, stop - start, is_write=True, needed_bytes=stop - start)
         else:
             with handle.edge_lock:
-                _read_edges(handle, start, stop, position, part_end, staging)
-                ctypes.memmove(staging.address + position - start, address + position - offset, part_end - position)
+                _read_edges(handle, start, stop, position, filled_end, staging)
+                place = staging.address + position - start
+                _fill(place, address + position - offset, part_end - position, filled_end - part_end)
                 _straight(handle, start, staging.address, stop - start, is_write=True, needed_bytes=stop - start)
         position = part_end
+
+
+def _fill(place: int, address: int, nbytes: int, padding_bytes: int) -> None:
+    ctypes.memmove(place, address, nbytes)
+    ctypes.memset(place + nbytes, 0, padding_bytes)
 
 
 def _read_edges(handle: FileHandle, start: int, stop: int, position: int, part_end: int, staging: Memory) -> None:
