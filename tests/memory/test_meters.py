@@ -84,6 +84,15 @@ def test_children_count_when_asked_for_and_are_gone_when_they_end() -> None:
             procfs.read_status(child.pid)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_process_knows_whether_it_has_children_without_looking_at_all_others() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if procfs.has_children() else 0)
+    assert procfs.has_children()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_system_without_proc_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *arguments: object, **options: object) -> str:
         raise FileNotFoundError(path)

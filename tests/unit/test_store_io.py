@@ -138,6 +138,55 @@ def test_any_range_at_any_address_arrives_unchanged_and_leaves_its_neighbours(
     handle.close()
 
 
+@pytest.mark.parametrize("operations", [FileOperations(), NoDirect()], ids=["direct", "cached"])
+def test_a_write_that_pads_makes_zeros_up_to_the_end_of_its_block_and_no_further(
+    tmp_path: Path, io: DiskIO, operations: FileOperations
+) -> None:
+    draw = random.Random(11)
+    size = 512 * KIB
+    handle = make_file(tmp_path / "data", size, operations)
+    expected = bytearray(draw.randbytes(size))
+    io.write(handle, 0, filled(bytes(expected))).wait()
+    memory = aligned_memory(size + 4096)
+    for _ in range(40):
+        offset = draw.choice([0, 4096, 65536, draw.randrange(size)])
+        nbytes = min(size - offset, draw.choice([1, 3072, 4095, 4096, 4097, 65536 + 5, draw.randrange(1, 200_000)]))
+        part = memory.narrow(draw.choice([0, 64, 1, offset % 4096]), nbytes)
+        content = draw.randbytes(nbytes)
+        part.view()[:] = content
+        io.write(handle, offset, part, pads=True).wait()
+        expected[offset : offset + nbytes] = content
+        padding = -(offset + nbytes) % 4096
+        expected[offset + nbytes : offset + nbytes + padding] = bytes(padding)
+    assert (tmp_path / "data").read_bytes() == bytes(expected)
+    handle.close()
+
+
+def test_a_padded_write_reads_nothing_and_a_version_of_padded_writes_is_whole(tmp_path: Path) -> None:
+    class Counting(FileOperations):
+        reads = 0
+
+        def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
+            self.reads += 1
+            return super().pread(descriptor, into, offset)
+
+    operations, sizes = Counting(), (3072, 9216, 4096, 100)
+    starts = (0, 4096, 16384, 20480)
+    specs = {"h": RegionSpec(nbytes=24576, slots=2)}
+    store = DiskStore.create(tmp_path / "s", specs, identity={}, piece_bytes=8192, operations=operations)
+    with store:
+        store.commit(0)
+        region, before = store.region("h"), operations.reads
+        for start, size in zip(starts, sizes, strict=True):
+            region.write(start, size, filled(bytes([7]) * size), pads=True).wait()
+        store.commit(1, ["h"])
+        assert operations.reads == before, "neither edges nor what has no checksum"
+        found = aligned_memory(24576)
+        region.read(0, 24576, found, verify=True).wait()
+        for start, stop, size in zip(starts, (*starts[1:], 24576), sizes, strict=True):
+            assert bytes(found.view()[start:stop]) == bytes([7]) * size + bytes(stop - start - size)
+
+
 def test_many_unaligned_writes_at_once_keep_each_others_bytes(tmp_path: Path) -> None:
     with DiskIO(write_threads=4, piece_bytes=8 * KIB, staging_bytes=8 * KIB) as io:
         handle = make_file(tmp_path / "data", 256 * KIB)

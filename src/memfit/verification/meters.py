@@ -88,7 +88,7 @@ class ProcessMeter:
         return sum(status.swap_bytes for status in self._statuses())
 
     def _children(self) -> list[int]:
-        return procfs.descendants(os.getpid()) if self._with_children else []
+        return procfs.descendants(os.getpid()) if self._with_children and procfs.has_children() else []
 
     def _statuses(self) -> list[procfs.ProcessStatus]:
         statuses = [procfs.read_status()]
