@@ -119,7 +119,7 @@ PLANS: dict[str, Callable[[Profile], tuple[Plan, dict[str, Any]]]] = {
 }
 
 
-def _in_format(*, on_disk: bool = True, **changes: Any) -> Callable[[Profile], tuple[Plan, dict[str, Any]]]:
+def in_format(*, on_disk: bool = True, **changes: Any) -> Callable[[Profile], tuple[Plan, dict[str, Any]]]:
     def make(found: Profile) -> tuple[Plan, dict[str, Any]]:
         plan = Plan(microbatches=2, blocks=plans.on_disk(found) if on_disk else {})
         return replace(plan, **changes), {"allow": set(ALLOWANCES)}
@@ -128,18 +128,18 @@ def _in_format(*, on_disk: bool = True, **changes: Any) -> Callable[[Profile], t
 
 
 FORMATS: dict[str, Callable[[Profile], tuple[Plan, dict[str, Any]]]] = {
-    "int8-state": _in_format(state_format=StateFormat.INT8),
-    "int4-state": _in_format(state_format=StateFormat.INT4, on_disk=False),
-    "fp8-state": _in_format(state_format=StateFormat.FP8),
-    "bf16-state": _in_format(state_format=StateFormat.BF16),
-    "fp16": _in_format(compute_dtype=ComputeDtype.FLOAT16, update=UpdateTime.AFTER_BACKWARD),
-    "fp16 resident": _in_format(compute_dtype=ComputeDtype.FLOAT16, on_disk=False),
-    "bf16-weights-sr": _in_format(compute_dtype=ComputeDtype.BFLOAT16, drops_masters=True),
-    "bf16-weights-sr resident, int8-state": _in_format(
+    "int8-state": in_format(state_format=StateFormat.INT8),
+    "int4-state": in_format(state_format=StateFormat.INT4, on_disk=False),
+    "fp8-state": in_format(state_format=StateFormat.FP8),
+    "bf16-state": in_format(state_format=StateFormat.BF16),
+    "fp16": in_format(compute_dtype=ComputeDtype.FLOAT16, update=UpdateTime.AFTER_BACKWARD),
+    "fp16 resident": in_format(compute_dtype=ComputeDtype.FLOAT16, on_disk=False),
+    "bf16-weights-sr": in_format(compute_dtype=ComputeDtype.BFLOAT16, drops_masters=True),
+    "bf16-weights-sr resident, int8-state": in_format(
         compute_dtype=ComputeDtype.BFLOAT16, drops_masters=True, state_format=StateFormat.INT8, on_disk=False
     ),
-    "split masters": _in_format(compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True),
-    "split masters, bf16-state": _in_format(
+    "split masters": in_format(compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True),
+    "split masters, bf16-state": in_format(
         compute_dtype=ComputeDtype.BFLOAT16, splits_masters=True, state_format=StateFormat.BF16
     ),
 }

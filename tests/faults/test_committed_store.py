@@ -470,6 +470,7 @@ def test_what_would_need_pickling_is_refused_by_its_place() -> None:
         r"state\['a'\]\[1\] is a builtins\.function|state\['a'\]\[1\] is a .*function": {"a": [1, lambda: 0]},
         r"state\['m'\] is a torch\.nn": {"m": torch.nn.Linear(1, 1)},
         r"tensor of layout": {"s": torch.eye(3).to_sparse()},
+        r"state\['c'\] has the dtype torch.complex128": {"c": torch.zeros(2, dtype=torch.complex128)},
         r"NumPy array of object": {"o": np.array([{}], dtype=object)},
         r"nested more than 100 deep": {"d": deep},
         r"number that cannot be written": {"n": 1 << 100_000},

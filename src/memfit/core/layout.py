@@ -17,7 +17,7 @@ Scheme = Literal["generations", "journal"]
 """How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""
 
 _SPARE_SHARE = 16
-_MOST_SPARE_BYTES = 64 * MIB
+_MOST_SPARE_BYTES = 512 * MIB
 
 
 def spare_room_bytes(sizes_bytes: Sequence[int]) -> int:
@@ -27,7 +27,7 @@ def spare_room_bytes(sizes_bytes: Sequence[int]) -> int:
         sizes_bytes: of each unit.
 
     Returns:
-        The largest of them, or a sixteenth of all up to 64 MiB, in whole pages.
+        The largest of them, or a sixteenth of all up to 512 MiB, in whole pages.
     """
     several_bytes = min(round_up(sum(sizes_bytes) // _SPARE_SHARE, ALIGNMENT_BYTES), _MOST_SPARE_BYTES)
     return max([several_bytes, *(round_up(size, ALIGNMENT_BYTES) for size in sizes_bytes)])

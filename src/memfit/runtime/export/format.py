@@ -83,8 +83,20 @@ class Header:
     file_bytes: int
 
 
-def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Header:
+def holds(dtype: torch.dtype) -> bool:
+    """The format knows the dtype."""
+    return dtype in _NAMES
+
+
+def lay_out(
+    tensors: Sequence[TensorSpec], metadata: Mapping[str, str], alignment_bytes: int = DATA_ALIGNMENT_BYTES
+) -> Header:
     """Places tensors in a file: wide dtypes first, so that each begins at a multiple of its element's size.
+
+    Args:
+        tensors: to be written.
+        metadata: text by text.
+        alignment_bytes: where the first of them begins; a multiple of 8.
 
     Raises:
         UnsupportedError: a dtype that the format does not know.
@@ -105,7 +117,7 @@ def lay_out(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Heade
         placed.append((tensor, end))
         end += tensor.nbytes
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    length = round_up(LENGTH_BYTES + len(text), DATA_ALIGNMENT_BYTES) - LENGTH_BYTES
+    length = round_up(LENGTH_BYTES + len(text), alignment_bytes) - LENGTH_BYTES
     raw = length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
     return Header(
         raw=raw,

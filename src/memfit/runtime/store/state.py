@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from memfit.core.documents import parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.units import MIB, format_bytes
+from memfit.runtime.export.format import TensorSpec, holds, lay_out
 from memfit.runtime.store.explain import store_error
 
 _TEXT_NAME = "state.json"
@@ -45,7 +46,7 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu")
 def encode_state(state: Mapping[str, Any]) -> bytes:
     """The bytes of a state.
 
-    Memory: three times its tensors while it is encoded.
+    Memory: twice its tensors while it is encoded, and those on a device once more.
 
     Args:
         state: None, truth values, numbers, texts, bytes, lists, tuples, sets, dictionaries (plain, ordered, `Counter`),
@@ -56,7 +57,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
-        text = json.dumps(_encode(dict(state), "state", tensors, 0), separators=(",", ":"), allow_nan=False)
+        text = json.dumps(_encode(dict(state), _Place("state"), tensors), separators=(",", ":"), allow_nan=False)
     except ValueError as error:  # A whole number of more than some 4300 digits.
         raise UnsupportedError(f"the state has a number that cannot be written: {error}") from error
     needed = _COPIES * parsed_bytes(text.encode()) + _TENSOR_BYTES * len(tensors)
@@ -66,7 +67,13 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
             "keep long lists as tensors or arrays"
         )
     tensors[_TEXT_NAME] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return safetensors.torch.save(tensors)
+    specs = [TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
+    header = lay_out(specs, {}, alignment_bytes=_LENGTH_BYTES)
+    return b"".join([header.raw, *(_bytes_of(tensors[entry.name]) for entry in header.entries)])
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
@@ -98,16 +105,36 @@ def decode_state(content: bytes) -> dict[str, Any]:
 # ---- to JSON
 
 
-def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
-    if depth > _DEEPEST:
-        raise UnsupportedError(f"{where:.200} is nested more than {_DEEPEST} deep")
+_PLAIN = frozenset((type(None), bool, int, str))
+
+
+class _Place:
+    """Where a value stands in a state; put into words only for a message."""
+
+    __slots__ = ("_name", "_outer", "depth")
+
+    def __init__(self, name: object, outer: _Place | None = None) -> None:
+        self._name, self._outer = name, outer
+        self.depth: int = 0 if outer is None else outer.depth + 1
+
+    def __str__(self) -> str:
+        words = "state" if self._outer is None else f"{self._outer}[{self._name!r:.80}]"
+        return f"{words:.200}"
+
+
+def _encode(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) -> Any:
+    if where.depth > _DEEPEST:
+        raise UnsupportedError(f"{where} is nested more than {_DEEPEST} deep")
 
     def inner(part: Any, name: object) -> Any:
-        return _encode(part, f"{where}[{name!r:.80}]", tensors, depth + 1)
+        if type(part) in _PLAIN and where.depth < _DEEPEST:
+            return part  # as below, without a place for each number of a long list
+        return _encode(part, _Place(name, where), tensors)
 
     kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+    if kind in _PLAIN or (kind is float and math.isfinite(value)):
         return value
+
     if kind is list:
         return [inner(part, n) for n, part in enumerate(value)]
     if kind in (tuple, set, frozenset):
@@ -119,7 +146,7 @@ def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int
     return _encode_single(value, where, tensors)
 
 
-def _encode_single(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_single(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) -> Any:
     """What is no container and has no word in JSON."""
     kind = type(value)
     if kind is float:
@@ -131,27 +158,26 @@ def _encode_single(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> 
     if kind in (torch.dtype, torch.device):
         return {_TAG: kind.__name__, "name": str(value).removeprefix("torch.")}
     raise UnsupportedError(
-        f"{where:.200} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without pickling: keep numbers, texts, "
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without pickling: keep numbers, texts, "
         "tensors and containers of them there"
     )
 
 
-def _encode_numbers(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_numbers(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) -> Any:
     name = str(len(tensors))
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized:
-            raise UnsupportedError(f"{where:.200} is a tensor of layout {value.layout}: keep a dense one there")
-        # A copy: the library refuses tensors that share memory.
-        tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            raise UnsupportedError(f"{where} is a tensor of layout {value.layout}: keep a dense one there")
+        tensor = value.detach().cpu().contiguous()
         found: dict[str, Any] = {_TAG: "tensor", "name": name}
     else:
         try:
-            tensor = torch.from_numpy(np.array(value, order="C", copy=True))
+            tensor = torch.from_numpy(np.array(value, order="C"))
         except (TypeError, ValueError) as error:
-            raise UnsupportedError(
-                f"{where:.200} is a NumPy array of {value.dtype}, which torch does not have"
-            ) from error
+            raise UnsupportedError(f"{where} is a NumPy array of {value.dtype}, which torch does not have") from error
         found = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar", "name": name}
+    if not holds(tensor.dtype):
+        raise UnsupportedError(f"{where} has the dtype {tensor.dtype}, which a state cannot keep: convert it")
     tensors[name] = tensor
     return found
 
