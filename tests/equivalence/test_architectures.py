@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from equivalence.plain import adamw
 from equivalence.with_memfit import fit_case, fit_with, profile_of
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import Plan
+from memfit.runtime.forgetful import asks_for_caches
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +76,31 @@ def test_an_architecture_trains_bit_for_bit_with_everything_on_the_device(name: 
     train(name, Plan(), tmp_path)
 
 
-def train(name: str, plan: Plan, directory: Path) -> None:
+DECODERS = sorted(set(architectures.ARCHITECTURES) - set(NO_RECOMPUTE) - set(WHOLE_BATCH))
+
+
+def with_caches(name: str) -> zoo.Case:
+    """The same with the default of transformers' decoders: they make key-value caches, also in training."""
+    case = build(name)
+    for name_of, module in case.model.named_modules():
+        config: Any = getattr(module, "config", None)
+        if "encoder" not in name_of and getattr(config, "use_cache", None) is False:
+            config.use_cache = True
+    return case
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_an_architecture_that_asks_for_caches_trains_bit_for_bit(name: str, tmp_path: Path) -> None:
+    if not asks_for_caches(with_caches(name).model):
+        return  # its configuration knows no caches: the test before is the same
+    profile = profile_of(with_caches(name))
+    plan = Plan(blocks=plans.on_disk(profile), calls=plans.fates(profile, plans.RECOMPUTE))
+    train(name, plan, tmp_path, with_caches)
+
+
+def train(name: str, plan: Plan, directory: Path, built: Callable[[str], zoo.Case] = build) -> None:
     assert_equal_training(
-        lambda: build(name),
+        lambda: built(name),
         adamw(),
         fit_with(plan, directory, keep_gradients=True),
         microbatches=plan.microbatches,

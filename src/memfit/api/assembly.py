@@ -18,6 +18,7 @@ from memfit.api.commits import Commits, run_identity
 from memfit.api.interrupts import Interrupts
 from memfit.api.journaling import StepJournal
 from memfit.api.parts import JobParts, Prepared
+from memfit.api.setting import training_setting
 from memfit.api.splitting import signature_of
 from memfit.core.errors import DoesNotFitError, StoreError, UnsupportedError, UsageError
 from memfit.core.plan import Plan, Tier
@@ -232,6 +233,12 @@ class Assembly:
         """The user's, as the plan runs it."""
         loss = self.parts.loss
         return loss if self.scaler is None else in_half(loss, self.machine.device.type)
+
+    @contextmanager
+    def setting(self) -> Iterator[None]:
+        """In which the model runs; see `setting.training_setting`."""
+        with training_setting(self.parts.model, self.plan.loss_chunk_tokens, self.parts.caches.use):
+            yield
 
     @property
     def steps(self) -> int:

@@ -19,6 +19,7 @@ from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
+from memfit.runtime.forgetful import CacheChoice
 from memfit.runtime.optimizers import OptimizerDriver
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
@@ -77,6 +78,7 @@ class JobParts:
     blocks: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]
     sites: Sequence[Site]
     casts: Sequence[nn.Module]
+    caches: CacheChoice
     predicted_peak_bytes: int
     max_grad_norm: float | None
     directory: str | Path | None

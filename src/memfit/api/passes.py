@@ -15,7 +15,6 @@ from memfit.api.assembly import Assembly
 from memfit.api.interrupts import Interrupts
 from memfit.api.results import EvaluateResult
 from memfit.api.run_state import give_random, is_random_state, take_random
-from memfit.api.setting import training_setting
 from memfit.api.splitting import compare_split, evaluating, parts_to_check, without_dropout
 from memfit.api.steps import cut
 from memfit.core.precision import ComputeDtype
@@ -36,7 +35,7 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
         assembly.machine.phases("evaluate"),
         torch.no_grad(),
         evaluating(model),
-        training_setting(model, assembly.plan.loss_chunk_tokens),
+        assembly.setting(),
     ):
         results = assembly.engine.evaluate(prepared.evaluation, work)
     if factors is None and isinstance(results[0], tuple):
@@ -92,7 +91,7 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
             give_random(before)
             schedule = build_forward(assembly.plan, assembly.parts.prepared.profile, len(batches))
             work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
-            with torch.no_grad(), Buffers(model).restored(), training_setting(model, assembly.plan.loss_chunk_tokens):
+            with torch.no_grad(), Buffers(model).restored(), assembly.setting():
                 results.append(assembly.engine.evaluate(schedule, work))
             if not may_draw and not is_random_state(before):
                 return None

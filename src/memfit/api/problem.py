@@ -6,7 +6,8 @@ In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.trace import profile_step
 from memfit.runtime.aside import WeightsAside
+from memfit.runtime.forgetful import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
@@ -66,6 +68,7 @@ class Problem:
     driver: OptimizerDriver
     block_map: BlockMap
     aside: WeightsAside | None = None
+    caches: CacheChoice = field(default_factory=CacheChoice)
 
     @property
     def casts(self) -> list[nn.Module]:
@@ -87,7 +90,33 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
     ) -> Profile:
-        """The profile of a batch, with a trace for each of the given numbers of microbatches."""
+        """The profile of a batch, with a trace for each of the given numbers of microbatches.
+
+        The first one finds out what the model's key-value caches may be.
+        """
+        traced = partial(self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute)
+        if self.caches.is_settled or not asks_for_caches(self.model):
+            return traced(self.loss)
+        noted = Noted()
+        try:
+            found = traced(noted.watching(self.loss))
+            keeps = any(call.changes_arguments for trace in found.traces.values() for call in trace.calls)
+            if keeps or noted.keeps_elsewhere or not noted.made:
+                self.caches.use = CacheUse.OFF
+                found = traced(self.loss)
+        except HandedBackError:
+            self.caches.use = CacheUse.REAL
+            found = traced(self.loss)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            # Either it does more with caches than to update them, or this has nothing to do with them and comes again.
+            self.caches.use = CacheUse.OFF
+            found = traced(self.loss)
+        self.caches.is_settled = True
+        return found
+
+    def _profile(
+        self, batch: Any, counts: Sequence[int], loss: Loss, *, chunk_tokens: int | None, compute: ComputeDtype
+    ) -> Profile:
         rows = batch_rows(batch)
         if max(counts) > rows:
             raise UsageError(
@@ -95,13 +124,12 @@ class Problem:
             )
         is_bf16 = compute is ComputeDtype.BFLOAT16
         states = {name: nbytes for name, (nbytes, _) in self._state_sizes(compute, StateFormat.GIVEN).items()}
-        loss = first_of(
-            self.loss if compute is not ComputeDtype.FLOAT16 else in_half(self.loss, device_of(self.model).type)
-        )
-        arguments = (self.model, loss, batch, self.block_map)
+        if compute is ComputeDtype.FLOAT16:
+            loss = in_half(loss, device_of(self.model).type)
+        arguments = (self.model, first_of(loss), batch, self.block_map)
         sizes = sorted({-(-rows // k) for k in counts})
         with (
-            training_setting(self.model, chunk_tokens),
+            training_setting(self.model, chunk_tokens, self.caches.use),
             casting_inputs(self.casts, torch.bfloat16 if is_bf16 else None),
         ):
             try:

@@ -14,7 +14,6 @@ from memfit.api.assembly import Assembly
 from memfit.api.journaling import StepJournal
 from memfit.api.parts import Prepared
 from memfit.api.results import StepResult
-from memfit.api.setting import training_setting
 from memfit.api.splitting import shares, signature_of, split
 from memfit.core.errors import LimitBreachError, StoreError
 from memfit.core.plan import Order, Plan
@@ -60,7 +59,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             begin_updates=None if scaler is None else driver.begin_step,
             settle=None if assembly.journal is None else assembly.journal.decide,
         )
-        with training_setting(model, assembly.plan.loss_chunk_tokens):
+        with assembly.setting():
             outcome = assembly.engine.run(prepared.schedule, work, tail=_tail(prepared.plan))
         if scaler is not None:
             scaler.update(has_overflowed=outcome.is_skipped)

@@ -192,6 +192,7 @@ class Task:
             blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
             sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
             casts=problem.casts,
+            caches=problem.caches,
             predicted_peak_bytes=max(
                 ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes,
                 self.load_bytes,
