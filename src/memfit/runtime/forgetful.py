@@ -177,7 +177,7 @@ def _install(cache_utils: Any) -> None:
 
     class ForgetfulSlidingLayer(Forgetful, cache_utils.DynamicSlidingWindowLayer):
         def __init__(self, sliding_window: int) -> None:
-            super().__init__(sliding_window)
+            cache_utils.DynamicSlidingWindowLayer.__init__(self, sliding_window)
 
     def forgetful(layer: Any) -> Any:
         if type(layer) is cache_utils.DynamicLayer:
