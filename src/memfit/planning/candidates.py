@@ -98,6 +98,7 @@ def list_candidates(
                 fate.call if c.index in chosen and not (again and c.changes_arguments) else CallPlan()
                 for c in trace.calls
             )
+            seen: list[Plan] = []
             for homes in _homes(tiers, gradients_wait=waits):
                 is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
                 plan = Plan(
@@ -114,6 +115,9 @@ def list_candidates(
                     plan = journaled(plan, profile, like)
                     if problem_of_journaled(plan, profile) is not None:
                         continue
+                if plan in seen:
+                    continue  # blocks too small to move are at home on the device wherever the others are
+                seen.append(plan)
                 name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
                 if not has_masters or forms.kept:
                     yield Candidate(name=name, plan=plan)

@@ -7,7 +7,8 @@ smallest limit that would do. Deterministic: the same inputs give the same plan,
 A schedule is built and predicted for each candidate that could still win, in the order of a lower bound of its seconds
 (compute alone, or what must at least pass a link). The search ends when the best that fits is no slower than the bound
 of the next. Weights, states and gradients that never leave are a lower bound of a candidate's bytes: one that is over
-the budget by those alone is not built, unless nothing fits and it may hold the smallest limit.
+the budget by those alone is not built. Unless nothing fits: then the smallest limit is looked for, in the order of a closer bound of the peak
+(`prediction.bounds`), until none that is left can be below the smallest found.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
+from memfit.prediction.bounds import PeakBounds
 from memfit.prediction.bytes import (
     STAGING_BYTES,
     disk_bytes_with_store,
@@ -297,11 +299,15 @@ def _search(priced: list[_Priced], question: _Question) -> tuple[list[_Built], l
 
 
 def _search_leanest(waiting: list[_Priced], built: list[_Built], question: _Question) -> list[_Built]:
-    """Nothing fits: builds what may have the smallest peak of all."""
+    """Nothing fits: builds what may have the smallest peak of all, in the order of a lower bound of it."""
+    if not waiting:
+        return []
     found: list[_Built] = []
     least = min((b.cost.peak_bytes for b in built if b.fits_elsewhere), default=math.inf)
-    for candidate in sorted(waiting, key=lambda p: (p.bytes_bound, p.index)):
-        if candidate.bytes_bound >= least:
+    bounds = PeakBounds(waiting[0].profile, staging_bytes=question.staging_bytes)
+    bounded = [(bounds.of(candidate.candidate.plan), candidate) for candidate in waiting]
+    for bound, candidate in sorted(bounded, key=lambda one: (one[0], one[1].index)):
+        if bound > least:
             break
         found.append(question.build(candidate))
         if found[-1].fits_elsewhere:

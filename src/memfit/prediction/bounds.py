@@ -1,0 +1,120 @@
+"""What a plan takes on the device at least, without its schedule: for searches that look at many plans.
+
+In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below, as `prediction.bytes` would count it.
+
+[Note: why it is a bound]
+Whatever the order of actions, at each forward and backward of a segment there are on the device: what rests there, the weights that the segment needs,
+what it rises by, and in backward the gradients that it makes and what was reloaded for it. Where nothing leaves, each microbatch goes through the same
+events in the same order, so its own activations are known at each of them. In layer-major order all microbatches have come to the seed (with a tail: back
+to its cut) before any of them goes on, so there they count k times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.core.plan import Order, Plan, Tier
+from memfit.core.profile import Profile
+from memfit.core.shape import StepShape, describe_step
+from memfit.prediction.bytes import flat_gradient_bytes, flat_weight_bytes, master_home_bytes, trace_of
+from memfit.prediction.lifetimes import Event, Lifetimes
+from memfit.prediction.segments import SegmentFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moment:
+    """Activations at one event: what they take at least, and the segment whose weights are there (-1: none in particular)."""
+
+    segment: int
+    is_backward: bool
+    least_bytes: int
+
+
+class PeakBounds:
+    """Lower bounds of the device peaks of many plans for one profile.
+
+    Activations are looked at once for all plans that differ only in where weights, gradients and states rest.
+
+    Args:
+        profile: of the model.
+        staging_bytes: as in `prediction.predict`.
+    """
+
+    def __init__(self, profile: Profile, *, staging_bytes: int) -> None:
+        self._profile = profile
+        self._staging_bytes = staging_bytes
+        self._weights = [flat_weight_bytes(block) for block in profile.blocks]
+        # What backward makes; where it adds up in another dtype it takes more.
+        self._gradients = [flat_gradient_bytes(block, is_summed=False) for block in profile.blocks]
+        self._activations: dict[Any, tuple[_Moment, ...]] = {}
+
+    def of(self, plan: Plan) -> int:
+        """Bytes that the step's predicted device peak is not below. See [Note: why it is a bound]."""
+        shape = describe_step(plan, self._profile)
+        resting = self._resting_bytes(plan, shape)
+        homes = [plan.block(shape.blocks[b]) for b in shape.trainable]
+        streams = any({h.weight_home, h.gradient_home, h.state_home} != {Tier.DEVICE} for h in homes)
+        # Pieces of streamed updates are there all the time; otherwise they are an update's scratch.
+        staging, updating = (self._staging_bytes, 0) if streams else (0, self._staging_bytes if homes else 0)
+        found = (m.least_bytes + self._visiting_bytes(m, shape) for m in self._moments(plan, shape))
+        return resting + staging + max(updating, *found)
+
+    def _resting_bytes(self, plan: Plan, shape: StepShape) -> int:
+        profile, total = self._profile, self._profile.buffer_bytes
+        for index, block in enumerate(profile.blocks):
+            total += 0 if index in shape.visiting else self._weights[index]
+            if plan.block(block.name).state_home is Tier.DEVICE:
+                total += profile.state_bytes.get(block.name, 0) + master_home_bytes(plan, block)
+        inputs = (s for s in trace_of(profile, plan.microbatches).storages if s.is_input and not s.is_buffer)
+        return total + plan.microbatches * sum(s.nbytes for s in inputs)
+
+    def _visiting_bytes(self, moment: _Moment, shape: StepShape) -> int:
+        if moment.segment < 0:
+            return 0
+        nbytes = sum(self._weights[b] for b in shape.needs[moment.segment] if b in shape.visiting)
+        if moment.is_backward:
+            nbytes += sum(self._gradients[b] for b in {*shape.contributes[moment.segment], *shape.loose})
+        return nbytes
+
+    def _moments(self, plan: Plan, shape: StepShape) -> tuple[_Moment, ...]:
+        key = (plan.microbatches, plan.order, plan.calls, plan.tail)
+        if key not in self._activations:
+            facts = SegmentFacts(trace_of(self._profile, plan.microbatches), plan, shape, self._profile)
+            leaves = any(tier is not None for tier in shape.leaves)
+            self._activations[key] = _rises(facts) if leaves else _lifetimes(facts)
+        return self._activations[key]
+
+
+def _rises(facts: SegmentFacts) -> tuple[_Moment, ...]:
+    """Of a plan whose activations leave: when they do depends on the schedule, so only what a segment needs at once counts."""
+    shape = facts.shape
+    found = [_Moment(segment=-1, is_backward=False, least_bytes=facts.trace.prologue_peak_bytes)]
+    for segment, has_backward in enumerate(shape.has_backward):
+        found.append(_Moment(segment=segment, is_backward=False, least_bytes=facts.forward_rise(segment)))
+        if has_backward:
+            reloaded = facts.copy_bytes(segment) if shape.leaves[segment] is not None else 0
+            least = reloaded + facts.backward_rise(segment)
+            found.append(_Moment(segment=segment, is_backward=True, least_bytes=least))
+    return tuple(found)
+
+
+def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
+    """Of a plan whose activations stay: one microbatch, and all of them where they meet."""
+    plan, shape = facts.plan, facts.shape
+    count = len(shape.segments)
+    back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
+    events = [(Event.START, -1), *((Event.FORWARD, segment) for segment in range(count)), (Event.SEED, -1)]
+    events += [(Event.BACKWARD, segment) for segment in back]
+    meeting = (Event.SEED, -1)
+    if shape.tail_segment < count:
+        meeting = next(((Event.BACKWARD, segment) for segment in back if segment < shape.tail_segment), meeting)
+    found: list[_Moment] = []
+    before = 0
+    for (event, segment), cost in zip(events, Lifetimes(facts, is_training=True).follow(events), strict=True):
+        meets = (event, segment) == meeting and plan.order is Order.LAYER_MAJOR
+        times = plan.microbatches if meets and (shape.tail_segment == count or event is Event.BACKWARD) else 1
+        least = times * before + cost.rise_bytes
+        found.append(_Moment(segment=segment, is_backward=event is Event.BACKWARD, least_bytes=least))
+        before = cost.after_bytes
+    return tuple(found)

@@ -1,0 +1,48 @@
+"""A bound of a peak is never above what the schedule comes to, and reaches it where nothing moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from memfit.core.hardware import Hardware, Link
+from memfit.core.plan import Tier
+from memfit.core.profile import Profile
+from memfit.core.units import MIB
+from memfit.planning.candidates import Candidate, list_candidates
+from memfit.prediction.bounds import PeakBounds
+from memfit.prediction.predict import appraise
+from memfit.scheduling.build import build_step
+from unit.profiles import chain_profile, gpt_profile
+
+LINK = Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+MACHINE = Hardware(device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=LINK, disk_bytes=1 << 40)
+PROFILES = {
+    "gpt": gpt_profile(layers=3, width=256, vocabulary=4096, tokens=64, rows=(8, 4, 1), factor=16),
+    "tied": gpt_profile(layers=2, width=256, vocabulary=512, is_tied=True, rows=(8, 2, 1)),
+    "chain": chain_profile(length=6),
+}
+
+
+def candidates(profile: Profile, *, clips_norm: bool) -> list[Candidate]:
+    return [
+        candidate
+        for rows in profile.traces
+        for candidate in list_candidates(
+            profile, microbatches=profile.batch_rows // rows, tiers=(Tier.DISK,), clips_norm=clips_norm
+        )
+    ]
+
+
+@pytest.mark.parametrize("clips_norm", [False, True])
+@pytest.mark.parametrize("name", PROFILES)
+def test_no_candidate_s_peak_is_below_its_bound(name: str, *, clips_norm: bool) -> None:
+    profile = PROFILES[name]
+    bounds = PeakBounds(profile, staging_bytes=MIB)
+    nearest = 0.0
+    for candidate in candidates(profile, clips_norm=clips_norm):
+        schedule = build_step(candidate.plan, profile, clips_norm=clips_norm)
+        peak = appraise(schedule, candidate.plan, profile, MACHINE, staging_bytes=MIB).peak_bytes
+        bound = bounds.of(candidate.plan)
+        assert bound <= peak, candidate.name
+        nearest = max(nearest, bound / peak)
+    assert nearest > 0.9  # a bound of 0 would hold, too
