@@ -174,7 +174,7 @@ def test_300_steps_of_streamed_training_are_flat(variant: str, tmp_path: Path) -
     assert_flat(variant, LONG_STEPS, tmp_path)
 
 
-LONG = pytest.param(LONG_STEPS, marks=pytest.mark.slow)
+LONG = pytest.param(LONG_STEPS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
 @pytest.mark.parametrize("steps", [12, LONG], ids=["short", "long"])
