@@ -7,12 +7,13 @@ Each process has a terminal of its own (a pty), and the interrupt is the byte th
 processes. A third of the moments are drawn over the time that a whole run takes, a third shortly after something was told (planning, a step, a commit), a
 third are two keys in a row. After each:
 
-- the process has ended by itself, soon;
-- whatever is committed is whole (`memfit verify`);
+- the process has ended by itself, soon, with one message and code 130 (by the signal itself, without a word, only where Python was not up yet, or down already);
+- whatever is committed is whole (`memfit verify`), and so is a save that is there;
 - of the steps that were told, at most the last is not committed;
 - nothing of it is left in the temporary directory.
 
-The command is typed again until the run is through. It says that it goes on, and its last losses are those of the run that nobody interrupted.
+The command is typed again until the run is through, and then leaves nothing behind. It says that it goes on, and its last losses are those of the run that
+nobody interrupted.
 """
 
 from __future__ import annotations
@@ -35,14 +36,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEPS = 6
+INTERRUPTED = 130
 PATIENCE_S = 120.0
+"""From Ctrl-C to the end, on a machine that has other work."""
 KEY = b"\x03"
 _GOES_ON = re.compile(r"goes on: (\d+) steps are committed")
 _IN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGINT, signal.SIG_DFL); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Takes the terminal as the session's own, so that its keys make signals."""
-_MARKS = ("reading text", "building the model", "planning", "plan:", "step", "committing")
+"""Takes the terminal as the session's own, so that its keys make signals; and hears them, even where this program was started in a shell's background."""
+_MARKS = (
+    "reading text",
+    "building the model",
+    "planning",
+    "plan:",
+    "goes on",
+    "step",
+    "closing",
+    "committing",
+    "saving",
+    "ran with",
+    "committed: step",
+)
+_SAID = re.compile(r"(?m)^.*interrupted.*$")
 
 
 @dataclass
@@ -75,6 +92,7 @@ def command(place: Path) -> list[str]:
     """What is typed."""
     model, text = place / "model.json", place / "text.txt"
     options = ["--batch", "2", "--sequence", "16", "--steps", str(STEPS), "--limit", "8GiB", "--rate", "0.001"]
+    options += ["--save", str(place / "saved")]
     return [
         sys.executable, "-m", "memfit.cli", "train", "--model", str(model), "--data", str(text), "--store", str(place / "run"), *options,
     ]  # fmt: skip
@@ -92,7 +110,17 @@ def prepare(place: Path) -> None:
     (place / "tmp").mkdir()
 
 
-def run(arguments: list[str], place: Path, *, after_s: float | None, mark: str = "", keys: int = 1) -> Typed:
+def has_terminal(mine: int, child: int) -> bool:
+    """The process hears the keys: before that they are lost."""
+    try:
+        return os.tcgetpgrp(mine) == child
+    except OSError:
+        return False
+
+
+def run(
+    arguments: list[str], place: Path, *, after_s: float | None, mark: str = "", keys: int = 1, most_s: float = 600.0
+) -> Typed:
     """Types a command in a terminal of its own, and Ctrl-C after so many seconds, of its beginning or of the moment when `mark` was told."""
     mine, theirs = pty.openpty()
 
@@ -113,7 +141,10 @@ def run(arguments: list[str], place: Path, *, after_s: float | None, mark: str =
     left = keys
     while True:
         now = time.monotonic()
-        if due is not None and now >= due and left:
+        if now > began + most_s:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise SystemExit(f"it did not end within {most_s:.0f} s:\n{text.decode(errors='replace')[-3000:]}")
+        if due is not None and now >= due and left and has_terminal(mine, child.pid):
             os.write(mine, KEY)
             typed_at = typed_at or now
             left -= 1
@@ -145,11 +176,26 @@ def run(arguments: list[str], place: Path, *, after_s: float | None, mark: str =
 
 def check(found: Typed, place: Path, told_before: int) -> str | None:
     """What is wrong after an interrupt."""
-    # A second key that comes while the interpreter shuts down ends it by the signal itself, which shells call 130 too.
-    if found.status not in (0, 130, -signal.SIGINT):
+    return problem_of_words(found) or problem_of_save(place / "saved") or problem_of_run(found, place, told_before)
+
+
+def problem_of_words(found: Typed) -> str | None:
+    """What is wrong with how it ended."""
+    # A key that comes while the interpreter starts or shuts down ends it by the signal itself, which shells call 130 too.
+    if found.status == -signal.SIGINT and f"{os.sep}memfit{os.sep}" not in found.text:
+        return None
+    if found.status not in (0, INTERRUPTED, -signal.SIGINT):
         return f"it ended with status {found.status}"
-    if "Traceback" in found.text:
-        return "it showed a traceback"
+    if "Traceback" in found.text or "Exception ignored" in found.text or "Error" in found.text:
+        return "it showed an error"
+    said = _SAID.findall(found.text)
+    if found.status == INTERRUPTED and len(said) != 1:
+        return f"it said {len(said)} times that it was interrupted"
+    return None
+
+
+def problem_of_run(found: Typed, place: Path, told_before: int) -> str | None:
+    """What is wrong with what is left of the run."""
     # torch keeps a cache of its own there.
     left = sorted(path.name for path in (place / "tmp").iterdir() if not path.name.startswith("torchinductor"))
     if left:
@@ -157,15 +203,30 @@ def check(found: Typed, place: Path, told_before: int) -> str | None:
     step = committed_step(place)
     if max(found.steps, told_before) - 1 > (step or 0):
         return f"step {found.steps} was told, and step {step} is committed"
-    if step is not None:
-        verified = subprocess.run(
-            [sys.executable, "-m", "memfit.cli", "verify", str(place / "run")],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if verified.returncode:
-            return f"what is committed is not whole: {verified.stdout}{verified.stderr}"
+    if step is None:
+        return None
+    verified = subprocess.run(
+        [sys.executable, "-m", "memfit.cli", "verify", str(place / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"what is committed is not whole: {verified.stdout}{verified.stderr}" if verified.returncode else None
+
+
+def problem_of_save(saved: Path) -> str | None:
+    """What is wrong with a save that an interrupt may have stopped."""
+    if not saved.exists():
+        return None
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(saved / "model.safetensors", framework="numpy") as file:
+            for key in file.keys():  # noqa: SIM118, it is no dictionary
+                file.get_slice(key)
+        json.loads((saved / "trainer_state.json").read_text())
+    except (SafetensorError, OSError, ValueError) as error:
+        return f"the save is not whole: {type(error).__name__}: {error}"
     return None
 
 
@@ -194,9 +255,9 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
     whole = run(command(place / "whole"), place / "whole", after_s=None)
     if whole.status or whole.steps != STEPS:
         raise SystemExit(f"the run that nobody interrupted failed:\n{whole.text}")
-    shutil.rmtree(place / "whole" / "run")
+    shutil.rmtree(place / "whole")
     where: Counter[str] = Counter()
-    interrupts = runs = 0
+    interrupts = runs = silent = 0
     slowest = 0.0
     while interrupts < options.interrupts and (options.seconds is None or time.monotonic() - began < options.seconds):
         runs += 1
@@ -227,8 +288,16 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
                 raise SystemExit(f"{problem}; {said}")
             told = max(told, found.steps)
             if found.status == 0:
+                left = sorted(
+                    path.name
+                    for path in here.iterdir()
+                    if path.name not in ("model.json", "text.txt", "tmp", "run", "saved")
+                )
+                if left:
+                    raise SystemExit(f"left behind: {left}; {said}")
                 break
             interrupts += 1
+            silent += found.status != INTERRUPTED
             slowest = max(slowest, found.leaving_s or 0.0)
             last = [mark for mark in _MARKS if mark in found.text]
             where[f"{'after ' + last[-1] if last else 'before anything was told'}"] += 1
@@ -236,7 +305,8 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
         shutil.rmtree(here)
     print(
         f"{interrupts} interrupts in {runs} runs, {time.monotonic() - began:.0f} s: each left a whole commit, and the same command went on. "
-        f"They came {', '.join(f'{what} {count} times' for what, count in where.most_common())}; it took {slowest:.1f} s at most to leave."
+        f"They came {', '.join(f'{what} {count} times' for what, count in where.most_common())}; it took {slowest:.1f} s at most to leave; "
+        f"{silent} ended by the signal, before or after Python was up."
     )
     return 0
 

@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, five plans, three durabilities, both schemes
     .venv/bin/python benchmarks/kill.py --kills 20 --models tied-and-frozen --directory /dev/shm
+    .venv/bin/python benchmarks/kill.py --signal INT             # Ctrl-C instead, which a process may answer
 
 A run loads, trains, commits and saves; under the plan "replanned" it also meets its limit, twice, because the program takes memory that no plan knew
 of, and plans anew. It is killed at any moment of that, taken up again, killed again, until it ends by itself. Kills come, a third each, at a random
@@ -16,6 +17,9 @@ that short phases are hit as often as long ones. The last two are timers of the 
 At the end of each run: weights, optimizer states, rates, averages and the next random number are, bit for bit, those of the run that was not killed, and no
 file of a process that died is left. Kills are counted by the phase in which they came.
 
+With `--signal INT` they are interrupts: the process ends by `KeyboardInterrupt` and nothing else, after it has closed its job without a commit, and the rest
+holds as it stands. `benchmarks/interrupting.py` types Ctrl-C into the terminal of the command line.
+
 Each process is forked from one that has loaded torch and done nothing else, so that a kill costs a second and not ten.
 """
 
@@ -24,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import random
@@ -56,6 +61,9 @@ ROWS = {"gpt2": 1024, "tied-and-frozen": 8192}
 """By model, of a batch under the plan that is replanned: activations are most of what it takes."""
 _LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "sympy", "scipy", "numpy", "memfit"}
 STORE_FILES = frozenset({"homes-0.bin", "homes-1.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
+INTERRUPTED = 130
+PATIENCE_S = 300.0
+"""A process that tells nothing for so long hangs."""
 LEAVES = {2: 0.8, 4: 0.6}
 """From which step on the program leaves the job how much of what the first plan takes."""
 
@@ -98,8 +106,10 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """It did not end by itself."""
-        return os.WIFSIGNALED(self.status) and os.WTERMSIG(self.status) == signal.SIGKILL
+        """It did not end by itself: by SIGKILL, or by an interrupt that came through."""
+        if os.WIFSIGNALED(self.status):
+            return os.WTERMSIG(self.status) == signal.SIGKILL
+        return os.WEXITSTATUS(self.status) == INTERRUPTED
 
     @property
     def steps(self) -> list[int]:
@@ -129,6 +139,7 @@ class Moment:
     phase: str = ""
     visit: int = 0
     delay_s: float = 0.0
+    signal: int = signal.SIGKILL
 
 
 class Phases:
@@ -151,7 +162,7 @@ class Phases:
         self._tell({"at": phase})
         began = time.perf_counter()
         if (phase, self._visits[phase]) == (self._moment.phase, self._moment.visit):
-            kill_after(time.CLOCK_MONOTONIC, self._moment.delay_s)
+            kill_after(time.CLOCK_MONOTONIC, self._moment.delay_s, self._moment.signal)
         try:
             yield
         finally:
@@ -169,7 +180,9 @@ class Phases:
 
             def outer(*args: Any, **kwargs: Any) -> Any:
                 with self.inside(phase(args[0] if args else None, kwargs)):
-                    return inner(*args, **kwargs)
+                    found = inner(*args, **kwargs)
+                    self.job = found if isinstance(found, job.Job) else self.job
+                    return found
 
             setattr(holder, name, outer)
 
@@ -189,16 +202,18 @@ class Phases:
         around(import_module("memfit.api.fit"), "_plan_job", lambda *_: "planning and loading")
 
     _answered = 0
+    job: Any = None
+    """What `fit` is about to give, or gave."""
 
     def note_step(self) -> None:
         """A step is through: what was replanned is."""
         self._answered = self._visits["replanning"]
 
 
-def kill_after(clock: int, seconds: float) -> None:
-    """From now on the kernel kills this process when so much of a clock has passed, of real or of CPU time (timer_create(2))."""
+def kill_after(clock: int, seconds: float, number: int) -> None:
+    """From now on the kernel sends this process a signal when so much of a clock has passed, of real or of CPU time (timer_create(2))."""
     libc = ctypes.CDLL(None, use_errno=True)
-    event = (ctypes.c_int * 16)(0, 0, signal.SIGKILL, 0)  # sigev_value, sigev_signo, SIGEV_SIGNAL
+    event = (ctypes.c_int * 16)(0, 0, number, 0)  # sigev_value, sigev_signo, SIGEV_SIGNAL
     timer = ctypes.c_void_p()
     if libc.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)):
         raise OSError(ctypes.get_errno(), "timer_create")
@@ -217,10 +232,15 @@ def run_child(work: Callable[[Callable[[dict[str, Any]], None], Moment], None], 
         os.close(reader)
         status = 1
         try:
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            # Shells start what runs in their background with interrupts ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if moment.cpu_s is not None:
-                kill_after(time.CLOCK_PROCESS_CPUTIME_ID, moment.cpu_s)
+                kill_after(time.CLOCK_PROCESS_CPUTIME_ID, moment.cpu_s, moment.signal)
             work(lambda line: _write(writer, line), moment)
             status = 0
+        except KeyboardInterrupt:
+            status = INTERRUPTED
         except BaseException:  # noqa: BLE001, a child must not go on as its parent
             traceback.print_exc()
         finally:
@@ -229,10 +249,15 @@ def run_child(work: Callable[[Callable[[dict[str, Any]], None], Moment], None], 
     text = b""
     deadline = None if moment.wall_s is None else began + moment.wall_s
     while True:
-        left = None if deadline is None else max(0.0, deadline - time.perf_counter())
+        left = PATIENCE_S if deadline is None else max(0.0, deadline - time.perf_counter())
         ready, _, _ = select.select([reader], [], [], left)
-        if not ready:
+        if not ready and deadline is None:
+            os.kill(child, signal.SIGUSR1)
+            time.sleep(2)
             os.kill(child, signal.SIGKILL)
+            raise SystemExit(f"it hangs ({moment}), its threads are told above; it had told {text.decode()[-2000:]}")
+        if not ready:
+            os.kill(child, moment.signal)
             deadline = None
             continue
         part = os.read(reader, 1 << 16)
@@ -331,7 +356,7 @@ def training(scenario: Scenario, program: Program, directory: Path) -> Callable[
             phases.note_step()
             tell({"step": step})
 
-        with phases.inside("the loop"):
+        with closing(phases), phases.inside("the loop"):
             result = small_run.train(
                 scenario.model,
                 None if program.hogs and committed_step(directory) is not None else program.plan,
@@ -348,6 +373,17 @@ def training(scenario: Scenario, program: Program, directory: Path) -> Callable[
         tell({"digest": result.digest(), "first": result.first})
 
     return work
+
+
+@contextmanager
+def closing(phases: Phases) -> Iterator[None]:
+    """As a program leaves that was interrupted: the job is closed, and the step that is not committed is given up."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if phases.job is not None:
+            phases.job.close(restore=False, commit=False)
+        raise
 
 
 def committed_step(directory: Path) -> int | None:
@@ -394,6 +430,7 @@ def main() -> None:
         "--directory", type=Path, default=None, help="where stores are made; the temporary directory by default"
     )
     parser.add_argument("--seed", type=int, default=None, help="of the moments; drawn and printed by default")
+    parser.add_argument("--signal", choices=("KILL", "INT"), default="KILL", help="what ends a process")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so long, with what was done")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
@@ -433,13 +470,15 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
             program = replace(program, plan=replace(program.plan, update=UpdateTime.AFTER_BACKWARD))
         if scenario not in whole:
             whole[scenario] = reference(scenario, program, place / "whole")
-        kills += one_run(scenario, program, whole[scenario], place / f"run-{runs}", chance, tally)
+        number = signal.Signals[f"SIG{options.signal}"]
+        kills += one_run(scenario, program, whole[scenario], place / f"run-{runs}", chance, tally, number)
         print(f"{kills:4d} kills, {runs} runs: {scenario}", flush=True)
+    what = "kills" if options.signal == "KILL" else "interrupts"
     if not kills:
         raise SystemExit("no kill came in the time that was given")
     print(
-        f"{kills} kills in {runs} runs over {len(whole)} kinds of run, {time.monotonic() - began:.0f} s: every one was taken up at its last commit and ended "
-        f"bit for bit. {tally}"
+        f"{kills} {what} in {runs} runs over {len(whole)} kinds of run, {time.monotonic() - began:.0f} s: "
+        f"every one was taken up at its last commit and ended bit for bit. {tally}"
     )
     return 0
 
@@ -496,14 +535,20 @@ def left_over(directory: Path, store: frozenset[str]) -> str | None:
 
 
 def one_run(
-    scenario: Scenario, program: Program, whole: Child, directory: Path, chance: random.Random, tally: Tally
+    scenario: Scenario,
+    program: Program,
+    whole: Child,
+    directory: Path,
+    chance: random.Random,
+    tally: Tally,
+    number: int,
 ) -> int:
     """Kills and takes up until a process ends by itself; the number of kills."""
     directory.mkdir()
     kills = 0
     for attempt in range(1000):
         before = committed_step(directory)
-        moment = moment_of(whole, attempt, chance)
+        moment = replace(moment_of(whole, attempt, chance), signal=number)
         found = run_child(training(scenario, program, directory), moment)
         told = f"{scenario}, attempt {attempt}, {moment}: told {found.told}, committed before {before}, now {committed_step(directory)}"
         if found.steps and found.steps[0] != (before or 0):

@@ -15,6 +15,10 @@ HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 7, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, -(1 << 63), 10**40, 0.5, -0.0, 1e308, "", "x", "nan", "NaN", "../../etc/passwd",
     "/etc/passwd", "\x00", "a" * 600, "é\ud800", "float32", "int4", "pickle", [], [[]], {}, {"$": "tensor", "name": "0"}, {"$": "tuple", "items": 3}, {"$": []},
     [0] * 70, [1 << 40, 1 << 40], [-1], [0.5], {"": None}, "homes-0.bin", "state.json", "device",
+    (1 << 63) - 8, (1 << 63) - 4096, (1 << 62) + 1, 5e-324, -1e308, 0.1 + 0.2, [10**300] * 300, [0, 1 << 62, 1 << 62], [[[[1]]]], "a" * 100_000, "Homes-0.bin",
+    "model.SAFETENSORS", "e\u0301", "\u00e9", "\u202etxt.exe", "\x1b]0;x\x07", "x\ny", "\ufeff", "CON", "..", ".", "~", "$HOME", "%s%n", "{0}",
+    "None", "1e400", "0x10",
+    {"$": "float", "value": "nan"}, {"$": "bytes", "base64": "AAAA"}, {"$": "dict", "items": [[[1], 2]]}, {"float": "inf"}, {"tuple": []}, {"map": {"": {}}},
 )  # fmt: skip
 """Values that a reader may not expect."""
 
@@ -45,6 +49,16 @@ RAW = (
 )
 """Texts that stand in the place of a value; most of them are no JSON."""
 
+NESTING = (
+    ("[", "]"),
+    ('{"a":', "}"),
+    ('[{"a":', "}]"),
+    ('{"$":"tuple","items":[', "]}"),
+    ('{"tuple":[', "]}"),
+    ('{"map":{"a":', "}}"),
+)
+"""What can be put around a value any number of times."""
+
 _MARK = "\x01here\x01"
 
 
@@ -55,7 +69,7 @@ def mutate_json(value: Any, chance: random.Random) -> str:
         changed = _mutate_value(changed, chance)
     if chance.random() < 0.15:
         text = json.dumps(_with_mark(changed, chance))
-        return text.replace(json.dumps(_MARK), chance.choice(RAW), 1)
+        return text.replace(json.dumps(_MARK), _raw(chance), 1)
     text = json.dumps(changed)
     if chance.random() < 0.05:
         # A key that comes twice, at any depth.
@@ -65,6 +79,18 @@ def mutate_json(value: Any, chance: random.Random) -> str:
         key = known[1] if len(known) > 2 and not known[0].strip() else "x"
         text = f"{text[: at + 1]}{json.dumps(key)}: {json.dumps(chance.choice(HOSTILE))}, {text[at + 1 :]}"
     return text
+
+
+def _raw(chance: random.Random) -> str:
+    if chance.random() < 0.3:
+        opening, closing = chance.choice(NESTING)
+        depth = int(1.02 ** chance.uniform(0, 400))  # up to 2750, most of them few
+        return opening * depth + chance.choice(("1", "[]", "null", '"x"')) + closing * depth
+    if chance.random() < 0.1:
+        return chance.choice("-0123456789.eE") * chance.randrange(1, 100) + chance.choice("019") * chance.randrange(
+            5000
+        )
+    return chance.choice(RAW)
 
 
 def mutate_bytes(content: bytes, chance: random.Random) -> bytes:
@@ -82,7 +108,20 @@ def mutate_bytes(content: bytes, chance: random.Random) -> bytes:
             case 3:
                 del found[at : at + chance.choice((1, 8, 64))]
             case _:
-                found[at : at + 8] = chance.choice((0, 1, 1 << 20, 1 << 40, (1 << 64) - 1)).to_bytes(8, "little")
+                found[at : at + 8] = chance.choice(
+                    (
+                        0,
+                        1,
+                        len(content),
+                        1 << 20,
+                        1 << 40,
+                        (1 << 63) - 8,
+                        (1 << 63) - 1,
+                        1 << 63,
+                        (1 << 64) - 8,
+                        (1 << 64) - 1,
+                    )
+                ).to_bytes(8, "little")
     return bytes(found)
 
 
@@ -139,7 +178,7 @@ def _mutate_value(value: Any, chance: random.Random) -> Any:
     if not places:
         return copy.deepcopy(chance.choice(HOSTILE))
     holder, key = _walk(value, chance) if chance.random() < 0.5 else chance.choice(places)
-    match chance.randrange(13):
+    match chance.randrange(14):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
@@ -164,6 +203,21 @@ def _mutate_value(value: Any, chance: random.Random) -> Any:
         case 8:
             other, from_key = _walk(value, chance)
             holder[key], other[from_key] = copy.deepcopy(other[from_key]), copy.deepcopy(holder[key])
+        case 9 if isinstance(holder, dict):
+            # The same key to a careless eye: another case, another way to write its letters, a mark that does not show.
+            known = holder.pop(key)
+            holder[
+                chance.choice(
+                    (
+                        key.upper(),
+                        key.capitalize(),
+                        key + "\u200b",
+                        "\ufeff" + key,
+                        key.replace("e", "e\u0301"),
+                        key * 1000,
+                    )
+                )
+            ] = known
         case 5 if isinstance(holder[key], str):
             holder[key] = chance.choice((holder[key] + "x", holder[key][:-1], holder[key] * 40, "../" + holder[key]))
         case _:

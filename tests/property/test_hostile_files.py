@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults import small_run
@@ -28,7 +29,7 @@ from faults.crash_disk import RecordedDisk
 from faults.journal_story import EVEN
 from memfit.api import run_state
 from memfit.api.exporting import export_run
-from memfit.core.errors import MemfitError
+from memfit.core.errors import MemfitError, StoreInUseError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
@@ -37,11 +38,17 @@ from memfit.runtime.export.index import weight_file_names
 from memfit.runtime.export.names import STALE
 from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.export.trainer import read_text
+from memfit.runtime.store import FileOperations
+from memfit.runtime.store.checksums import checksum
+from memfit.runtime.store.lock import DirectoryLock
 from memfit.runtime.store.manifest import read_manifest
 from memfit.runtime.store.state import decode_state, encode_state
 from property.mutations import mutate_bytes, mutate_json
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+THREADS_BYTES = 1 << 30
+"""Address space that the disk's threads reserve, and do not touch."""
+OWNER = json.dumps({"pid": 7, "start_time": 12345, "host": "here", "boot": "0123456789abcdef"}).encode()
 SEEDS = st.integers(0, (1 << 63) - 1)
 
 
@@ -73,6 +80,7 @@ def files() -> dict[str, bytes]:
         manifest = (place / "run" / "manifest.json").read_bytes()
         entry = json.loads(manifest)["body"]["state"]
         state = (place / "run" / f"state-{entry['file']}.bin").read_bytes()[: entry["nbytes"]]
+        homes = (place / "run" / "homes-0.bin").read_bytes()
         with EVEN.begin(RecordedDisk(place / "journal")) as store:
             EVEN.step(store, 1)
         shards = sorted(place.glob("out/model-*.safetensors"))
@@ -80,6 +88,7 @@ def files() -> dict[str, bytes]:
             "manifest": manifest,
             "journal": (place / "journal" / "manifest.json").read_bytes(),
             "state": state,
+            "homes": homes,
             "tensors": shards[0].read_bytes(),
             "index": (place / "out" / "model.safetensors.index.json").read_bytes(),
             "trainer": (place / "out" / "trainer_state.json").read_bytes(),
@@ -156,9 +165,36 @@ def changed_state(seed: int) -> bytes:
     import safetensors.torch
 
     tensors = safetensors.torch.load(valid)
+    if chance.random() < 0.3:
+        name = chance.choice(sorted(tensors.keys() - {"state.json"}))
+        tensors[name] = changed_tensor(tensors[name], chance)
+        return safetensors.torch.save(tensors)
     text = mutate_json(json.loads(tensors["state.json"].numpy().tobytes()), chance).encode(errors="replace") or b" "
     tensors["state.json"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return safetensors.torch.save(tensors)
+
+
+def changed_tensor(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
+    """Another shape, another dtype, or other bytes: the state of a generator, most of the time."""
+    if chance.random() < 0.2:
+        return chance.choice(
+            (
+                torch.zeros(0),
+                torch.zeros(()),
+                torch.zeros(5056),
+                tensor.reshape(-1)[:-1],
+                tensor.to(torch.float32),
+                tensor.repeat(2),
+            )
+        )
+    content = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for _ in range(chance.choice((1, 2, 8))):
+        at = chance.choice((0, 4, 8, 12, 16, 20, chance.randrange(max(1, len(content)))))
+        content[at : at + 4] = chance.choice(
+            (0, 1, 623, 624, 625, 2000, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+        ).to_bytes(4, "little")
+    found = torch.frombuffer(content, dtype=torch.uint8)[: tensor.nbytes].clone()
+    return found.view(tensor.dtype).reshape(tensor.shape)
 
 
 @given(SEEDS)
@@ -189,6 +225,10 @@ def test_what_a_state_says_of_a_run_is_refused_where_it_does_not_fit(seed: int) 
         run_state.give_numbers(optimizer_state.get("numbers"), {}, optimizer)
         run_state.give_settings(run_state.settings_of(optimizer_state), optimizer)
         run_state.give_random(run_state.part(state, "random", dict))
+        # A generator that stands outside of its table ends the process here.
+        assert torch.rand(700).max() < 1
+        assert np.random.rand(700).max() < 1
+        assert random.random() < 1
         Plan.from_json(run_state.part(state, "plan", str))
 
     try:
@@ -238,6 +278,90 @@ def test_a_safetensors_file_that_lies_is_refused(seed: int, place: Path) -> None
     refused_or_read(use, len(content))
 
 
+def resealed_state(manifest: bytes, content: bytes) -> bytes:
+    """A manifest with the length and the checksum of another state."""
+    body = json.loads(manifest)["body"]
+    body["state"] |= {"nbytes": len(content), "checksum": checksum(content)}
+    return resealed(manifest, json.dumps(body))
+
+
+@given(seed=SEEDS)
+def test_a_run_that_lies_is_copied_out_or_refused(seed: int, place: Path) -> None:
+    """The whole way through a store: lock, manifest, files, checksums, state, tensors; and what is written is what its header says."""
+    chance = random.Random(seed)
+    run, out = place / "run", place / "out"
+    run.mkdir(exist_ok=True)
+    manifest, state = files()["manifest"], files()["state"]
+    if chance.random() < 0.4:
+        manifest = resealed(manifest, mutate_json(json.loads(manifest)["body"], chance))
+    else:
+        state = changed_state(seed)
+        manifest = resealed_state(manifest, state)
+    number = json.loads(files()["manifest"])["body"]["state"]["file"]
+    lock = chance.choice(
+        (b"", b"", mutate_bytes(OWNER, chance), mutate_json(json.loads(OWNER), chance).encode(errors="replace"))
+    )
+    contents = {
+        "manifest.json": manifest,
+        "homes-0.bin": files()["homes"],
+        f"state-{number}.bin": state,
+        f"state-{1 - number}.bin": b"",
+        "lock": lock,
+    }
+    for name, content in contents.items():
+        (run / name).write_bytes(content)
+
+    def use() -> None:
+        export_run(run, out, max_shard_bytes=20_000)
+        for name in weight_file_names(out, STALE):
+            TensorFile(out / name).close()
+
+    refused_or_read(use, sum(map(len, contents.values())) + THREADS_BYTES)
+
+
+@settings(max_examples=6)
+@given(seed=SEEDS)
+def test_a_run_that_lies_is_taken_up_or_refused(seed: int, place: Path) -> None:
+    """By the program that it was made with: model, optimizer, registered objects, generators."""
+    chance = random.Random(seed)
+    run = place / "taken"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir()
+    state = changed_state(seed)
+    number = json.loads(files()["manifest"])["body"]["state"]["file"]
+    (run / "manifest.json").write_bytes(resealed_state(files()["manifest"], state))
+    (run / "homes-0.bin").write_bytes(files()["homes"])
+    (run / f"state-{number}.bin").write_bytes(state)
+    (run / f"state-{1 - number}.bin").touch()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    message = None
+    try:
+        small_run.train("tied-and-frozen", chance.choice((Plan(), None)), run, total=1)
+    except MemfitError as error:
+        message = str(error)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+    assert message is None or 20 < len(message) < 4000
+
+
+@given(seed=SEEDS)
+def test_a_lock_that_lies_harms_nobody(seed: int, place: Path) -> None:
+    """What it says is shown to people, and believed by nobody."""
+    chance = random.Random(seed)
+    (place / "locked").mkdir(exist_ok=True)
+    content = mutate_json(json.loads(OWNER), chance).encode(errors="replace")
+    (place / "locked" / "lock").write_bytes(mutate_bytes(OWNER, chance) if chance.random() < 0.1 else content)
+    lock = DirectoryLock(place / "locked", operations=FileOperations())
+    (place / "locked" / "lock").write_bytes(content)
+    with pytest.raises(StoreInUseError) as caught:
+        DirectoryLock(place / "locked", operations=FileOperations())
+    assert 20 < len(str(caught.value)) < 4000
+    assert str(caught.value).isprintable()
+    lock.release()
+
+
 @given(seed=SEEDS)
 def test_an_index_that_lies_is_refused(seed: int, place: Path) -> None:
     chance = random.Random(seed)
@@ -266,3 +390,66 @@ def test_a_state_that_memfit_wrote_is_read(seed: int) -> None:
     chance = random.Random(seed)
     value = {"a": chance.choice((0, -1, 1 << 62, 0.5, "x", None, True, [1, [2]], {"b": (1, 2)}, {1: {2}}))}
     assert decode_state(encode_state(value)) == value
+
+
+def document(kind: str, count: int) -> bytes:
+    """A document of so many small values: what it takes most of is what the values become."""
+
+    def text(value: Any) -> bytes:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    region = {
+        "nbytes": 0,
+        "tag": "x",
+        "tensors": [],
+        "current": 0,
+        "sums": None,
+        "slots": [{"file": 0, "offset": 0, "step": None}],
+    }
+    names = [f"{n:x}" for n in range(count)]
+    match kind:
+        case "plan":
+            return text(json.loads(files()["plan"]) | {"calls": [{}] * count})
+        case "trainer":
+            return text(json.loads(files()["trainer"]) | {"extra": {"x": [[]] * count}})
+        case "trainer with a tensor":
+            inner = {"dtype": "float32", "shape": [count], "values": [1] * count, "device": "cpu"}
+            return text(json.loads(files()["trainer"]) | {"extra": {"x": {"tensor": inner}}})
+        case "index":
+            return text({"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")})
+        case "tensors":
+            header = text({name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names})
+            return len(header).to_bytes(LENGTH_BYTES, "little") + header
+        case "manifest of tensors":
+            regions = {"a": region | {"tensors": [[name, "uint8", [], 0] for name in names], "nbytes": 1}}
+        case _:
+            regions = dict.fromkeys(names, region)
+    return resealed(files()["manifest"], json.dumps(json.loads(files()["manifest"])["body"] | {"regions": regions}))
+
+
+READERS: dict[str, Callable[[Path, bytes], Any]] = {
+    "plan": lambda _, content: Plan.from_json(content),
+    "trainer": lambda path, _: read_text(path),
+    "trainer with a tensor": lambda path, _: read_text(path),
+    "index": lambda path, _: weight_file_names(path.parent, STALE),
+    "tensors": lambda path, _: TensorFile(path).close(),
+    "manifest": lambda path, content: read_manifest(content, path=path),
+    "manifest of tensors": lambda path, content: read_manifest(content, path=path),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_the_largest_documents_that_are_read_take_no_more_than_is_allowed(kind: str, tmp_path: Path) -> None:
+    """The number of values is doubled until there are too many: up to there each document is read, or refused, within its own size and 16 MiB."""
+    files()
+    path = tmp_path / {"index": "model.safetensors.index.json", "tensors": "model.safetensors"}.get(kind, "any.json")
+    count = 2000
+    while True:
+        content = document(kind, count)
+        path.write_bytes(content)
+        said = refused_or_read(lambda content=content: READERS[kind](path, content), len(content))
+        if said is not None and "could take" in said:
+            break
+        count = count * 4 // 3
+        assert count < 1 << 22, "it is never too large"
+    assert count > 4000

@@ -212,9 +212,10 @@ class Commits:
     def _give(self, name: str, kept: Registered) -> None:
         try:
             kept.give(self._waiting[name])
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # whatever somebody's object makes of what somebody's file says
             raise StoreError(
-                f"the state of {name!r} in {self.run.directory} does not fit the object that is registered ({type(error).__name__}: {error}): build it as it was"
+                f"the state of {name!r} in {self.run.directory} does not fit the object that is registered ({type(error).__name__}: {str(error)[:400]}): "
+                "build it as it was"
             ) from error
         # Schedulers set rates while they are built; the run's own come back.
         run_state.give_settings(run_state.settings_of(part(self.run.state, "optimizer", dict)), self._optimizer)

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-from memfit.api.run_state import part
+from memfit.api.run_state import check_numbers, part
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
 from memfit.core.documents import read_document
-from memfit.core.errors import StoreError, UnsupportedError
+from memfit.core.errors import MemfitError, StoreError, UnsupportedError
 from memfit.core.states import StateFormat, moment_of, records_of
 from memfit.core.units import parse_bytes
 from memfit.runtime.export.conversions import FileTensor, Range
-from memfit.runtime.export.files import INDEX_NAME, join, pack_states, pack_weights
+from memfit.runtime.export.files import INDEX_NAME, SaveFile, join, pack_states, pack_weights
+from memfit.runtime.export.format import is_shape
 from memfit.runtime.export.sources import HomeSource, TensorSource
 from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, write_text
 from memfit.runtime.homes import ByteHome, DiskHome
+from memfit.runtime.random_states import check_torch
 from memfit.runtime.run_store import BUFFERS, FORMAT
 from memfit.runtime.state_codecs import codec_of
 from memfit.runtime.states import DecodedState, StateSlot
@@ -90,27 +92,14 @@ def export_run(
     used = FileOperations()
     with CommittedStore.open(directory, identity={"memfit run": FORMAT}) as store:
         _check_plain(store.disk.identity, directory)
-        state = _with_journal(store, store.read_state())
-        facts = part(state, "model", dict)
-        weights, states = _sources(store, facts)
-        chosen = _kept(weights, facts)
-        numbers = part(part(state, "optimizer", dict), "numbers", dict)
-        trained = {name: source for name, source in states.items() if name.rpartition(".")[0] in numbers}
-        files, index = pack_weights(
-            chosen,
-            part(facts, "tied", dict),
-            parse_bytes(max_shard_bytes),
-            parameters=sum(math.prod(source.shape) for source in chosen.values()),
-        )
-        texts: dict[str, str | bytes] = {FILE_NAME: write_text(_trainer_state(state))}
-        if state.get("registered"):
-            texts[REGISTERED_NAME] = encode_state(part(state, "registered", dict))
-        if index is not None:
-            texts[INDEX_NAME] = index
-        for key, name in _CONFIGS.items():
-            if isinstance(facts.get(key), str):
-                texts[name] = facts[key]
-        files.append(pack_states(trained))
+        try:
+            files, texts = _files_of(store, parse_bytes(max_shard_bytes))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, MemfitError):
+                raise
+            raise _damaged(
+                f"it does not describe a model and its optimizer ({type(error).__name__}: {error!s:.200})"
+            ) from error
         resolved = Path(target).expanduser().resolve()
         write_save(resolved, files, texts, lambda _: None, operations=used)
     return SaveResult(
@@ -118,6 +107,35 @@ def export_run(
         files={f.name: f.header.file_bytes for f in files},
         seconds=time.perf_counter() - began,
     )
+
+
+def _files_of(store: CommittedStore, max_shard_bytes: int) -> tuple[list[SaveFile], dict[str, str | bytes]]:
+    """The files that tensors go to, and the other files' texts. What is not as a job wrote it raises, by chance, whatever such values raise."""
+    state = _with_journal(store, store.read_state())
+    facts = part(state, "model", dict)
+    weights, states = _sources(store, facts)
+    chosen = _kept(weights, facts)
+    numbers = part(part(state, "optimizer", dict), "numbers", dict)
+    check_numbers(numbers)
+    trained = {name: source for name, source in states.items() if name.rpartition(".")[0] in numbers}
+    tied = part(facts, "tied", dict)
+    if not all(isinstance(text, str) for pair in tied.items() for text in pair):
+        raise _damaged("its 'tied' are not names")
+    parameters = sum(math.prod(source.shape) for source in chosen.values())
+    files, index = pack_weights(chosen, tied, max_shard_bytes, parameters=parameters)
+    texts: dict[str, str | bytes] = {FILE_NAME: write_text(_trainer_state(state))}
+    if state.get("registered"):
+        texts[REGISTERED_NAME] = encode_state(part(state, "registered", dict))
+    if index is not None:
+        texts[INDEX_NAME] = index
+    for key, name in _CONFIGS.items():
+        if isinstance(facts.get(key), str):
+            texts[name] = facts[key]
+    return [*files, pack_states(trained)], texts
+
+
+def _damaged(why: str) -> StoreError:
+    return StoreError(f"the state of the step is damaged, or of another version of memfit: {why}")
 
 
 def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,47 +256,75 @@ def _decoded(
 def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict[str, TensorSource]:
     """The tensors of the files, by name."""
     names, ignored = part(facts, "names", dict), set(facts.get("ignored") or ())
-    kept = {names.get(parameter, parameter): s for parameter, s in weights.items() if parameter not in ignored}
+    called = {parameter: names.get(parameter, parameter) for parameter in weights if parameter not in ignored}
+    if len(set(called.values())) != len(called) or not all(isinstance(name, str) for name in called.values()):
+        raise _damaged("its 'names' are none, or two tensors have one")
+    kept = {name: weights[parameter] for parameter, name in called.items()}
     if facts.get("files") is None:
         return kept
-    try:
-        tensors = {
-            name: FileTensor(
-                shape=tuple(found["shape"]),
-                parts=tuple(Range(name=part, first=first, count=count) for part, first, count in found["parts"]),
-            )
-            for name, found in part(facts, "files", dict).items()
-        }
-        return {name: join(name, wanted, kept.__getitem__) for name, wanted in tensors.items()}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise StoreError(
-            f"the state of the step has no proper 'files' ({type(error).__name__}: {error}): it is damaged"
-        ) from error
+    return {
+        name: join(name, _file_tensor(name, found, kept), kept.__getitem__)
+        for name, found in part(facts, "files", dict).items()
+    }
+
+
+def _file_tensor(name: Any, found: Mapping[str, Any], kept: Mapping[str, TensorSource]) -> FileTensor:
+    """A tensor of the files: ranges of those of the model, inside of these, that together are as long as its shape says."""
+    shape, parts = found["shape"], [Range(name=part, first=first, count=count) for part, first, count in found["parts"]]
+    is_inside = all(
+        type(one.first) is int
+        and type(one.count) is int
+        and min(one.first, one.count) >= 0
+        and one.first + one.count <= math.prod(kept[one.name].shape)
+        for one in parts
+    )
+    if (
+        not isinstance(name, str)
+        or not is_shape(shape)
+        or not is_inside
+        or sum(one.count for one in parts) != math.prod(shape)
+    ):
+        raise _damaged(f"its 'files' have a {name!r:.200} that cannot be put together")
+    return FileTensor(shape=tuple(shape), parts=tuple(parts))
 
 
 def _source(home: ByteHome, place: TensorPlace, order: Any) -> HomeSource:
     """A tensor of a region; `order` is its parameter's shape and strides, where those are not row-major."""
     shape: tuple[int, ...] = place.shape
     stride: tuple[int, ...] | None = None
-    if (
-        order is not None
-        and math.prod(order["shape"]) == math.prod(place.shape)
-        and sorted(order["shape"]) == sorted(place.shape)
-    ):
+    if order is not None and sorted(order["shape"]) == sorted(place.shape):
         shape, stride = tuple(order["shape"]), tuple(order["stride"])
+        if not is_shape(list(shape)) or not _is_dense(shape, stride):
+            raise _damaged(f"its 'orders' give {place.name!r:.200} the strides {str(stride)[:200]}")
     return HomeSource(home, place.offset, dtype=place.torch_dtype, shape=shape, stride=stride)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Each element has its own place, and there are no others: dimensions by stride, as if they were row-major in some order."""
+    if len(shape) != len(stride) or not all(type(one) is int for one in stride):
+        return False
+    step = 1
+    for one, size in sorted((one, size) for one, size in zip(stride, shape, strict=True) if size != 1):
+        if one != step:
+            return False
+        step *= size
+    return True
 
 
 def _trainer_state(state: Mapping[str, Any]) -> TrainerState:
     optimizer, random = part(state, "optimizer", dict), part(state, "random", dict)
     cuda = random.get("cuda") or []
+    groups = [
+        GroupState(parameters=tuple(part(group, "parameters", list)), settings=part(group, "settings", dict))
+        for group in part(optimizer, "groups", list)
+    ]
+    if not all(isinstance(name, str) for group in groups for name in (*group.parameters, *group.settings)):
+        raise _damaged("its groups of the optimizer have parameters or settings without names")
+    check_torch(random["cpu"])
     return TrainerState(
-        steps=state["step"],
-        optimizer_class=optimizer["class"],
-        groups=[
-            GroupState(parameters=tuple(group["parameters"]), settings=group["settings"])
-            for group in optimizer["groups"]
-        ],
+        steps=part(state, "step", int),
+        optimizer_class=part(optimizer, "class", str),
+        groups=groups,
         numbers=optimizer["numbers"],
         random_cpu=bytes(random["cpu"].tolist()),
         random_cuda=bytes(cuda[0].tolist()) if cuda else None,

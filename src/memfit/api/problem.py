@@ -229,8 +229,6 @@ def read_plan(plan: Plan | str | Path) -> Plan:
     try:
         return Plan.from_json(read_document(Path(plan), limit_bytes=_PLAN_LIMIT_BYTES))
     except (OSError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
         raise PlanError(f"the plan {str(plan)[:200]!r} cannot be read: {error}") from error
 
 
@@ -247,10 +245,9 @@ def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
     if isinstance(hardware, str) and hardware.lstrip().startswith("{"):
         return Hardware.from_json(hardware)
     try:
-        content = read_document(Path(hardware), limit_bytes=HARDWARE_LIMIT_BYTES)
+        return Hardware.from_json(read_document(Path(hardware), limit_bytes=HARDWARE_LIMIT_BYTES))
     except (OSError, ValueError) as error:
         raise UsageError(f"the hardware file {str(hardware)[:200]!r} cannot be read: {error}") from error
-    return Hardware.from_json(content)
 
 
 def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from memfit.core.errors import StoreError, UsageError
 from memfit.runtime.export.trainer import class_name
+from memfit.runtime.random_states import check_numpy, check_python, check_torch
 from memfit.runtime.states import BlockStates
 
 _SHOWN = 5
@@ -47,18 +48,33 @@ def registered(name: str, thing: Any) -> Registered:
         UsageError: none of these.
     """
     if isinstance(thing, torch.Generator):
-        return Registered(take=thing.get_state, give=thing.set_state, is_position=True)
+        check = check_torch if thing.device.type == "cpu" else _take_it
+        return Registered(take=thing.get_state, give=_checked(check, thing.set_state), is_position=True)
     if isinstance(thing, random.Random):
-        return Registered(take=thing.getstate, give=thing.setstate, is_position=True)
+        check = check_python if type(thing).setstate is random.Random.setstate else _take_it
+        return Registered(take=thing.getstate, give=_checked(check, thing.setstate), is_position=True)
     if isinstance(thing, np.random.Generator):
         bits: Any = thing.bit_generator
-        return Registered(take=lambda: bits.state, give=lambda state: setattr(bits, "state", state), is_position=True)
+        give = _checked(check_numpy, lambda state: setattr(bits, "state", state))
+        return Registered(take=lambda: bits.state, give=give, is_position=True)
     if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
         raise UsageError(
             f"register({name!r}, ...): a {type(thing).__name__} has no state_dict and load_state_dict; give it both, or register what has its state"
         )
     gives_batches = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
     return Registered(take=thing.state_dict, give=thing.load_state_dict, is_position=gives_batches)
+
+
+def _checked(check: Callable[[Any], None], give: Callable[[Any], object]) -> Callable[[Any], None]:
+    def give_checked(state: Any) -> None:
+        check(state)
+        give(state)
+
+    return give_checked
+
+
+def _take_it(_: Any) -> None:
+    """A state that whoever gets it checks itself."""
 
 
 def taken(kept: Registered) -> Any:
@@ -95,13 +111,16 @@ def is_random_state(state: Mapping[str, Any]) -> bool:
 
 
 def give_random(state: Any) -> None:
-    """Puts the default generators where they were.
+    """Puts the default generators where they were. See [Note: positions in generators].
 
     Raises:
         StoreError: this is no such state, or of more CUDA devices than there are.
     """
     try:
         python, numpy, cuda = state["python"], state["numpy"], list(state["cuda"])
+        check_torch(state["cpu"])
+        check_numpy(numpy)
+        check_python(python)
         if cuda and len(cuda) != torch.cuda.device_count():
             raise StoreError(
                 f"the run drew random numbers on {len(cuda)} CUDA devices, and {torch.cuda.device_count()} are here: resume it on as many"
@@ -111,7 +130,7 @@ def give_random(state: Any) -> None:
             torch.cuda.set_rng_state_all(cuda)
         np.random.set_state(numpy)
         random.setstate(python)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
         raise StoreError(f"the state of the step has no random numbers that can be used: {str(error)[:200]}") from error
 
 
@@ -178,19 +197,70 @@ def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping
 
 
 def settings_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings of a run's groups, in order."""
-    return [group["settings"] for group in optimizer["groups"]]
+    """The settings of a run's groups, in order.
+
+    Raises:
+        StoreError: there are none.
+    """
+    groups = _field(optimizer, "groups")
+    if not isinstance(groups, list):
+        raise StoreError("the state of the step has no groups of the optimizer: it is damaged")
+    return [_field(group, "settings") for group in groups]
 
 
 def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there."""
-    for own, live in zip(settings, optimizer.param_groups, strict=True):
+    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there.
+
+    Raises:
+        StoreError: they are of other groups, or a setting is of another kind than here; nothing was changed.
+    """
+    given = list(settings)
+    check_settings(given, optimizer)
+    for own, live in zip(given, optimizer.param_groups, strict=True):
         for key, value in own.items():
             now = live.get(key)
             if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
                 live[key] = value.to(now.device)  # a rate held in a tensor stays on its device
             else:
                 live[key] = value
+
+
+def check_settings(settings: Sequence[Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuses settings that groups cannot take; see `give_settings`. Raises `StoreError`."""
+    if len(settings) != len(optimizer.param_groups) or not all(isinstance(own, Mapping) for own in settings):
+        raise StoreError(
+            f"the settings are of {len(settings)} parameter groups, this optimizer has {len(optimizer.param_groups)}: build it as it was"
+        )
+    for index, (own, live) in enumerate(zip(settings, optimizer.param_groups, strict=True)):
+        for key, value in own.items():
+            is_known = isinstance(key, str) and key != "params"
+            if not is_known or (key in live and not _may_replace(value, live[key])):
+                raise StoreError(
+                    f"param_groups[{index}] has {key!r:.80} = {value!r:.80} in the run, which is no such setting of {type(optimizer).__name__} "
+                    f"({live.get(key) if is_known else 'none'!r:.80} here): it is damaged, or build the optimizer as it was"
+                )
+
+
+def _may_replace(value: Any, now: Any) -> bool:
+    """A setting is of a kind that another may have become: a number in a tensor or not, a flag or none."""
+    if isinstance(now, list | tuple):
+        is_same = isinstance(value, list | tuple) and len(value) == len(now)
+        return is_same and all(_may_replace(one, other) for one, other in zip(value, now, strict=True))
+    kind, other = _kind(value), _kind(now)
+    return other in (kind, "none") or (kind == "none" and other == "flag")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "flag"
+    is_number = (
+        isinstance(value, int | float | np.number)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        or (isinstance(value, np.ndarray) and value.size == 1)
+    )
+    return "number" if is_number else type(value).__name__
 
 
 def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -216,10 +286,9 @@ def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: tor
     """Puts the counters where they were.
 
     Raises:
-        StoreError: they belong to parameters that the optimizer does not update.
+        StoreError: they are none, or belong to parameters that the optimizer does not update.
     """
-    if not isinstance(numbers, dict) or not all(isinstance(values, dict) for values in numbers.values()):
-        raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
+    check_numbers(numbers)
     waiting = dict(numbers)
     groups = groups_by_parameter(optimizer)
     for own in states.values():
@@ -230,6 +299,16 @@ def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: tor
             own.numbers[slot.name] = placed_numbers(values, slot.parameter, groups.get(id(slot.parameter), {}))
     if waiting:
         raise StoreError(f"the run has counters of {next(iter(waiting))!r:.200}, which this optimizer does not update")
+
+
+def check_numbers(numbers: Any) -> None:
+    """Refuses counters that are none. Raises `StoreError`."""
+    if not isinstance(numbers, Mapping) or not all(isinstance(values, Mapping) for values in numbers.values()):
+        raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
+    for name, values in numbers.items():
+        for key, value in values.items():
+            if not isinstance(key, str) or _kind(value) not in ("number", "flag", "none"):
+                raise StoreError(f"the counter {key!r:.80} of {name!r:.200} is {value!r:.80}, no number: it is damaged")
 
 
 # --- the model ------------------------------------------------------------------------------------------------------------------
@@ -262,13 +341,13 @@ def check_parameters(
         )
 
 
-def part(state: Mapping[str, Any], key: str, kind: type) -> Any:
+def part(state: Any, key: str, kind: type) -> Any:
     """A part of a step's state.
 
     Raises:
         StoreError: it is not there, or not of this kind.
     """
-    found = state.get(key)
+    found = state.get(key) if isinstance(state, Mapping) else None
     if not isinstance(found, kind) or isinstance(found, bool):
         raise StoreError(f"the state of the step has no proper {key!r}: it is damaged, or of another version of memfit")
     return found

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.api.run_state import give_settings, groups_by_parameter, placed_numbers
+from memfit.api.run_state import (
+    check_numbers,
+    check_settings,
+    give_settings,
+    groups_by_parameter,
+    placed_numbers,
+)
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
 from memfit.runtime.birth import find_origins
@@ -44,11 +50,20 @@ from memfit.runtime.export.matching import Matched, match
 from memfit.runtime.export.names import STALE
 from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.export.replace import check_target, replacing
-from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, class_name, read_text, write_text
+from memfit.runtime.export.trainer import (
+    FILE_NAME,
+    GroupState,
+    TrainerState,
+    check_room,
+    class_name,
+    read_text,
+    write_text,
+)
 from memfit.runtime.export.writer import Pieces, write_tensors
 from memfit.runtime.optimizers import OptimizerDriver
 from memfit.runtime.optimizers.interception import AwayStates
 from memfit.runtime.optimizers.structure import check_whole_state
+from memfit.runtime.random_states import check_torch
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import FileOperations
 from memfit.runtime.store.explain import explain
@@ -149,7 +164,10 @@ def write_save(
         write_configs: writes those of other libraries into a directory.
         operations: the system calls.
     """
-    needed_bytes = sum(f.header.file_bytes for f in files) + sum(len(text) for text in texts.values())
+    saved_bytes = sum(f.header.file_bytes for f in files)
+    if FILE_NAME in texts:
+        check_room(texts[FILE_NAME], saved_bytes)
+    needed_bytes = saved_bytes + sum(len(text) for text in texts.values())
     check_target(target, needed_bytes=needed_bytes, operations=operations)
     with replacing(target, stale=STALE, operations=operations) as new:
         write_configs(new)
@@ -269,10 +287,10 @@ def load(
         file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
         named = dict(model.named_parameters())
         states = _match_optimizer(file, trainer, named, optimizer, OptimizerDriver(optimizer, named), source)
+        random = _random_of(trainer, source) if restore_random else None
         _copy(weights)
         _restore_optimizer(file, trainer, states, named, optimizer)
-    if restore_random:
-        _restore_random(trainer, source)
+    _restore_random(random, source)
     return LoadResult(steps=trainer.steps, extra=trainer.extra)
 
 
@@ -337,6 +355,8 @@ def _match_optimizer(
             f"{source} was saved with {len(trainer.groups)} parameter groups of {[len(g.parameters) for g in trainer.groups]} parameters, this optimizer "
             f"has {len(here)} of {[len(g) for g in here]}, or they hold other parameters: build it as it was"
         )
+    check_settings([group.settings for group in trainer.groups], optimizer)
+    check_numbers(trainer.numbers)
     states: dict[str, dict[str, TensorEntry]] = {name: {} for name in trainer.numbers}
     for entry in file.header.entries:
         name, _, key = entry.name.rpartition(".")
@@ -411,21 +431,38 @@ def load_states(
     trainer = read_text(source / FILE_NAME)
     with TensorFile(source / OPTIMIZER_NAME) as file:
         states = _match_optimizer(file, trainer, named, optimizer, driver, source)
+        random = _random_of(trainer, source) if restore_random else None
         give_settings((group.settings for group in trainer.groups), optimizer)
         groups = groups_by_parameter(optimizer)
         for name, entries in states.items():
             scatter(name, _read_state(file, trainer, name, entries, named[name], groups[id(named[name])]))
-    if restore_random:
-        _restore_random(trainer, source)
+    _restore_random(random, source)
     return LoadResult(steps=trainer.steps, extra=trainer.extra)
 
 
-def _restore_random(trainer: TrainerState, source: Path) -> None:
+def _random_of(trainer: TrainerState, source: Path) -> list[torch.Tensor]:
+    """The states of torch's generator on the CPU and, if it drew there, on CUDA. See [Note: positions in generators]."""
+    kept = [trainer.random_cpu, *(() if trainer.random_cuda is None else (trainer.random_cuda,))]
+    found = [torch.tensor(list(state), dtype=torch.uint8) for state in kept]
     try:
-        torch.set_rng_state(torch.tensor(list(trainer.random_cpu), dtype=torch.uint8))
-        if trainer.random_cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.tensor(list(trainer.random_cuda), dtype=torch.uint8))
+        check_torch(found[0])
+    except (TypeError, ValueError) as error:
+        raise _no_random(source, error) from error
+    return found
+
+
+def _restore_random(random: Sequence[torch.Tensor] | None, source: Path) -> None:
+    if random is None:
+        return
+    try:
+        torch.set_rng_state(random[0])
+        if len(random) > 1 and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random[1])
     except (RuntimeError, TypeError) as error:
-        raise StoreError(
-            f"{source / FILE_NAME} holds no state of torch's generators ({error}); load with restore_random=False"
-        ) from error
+        raise _no_random(source, error) from error
+
+
+def _no_random(source: Path, error: Exception) -> StoreError:
+    return StoreError(
+        f"{source / FILE_NAME} holds no state of torch's generators ({error}); load with restore_random=False"
+    )

@@ -52,7 +52,7 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
         return list(origins)
     files = stack.enter_context(WeightFiles(weights, model, origins))
     if files.unused:
-        names = ", ".join(files.unused[:5]) + (", ..." if len(files.unused) > 5 else "")
+        names = ", ".join(f"{name!r:.200}" for name in files.unused[:5]) + (", ..." if len(files.unused) > 5 else "")
         warnings.warn(
             f"{len(files.unused)} tensors of the weight files have no place in the model: {names}",
             UserWarning,

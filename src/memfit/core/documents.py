@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ ROOM_BYTES = 16 * MIB
 """Memory that reading a document may take beside its own size, where nothing else vouches for it."""
 CONFIG_LIMIT_BYTES = 1 * MIB
 """A longer `config.json` of a model is none."""
+DEEPEST = 64
+"""Containers in containers, at most. Well below the interpreter's own limit: whoever shows, compares or copies a value that was read must not meet that."""
 _COPIES = 2
 """The text as Python has it, and the texts in it."""
 _WIDEST_CHARACTER = 4
@@ -57,7 +60,9 @@ def read_document(path: Path, *, limit_bytes: int) -> bytes:
         return file.read(found.st_size)
 
 
-def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bool = True) -> Any:
+def parse_json(
+    text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bool = True, deepest: int = DEEPEST
+) -> Any:
     """Reads one JSON value.
 
     Memory: at most `room_bytes` beside the text. See [Note: what JSON takes in memory].
@@ -66,6 +71,7 @@ def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bo
         text: in UTF-8.
         room_bytes: see above.
         is_strict: False takes what Python's own writer writes and JSON does not know: NaN, infinities (configurations of models have them).
+        deepest: containers in containers.
 
     Raises:
         ValueError: not JSON; not UTF-8; a repeated key; NaN or an infinity, be it as a number that is too large; nested too deep; or it could take more memory.
@@ -77,7 +83,7 @@ def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bo
             f"its {len(content)} bytes could take {format_bytes(needed)} to read, more than the {format_bytes(room_bytes)} that are allowed beside them"
         )
     try:
-        return json.loads(
+        value = json.loads(
             content.decode(),
             object_pairs_hook=_without_repetition,
             parse_constant=_refuse_constant if is_strict else None,
@@ -85,6 +91,8 @@ def parse_json(text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bo
         )
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+    check_depth(value, deepest)
+    return value
 
 
 def parsed_bytes(content: bytes) -> int:
@@ -98,6 +106,20 @@ def parsed_bytes(content: bytes) -> int:
         + _ELEMENT_BYTES * content.count(b",")
         + _TEXT_BYTES * (content.count(b'"') // 2)
     )
+
+
+def check_depth(value: Any, deepest: int) -> None:
+    """Refuses a JSON value with more than so many containers in one another. Raises `ValueError`."""
+    open_ones: list[Iterator[Any]] = [iter((value,))]
+    while open_ones:
+        for inner in open_ones[-1]:
+            if type(inner) is dict or type(inner) is list:
+                if len(open_ones) > deepest:
+                    raise ValueError(f"it is nested more than {deepest} deep")
+                open_ones.append(iter(inner.values() if type(inner) is dict else inner))
+                break
+        else:
+            open_ones.pop()
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

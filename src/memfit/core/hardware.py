@@ -17,6 +17,9 @@ HARDWARE_FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
 """A longer file describes no machine."""
 _MOST_BYTES = (1 << 63) - 1
+_SLOWEST, _FASTEST = 1e-6, 1e24
+"""Of what happens in a second: beyond that, predicted seconds would be infinite or nothing."""
+_LONGEST_NAME = 200
 _LINKS = ("disk", "host")
 
 
@@ -87,7 +90,7 @@ class Hardware:
             values[name] = Link(**{key: _rate(key, value) for key, value in rates.items()})
         for key, value in values.items():
             if key == "device":
-                if not isinstance(value, str) or not value:
+                if not isinstance(value, str) or not value or len(value) > _LONGEST_NAME or not value.isprintable():
                     raise UsageError(f"'device' of the hardware file is a name, such as \"cpu\", not {value!r:.80}")
             elif key.endswith("_per_s"):
                 values[key] = None if value is None and key == "bf16_flops_per_s" else _rate(key, value)
@@ -109,8 +112,10 @@ def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rate(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
-        raise UsageError(f"{key!r} of the hardware file is a number above 0 a second, not {value!r:.80}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _SLOWEST <= value <= _FASTEST:
+        raise UsageError(
+            f"{key!r} of the hardware file is a number from {_SLOWEST} to {_FASTEST} a second, not {value!r:.80}"
+        )
     return float(value)
 
 

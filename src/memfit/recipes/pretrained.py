@@ -28,7 +28,7 @@ def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
     file = source / "config.json"
     try:
         named = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES), is_strict=False)["architectures"][0]
-        kind = getattr(transformers, str(named))
+        kind = _model_class(str(named))
         config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=True)
         generation = None
         if (source / "generation_config.json").exists():
@@ -51,6 +51,16 @@ def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
         return model
 
     return build
+
+
+def _model_class(name: str) -> type[Any]:
+    """A model of the library's, and not any of its functions. Raises `AttributeError`, `TypeError`."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise TypeError(f"{name:.80} is no model")
+    return kind
 
 
 def _dtype_of(config: Any) -> torch.dtype:

@@ -97,11 +97,11 @@ class LossScaler:
         missing = sorted(set(self.state_dict()) - set(state))
         if missing:
             raise UsageError(f"this is not the state of a loss scaler: it has no {missing[0]!r}")
-        self.scale = float(state["scale"])
-        self._growth_factor = float(state["growth_factor"])
-        self._backoff_factor = float(state["backoff_factor"])
-        self._growth_interval = int(state["growth_interval"])
-        self._growth_tracker = int(state["_growth_tracker"])
+        self.scale = _number(state, "scale", 0.0, math.inf)
+        self._growth_factor = _number(state, "growth_factor", 1.0, math.inf)
+        self._backoff_factor = _number(state, "backoff_factor", 0.0, 1.0)
+        self._growth_interval = _count(state, "growth_interval")
+        self._growth_tracker = _count(state, "_growth_tracker")
 
 
 def in_half(loss: Loss, device_type: str) -> Loss:
@@ -113,6 +113,25 @@ def in_half(loss: Loss, device_type: str) -> Loss:
             return loss(model, batch)
 
     return halved
+
+
+def _number(state: Mapping[str, Any], key: str, least: float, most: float) -> float:
+    found = state[key]
+    if (
+        isinstance(found, bool)
+        or not isinstance(found, int | float)
+        or not (least <= found <= most)
+        or found == math.inf
+    ):
+        raise UsageError(f"this is not the state of a loss scaler: {key} is {found!r:.80}")
+    return float(found)
+
+
+def _count(state: Mapping[str, Any], key: str) -> int:
+    found = state[key]
+    if type(found) is not int or not 0 <= found < 1 << 63:
+        raise UsageError(f"this is not the state of a loss scaler: {key} is {found!r:.80}")
+    return found
 
 
 def _fp32(value: float) -> float:

@@ -27,6 +27,9 @@ LENGTH_BYTES = 8
 # The limit that the reference reader sets, too.
 HEADER_LIMIT_BYTES = 100_000_000
 _ENTRY_BYTES = 500
+_LONGEST_NAME = 4096
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 60
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -105,6 +108,10 @@ def lay_out(
     placed: list[tuple[TensorSpec, int]] = []
     end = 0
     for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
+        if tensor.name in fields:
+            raise UnsupportedError(
+                f"{tensor.name!r:.200} is twice among what is written, or a word of the format: rename it"
+            )
         if tensor.dtype not in _NAMES:
             raise UnsupportedError(
                 f"{tensor.name!r} has dtype {tensor.dtype}, which safetensors cannot hold: convert it, or register it as a non-persistent buffer"
@@ -171,11 +178,15 @@ def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
 def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise damaged(path, f"the entry of {name!r:.200} is not dtype, shape and data_offsets")
+    if len(name) > _LONGEST_NAME:
+        raise damaged(path, f"the name {name!r:.80}... has {len(name)} characters")
     dtype, shape, offsets = _DTYPES.get(str(field["dtype"])), field["shape"], field["data_offsets"]
     if dtype is None:
         raise damaged(path, f"{name!r:.200} has a dtype {str(field['dtype'])[:40]!r} that memfit does not know")
-    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise damaged(path, f"the shape or the offsets of {name!r:.200} are not whole numbers from 0 on")
+    if not is_shape(shape):
+        raise damaged(path, f"the shape of {name!r:.200} is none: {shape!r:.200}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise damaged(path, f"the offsets of {name!r:.200} are not two whole numbers from 0 on")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise damaged(
             path,
@@ -184,8 +195,21 @@ def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=base + offsets[0], end=base + offsets[1])
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+def is_shape(value: Any) -> bool:
+    """A list that can be the shape of a tensor: its product, zeros apart, is one that addresses can hold.
+
+    Bounded before it is multiplied: the product of a long list of long numbers would take hours.
+    """
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_DIMENSIONS
+        and all(_is_size(size) for size in value)
+        and math.prod(max(size, 1) for size in value) <= _MOST_ELEMENTS
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_ELEMENTS
 
 
 def damaged(path: Path, why: str) -> StoreError:

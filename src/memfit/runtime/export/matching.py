@@ -109,7 +109,9 @@ def _by_name(files: Sequence[TensorFile]) -> dict[str, Held]:
     for file in files:
         for entry in file.header.entries:
             if entry.name in found:
-                raise StoreError(f"{entry.name!r} is in {found[entry.name].file.path} and in {file.path}: which is it?")
+                raise StoreError(
+                    f"{entry.name!r:.200} is in {found[entry.name].file.path} and in {file.path}: which is it?"
+                )
             found[entry.name] = Held(file=file, entry=entry)
     return found
 
@@ -173,7 +175,7 @@ def _declared(model: nn.Module, attribute: str, name: str) -> bool:
 
 
 def _missing(names: Sequence[str], wanted: int, source: Path, held: Mapping[str, Held]) -> str:
-    some = ", ".join(repr(other) for other in list(held)[:3])
+    some = ", ".join(f"{other!r:.200}" for other in list(held)[:3])
     return (
         f"{source} has no {names[0]!r} ({len(names)} of the model's {wanted} tensors are missing); it holds {len(held)} ({some}, ...). Build the model from the "
         "configuration it was saved with"

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from memfit.core.documents import ROOM_BYTES, parse_json, read_document
-from memfit.core.errors import StoreError
-from memfit.core.units import MIB
+from memfit.core.documents import ROOM_BYTES, check_depth, parse_json, parsed_bytes, read_document
+from memfit.core.errors import StoreError, UnsupportedError
+from memfit.core.units import MIB, format_bytes
 from memfit.runtime.export.values import decode_value, encode_value
 from memfit.runtime.store.explain import explain
 
@@ -24,6 +24,10 @@ FORMAT = 1
 FILE_NAME = "trainer_state.json"
 # Numbers of a hundred thousand parameters; what is larger was not written by memfit.
 _LIMIT_BYTES = 256 * MIB
+_COPIES = 2
+"""Of the values: as JSON has them, and as they were."""
+_DEEPEST = 300
+"""Settings and `extra` may be nested as `encode_value` found them, two containers a level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,36 @@ def write_text(state: TrainerState) -> str:
         "random": random,
         "extra": {key: encode_value(value, f"extra[{key!r}]") for key, value in state.extra.items()},
     }
+    try:
+        check_depth(document, _DEEPEST)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedError(
+            f"what is saved beside the weights, `extra` among it, is nested too deep: {error}"
+        ) from error
     return json.dumps(document, indent=1, allow_nan=False)
+
+
+def check_room(text: str | bytes, saved_bytes: int) -> None:
+    """Refuses a file that `read_text` would not read.
+
+    Args:
+        text: of the file.
+        saved_bytes: of the safetensors files beside it.
+
+    Raises:
+        UnsupportedError: it has too many values.
+    """
+    content = text.encode() if isinstance(text, str) else text
+    needed, room = parsed_bytes(content), _room_bytes(saved_bytes)
+    if needed > room or len(content) > _LIMIT_BYTES:
+        raise UnsupportedError(
+            f"settings, numbers and `extra` take {format_bytes(len(content))} as text and {format_bytes(needed)} to read, more than the "
+            f"{format_bytes(room)} that are read beside these weights: keep long lists as safetensors of your own"
+        )
+
+
+def _room_bytes(saved_bytes: int) -> int:
+    return (ROOM_BYTES + saved_bytes) // _COPIES
 
 
 def read_text(path: Path) -> TrainerState:
@@ -103,7 +136,7 @@ def read_text(path: Path) -> TrainerState:
     try:
         content = read_document(path, limit_bytes=_LIMIT_BYTES)
         saved_bytes = sum(file.lstat().st_size for file in path.parent.iterdir() if file.suffix == ".safetensors")
-        document = parse_json(content, room_bytes=ROOM_BYTES + saved_bytes)
+        document = parse_json(content, room_bytes=_room_bytes(saved_bytes), deepest=_DEEPEST)
     except OSError as error:
         raise explain(error, doing="read the state of the training run", path=path) from error
     except ValueError as error:

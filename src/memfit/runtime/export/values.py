@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit.core.errors import StoreError, UnsupportedError
+from memfit.runtime.export.format import is_shape
 
 # What is larger belongs into a safetensors file.
 _MOST_ELEMENTS = 4096
@@ -90,9 +91,8 @@ def _decode_tensor(inner: dict[str, Any], where: str, device: torch.device | Non
     is_sound = (
         isinstance(dtype, torch.dtype)
         and isinstance(values, list)
-        and isinstance(shape, list)
-        and all(type(s) is int and s >= 0 for s in shape)
-        and math.prod(shape) == len(values)
+        and is_shape(shape)
+        and math.prod(shape or ()) == len(values)
     )
     if not is_sound:
         raise StoreError(f"{where:.200} is not a tensor as memfit writes it: {str(inner)[:80]}; take another save")

@@ -106,7 +106,9 @@ def check_whole_state(what: str, name: str, layout: Sequence[StateTensor], state
             continue
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
         if key not in expected:
-            raise UsageError(f"{what}: {name!r} has no state {key!r} with its group's settings ({sorted(expected)}).")
+            raise UsageError(
+                f"{what}: {name!r} has no state {key!r:.200} with its group's settings ({sorted(expected)})."
+            )
         if shape != expected[key]:
             raise UsageError(f"{what}: state {key!r} of {name!r} has shape {shape}, not {expected[key]}.")
 

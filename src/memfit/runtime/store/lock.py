@@ -25,6 +25,7 @@ from memfit.runtime.store.files import FileOperations
 
 LOCK_NAME = "lock"
 _LIMIT_BYTES = 4096
+_MOST_PID = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +197,9 @@ def _read_owner(descriptor: int) -> LockOwner | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if type(pid) is not int or type(start_time) is not int or not isinstance(host, str) or not isinstance(boot, str):
+        return None
+    # It is shown to people: no number of a thousand digits, and no characters that move the terminal.
+    if not 0 < pid < _MOST_PID or not 0 <= start_time < 1 << 64 or not (host + boot).isprintable():
         return None
     return LockOwner(pid=pid, start_time=start_time, host=host[:80], boot=boot[:40])
 

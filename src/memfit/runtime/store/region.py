@@ -335,11 +335,11 @@ class PieceDamage:
 
     def in_words(self) -> str:
         """A sentence that names file, block and tensors."""
-        shown = ", ".join(repr(name) for name in self.tensors[:4]) + (" and more" if len(self.tensors) > 4 else "")
+        shown = ", ".join(f"{name!r:.80}" for name in self.tensors[:4]) + (" and more" if len(self.tensors) > 4 else "")
         of = f", of {shown}" if shown else ""
         return (
             f"{self.path} is damaged: bytes {self.file_offset} to {self.file_offset + self.nbytes}, of block "
-            f"{self.block!r} (its bytes {self.offset} to {self.offset + self.nbytes}{of}), {self.problem}; look at the "
+            f"{self.block!r:.80} (its bytes {self.offset} to {self.offset + self.nbytes}{of}), {self.problem}; look at the "
             "disk (dmesg), then restore the store from a copy or go back to a saved state"
         )
 

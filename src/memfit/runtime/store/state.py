@@ -35,6 +35,8 @@ _TEXT_NAME = "state.json"
 _LENGTH_BYTES = 8
 _TAG = "$"
 _DEEPEST = 100
+_DEEPEST_TEXT = 4 * _DEEPEST + 4
+"""Of the JSON text: a value takes up to three containers a level (an object, its items, a pair)."""
 _ROOM_BYTES = 256 * MIB
 """Memory for numbers, texts and containers of a state, tensors apart: some two million numbers in lists."""
 _COPIES = 2
@@ -91,7 +93,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
             raise _damaged(f"it has {header.count(b'{')} tensors")
         tensors = safetensors.torch.load(content)
         text = tensors.pop(_TEXT_NAME).numpy().tobytes()
-        found = parse_json(text, room_bytes=room // _COPIES)
+        found = parse_json(text, room_bytes=room // _COPIES, deepest=_DEEPEST_TEXT)
         state = _decode(found, tensors, 0)
     except StoreError:
         raise

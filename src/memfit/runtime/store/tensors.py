@@ -40,6 +40,7 @@ _DTYPES: dict[str, torch.dtype] = {
 _LONGEST_NAME = 512
 _MOST_DIMENSIONS = 64
 _LARGEST = 1 << 60
+"""Of a dimension, and of all of them together, zeros apart."""
 _SHOWN_DIFFERENCES = 10
 
 
@@ -97,6 +98,8 @@ def _problem_of_tensor(tensor: TensorPlace, region_bytes: int) -> str | None:
         return f"the tensor {name!r:.200} has the dtype {tensor.dtype!r:.80}, which memfit does not know"
     if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or not 0 <= size <= _LARGEST for size in shape):
         return f"the tensor {name!r:.200} has the shape {list(shape[:8])!r:.160}"
+    if math.prod(max(size, 1) for size in shape) > _LARGEST:
+        return f"the tensor {name!r:.200} of shape {list(shape[:8])!r:.160} is larger than any memory"
     if type(tensor.offset) is not int or tensor.offset < 0 or tensor.offset + tensor.nbytes > region_bytes:
         return (
             f"the tensor {name!r:.200} at {tensor.offset!r:.40} does not lie inside the region's {region_bytes} bytes"

@@ -23,6 +23,7 @@ from memfit.runtime.store.ticket import Ticket
 
 _READ_BYTES = 4 * MIB
 _READS_UNDER_WAY = 4
+_SHOWN_DAMAGES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,11 @@ class StoreReport:
             f"{self.directory}: {at}; {pieces} pieces, {format_bytes(self.checked_bytes)} compared with their checksums: "
             + ("all as written" if self.is_whole else "DAMAGED")
         ]
-        lines += [damage.in_words() for block in self.blocks for damage in block.damaged]
+        damaged = [damage for block in self.blocks for damage in block.damaged]
+        lines += [damage.in_words() for damage in damaged[:_SHOWN_DAMAGES]]
+        if len(damaged) > _SHOWN_DAMAGES:
+            blocks = sum(1 for block in self.blocks if block.damaged)
+            lines.append(f"and {len(damaged) - _SHOWN_DAMAGES} pieces more, {len(damaged)} in {blocks} blocks")
         if self.state_problem is not None:
             lines.append(self.state_problem)
         if bare:
