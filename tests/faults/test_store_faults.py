@@ -11,8 +11,10 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from memfit.runtime.store import (
 from memfit.runtime.store.manifest import LIMIT_BYTES
 
 MIB = 1 << 20
+NOBODY = 65534
 SPECS = {"B0/weight": RegionSpec(nbytes=300_000, slots=2), "B0/gradient": RegionSpec(nbytes=5000)}
 
 
@@ -172,11 +175,40 @@ def test_a_directory_that_cannot_be_written_is_told_with_the_cure(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_is_told(tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(StoreError, match="permission"):
-        DiskStore.create(tmp_path / "closed" / "store", SPECS, identity={})
+@contextmanager
+def as_anybody() -> Iterator[None]:
+    """Without root's rights, where the tests have them: the kernel asks for permissions again."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_directory_without_permission_is_told() -> None:
+    # Not in pytest's own directory, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        closed = Path(name) / "closed"
+        closed.mkdir()
+        (closed / "before").mkdir()
+        closed.chmod(0o555)
+        before = list(closed.iterdir())
+        with as_anybody():
+            for directory in (closed / "store", closed):
+                with pytest.raises(StoreError, match="permission is denied") as caught:
+                    DiskStore.create(directory, SPECS, identity={})
+                assert caught.value.errno == errno.EACCES
+                assert str(directory) in str(caught.value)
+        assert list(closed.iterdir()) == before
+        closed.chmod(0o755)
+        committed(closed / "store")[0].close()
+        (closed / "store" / "lock").chmod(0o444)
+        with as_anybody(), pytest.raises(StoreError, match="permission is denied"):
+            DiskStore.open(closed / "store")
 
 
 def test_a_disk_that_is_known_to_be_too_small_is_told_before_anything_is_made(tmp_path: Path) -> None:
