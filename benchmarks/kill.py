@@ -119,7 +119,8 @@ class Child:
     @property
     def phase(self) -> str:
         """Where it was last."""
-        return next((line["at"] for line in reversed(self.told) if "at" in line), "starting")
+        interrupted = next((line["interrupted in"] for line in self.told if "interrupted in" in line), None)
+        return interrupted or next((line["at"] for line in reversed(self.told) if "at" in line), "starting")
 
     def visits(self) -> dict[str, list[float]]:
         """By phase, the seconds of each of its visits."""
@@ -165,6 +166,11 @@ class Phases:
             kill_after(time.CLOCK_MONOTONIC, self._moment.delay_s, self._moment.signal)
         try:
             yield
+        except KeyboardInterrupt:
+            if not self._is_interrupted:
+                self._is_interrupted = True
+                self._tell({"interrupted in": phase})
+            raise
         finally:
             self._stack.pop()
             around = self._stack[-1] if self._stack else "the loop"
@@ -202,6 +208,7 @@ class Phases:
         around(import_module("memfit.api.fit"), "_plan_job", lambda *_: "planning and loading")
 
     _answered = 0
+    _is_interrupted = False
     job: Any = None
     """What `fit` is about to give, or gave."""
 
