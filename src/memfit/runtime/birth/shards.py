@@ -47,7 +47,10 @@ class WeightFiles:
         self._stack = ExitStack()
         source = Path(directory)
         if not source.is_dir():
-            raise StoreError(f"{source} is not a directory: weights= takes one with model.safetensors or its shards")
+            raise StoreError(
+                f"{source} is not a directory: weights= takes one with model.safetensors or its shards. What torch.save wrote is given to the model itself: "
+                "model.load_state_dict(torch.load(file, weights_only=True, mmap=True))"
+            )
         with ExitStack() as opening:
             files = [opening.enter_context(TensorFile(source / n)) for n in weight_file_names(source, _FILE_NAME)]
             matched, self.unused = match(files, model, source)

@@ -1,0 +1,219 @@
+"""States that say what a job never wrote, with their checksums made right: each is refused by name, before anything is changed or read out of place."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from faults import small_run
+from memfit.api import run_state
+from memfit.api.exporting import export_run
+from memfit.api.saving import load
+from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
+from memfit.core.plan import Plan
+from memfit.runtime.export.trainer import FILE_NAME
+from memfit.runtime.loss_scaling import LossScaler
+from memfit.runtime.random_states import check_numpy, check_python, check_torch
+from memfit.runtime.store.state import decode_state, encode_state
+from property.test_hostile_files import resealed_state
+
+LEFT, POSITION = slice(8, 12), slice(16, 24)
+"""Of the state of torch's generator."""
+
+
+# --- random generators: a process that believes these reads outside of its memory
+
+
+def torch_state(left: int, position: int) -> torch.Tensor:
+    state = torch.Generator().manual_seed(1).get_state()
+    for place, value in ((LEFT, left), (POSITION, position)):
+        size = place.stop - place.start
+        state[place] = torch.tensor(list(value.to_bytes(size, "little", signed=True)), dtype=torch.uint8)
+    return state
+
+
+def test_states_that_generators_have_are_taken() -> None:
+    generator = torch.Generator().manual_seed(1)
+    numbers = np.random.RandomState(1)
+    for count in (0, 1, 622, 1, 1, 1, 700):
+        torch.rand(count, generator=generator)
+        numbers.random_sample(count)
+        check_torch(generator.get_state())
+        check_numpy(numbers.get_state(legacy=True))
+    for kind in (np.random.MT19937, np.random.Philox, np.random.PCG64, np.random.PCG64DXSM, np.random.SFC64):
+        bits = kind(3)
+        np.random.Generator(bits).random(5)
+        check_numpy(bits.state)
+    python = random.Random(3)
+    python.gauss()
+    check_python(python.getstate())
+
+
+@pytest.mark.parametrize(("left", "position"), [(624, 624), (1, 625), (0, 0), (625, 0), (-1, 0), (2, 1 << 40), (1, -1)])
+def test_torchs_generator_must_stand_in_its_table(left: int, position: int) -> None:
+    with pytest.raises(ValueError, match="stands at word"):
+        check_torch(torch_state(left, position))
+
+
+@pytest.mark.parametrize("position", [625, -1, 2_000_000_000, -(1 << 31), 1.0, True, None])
+def test_numpys_generators_must_stand_in_their_table(position: Any) -> None:
+    name, words, _, *rest = np.random.RandomState(1).get_state(legacy=True)
+    with pytest.raises(ValueError, match="stands at word"):
+        check_numpy((name, words, position, *rest))
+    twister = np.random.MT19937(1).state
+    with pytest.raises(ValueError, match="stands at word"):
+        check_numpy(twister | {"state": twister["state"] | {"pos": position}})
+    with pytest.raises(ValueError, match="stands at word"):
+        check_numpy(np.random.Philox(1).state | {"buffer_pos": position})
+
+
+def test_registered_generators_refuse_such_states_and_stay_as_they_are() -> None:
+    generator = np.random.Generator(np.random.Philox(1))
+    kept = run_state.registered("noise", generator)
+    state = kept.take()
+    with pytest.raises(ValueError, match="stands at word"):
+        kept.give(state | {"buffer_pos": -2_000_000_000})
+    assert generator.bit_generator.state["buffer_pos"] == state["buffer_pos"]
+    kept.give(state)
+
+
+# --- whole runs
+
+
+@pytest.fixture(name="made", scope="module")
+def a_run_and_its_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("made")
+    with torch.random.fork_rng(devices=[]):
+        small_run.train("tied-and-frozen", Plan(), place / "run", total=1)
+    export_run(place / "run", place / "saved")
+    return place
+
+
+def lying(made: Path, place: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The run, with a state that was changed and sealed again."""
+    run = place / "run"
+    shutil.copytree(made / "run", run)
+    manifest = (run / "manifest.json").read_bytes()
+    entry = json.loads(manifest)["body"]["state"]
+    file = run / f"state-{entry['file']}.bin"
+    state = decode_state(file.read_bytes()[: entry["nbytes"]])
+    change(state)
+    content = encode_state(state)
+    file.write_bytes(content)
+    (run / "manifest.json").write_bytes(resealed_state(manifest, content))
+    return run
+
+
+def order(**found: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state["model"]["orders"].update({"layers.1.up.weight": found})
+
+
+def file(*parts: Any, shape: Any = (64, 32)) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state["model"].update(files={"x": {"shape": list(shape), "parts": list(parts)}})
+
+
+UP = "layers.1.up.weight"
+EXPORTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "strides outside of the tensor": order(shape=[64, 32], stride=[1 << 40, 1]),
+    "strides that overlap": order(shape=[64, 32], stride=[0, 1]),
+    "negative strides": order(shape=[64, 32], stride=[-32, 1]),
+    "strides of another rank": order(shape=[64, 32], stride=[1]),
+    "an order of nothing": order(),
+    "a range behind the tensor": file([UP, 1, 2048]),
+    "a range before it": file([UP, -1, 2048]),
+    "ranges that are too short": file([UP, 0, 2047]),
+    "ranges that are too long": file([UP, 0, 2048], [UP, 0, 1]),
+    "a range of another tensor": file(["nothing", 0, 2048]),
+    "a shape of text": file([UP, 0, 2048], shape="ab"),
+    "two tensors of one name": lambda state: state["model"]["names"].update({UP: "layers.1.up.bias"}),
+    "a tensor named like a word of the format": lambda state: state["model"]["names"].update({UP: "__metadata__"}),
+    "a tie to a number": lambda state: state["model"]["tied"].update({"head": 3}),
+    "a generator outside of its table": lambda state: state["random"].update(cpu=torch_state(624, 624)),
+    "no step": lambda state: state.pop("step"),
+    "groups that are none": lambda state: state["optimizer"].update(groups=[[]]),
+    "settings without names": lambda state: state["optimizer"]["groups"][0].update(settings={3: 4}),
+    "counters of text": lambda state: state["optimizer"]["numbers"].update({UP: {"step": "x"}}),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_a_run_that_lies_is_not_copied_out(kind: str, made: Path, tmp_path: Path) -> None:
+    run = lying(made, tmp_path, EXPORTS[kind])
+    with pytest.raises((StoreError, UnsupportedError)) as caught:
+        export_run(run, tmp_path / "out")
+    assert 20 < len(str(caught.value)) < 1000
+    assert not (tmp_path / "out").exists()
+
+
+def setting(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state["optimizer"]["groups"][0]["settings"].update(values)
+
+
+RESUMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a rate of text": (setting(lr="x"), r"param_groups\[0\] has 'lr' = 'x'"),
+    "no rate": (setting(lr=None), r"param_groups\[0\] has 'lr' = None"),
+    "rates in a list": (setting(lr=[1, 2]), r"param_groups\[0\] has 'lr'"),
+    "one beta": (setting(betas=(0.9,)), r"param_groups\[0\] has 'betas'"),
+    "betas of text": (setting(betas=("x", "y")), r"param_groups\[0\] has 'betas'"),
+    "parameters among the settings": (setting(params=[]), r"param_groups\[0\] has 'params'"),
+    "counters in a list": (lambda state: state["optimizer"]["numbers"].update({UP: {"step": [1]}}), "no number"),
+    "a generator outside of its table": (lambda state: state["random"].update(cpu=torch_state(624, 624)), "stands at"),
+    "NumPy's outside of its table": (lambda state: state["random"].update(numpy=("MT19937", *state["random"]["numpy"][1:2], 2_000_000_000, 0, 0.0)), "stands at"),
+    "a registered one": (lambda state: state["registered"].update(data=torch_state(1, 625)), "'data' .* does not fit"),
+    "an average of nothing": (lambda state: state["registered"].update(average={}), "'average' .* does not fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_run_that_lies_is_not_taken_up(kind: str, made: Path, tmp_path: Path) -> None:
+    change, told = RESUMED[kind]
+    run = lying(made, tmp_path, change)
+    with pytest.raises(MemfitError, match=told):
+        small_run.train("tied-and-frozen", Plan(), run, total=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda d: d["optimizer"]["groups"][0]["settings"].update(lr="x"), "'lr' = 'x'"),
+        (lambda d: d["optimizer"]["numbers"][UP].update(step="x"), "no number"),
+        (lambda d: d["random"].update(cpu="AAAA" * 1685), "wrong size|stands at|no state"),
+        (lambda d: d.update(extra={"x": {"tensor": {"dtype": "float32", "shape": [10**300] * 50, "values": [], "device": "cpu"}}}), "not a tensor"),
+        (lambda d: d.update(extra={"x": json.loads("[" * 400 + "]" * 400)}), "nested"),
+    ],
+    ids=["a rate", "a counter", "a generator", "a shape without end", "depth"],
+)  # fmt: skip
+def test_a_save_that_lies_changes_nothing(change: Callable[[Any], None], told: str, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "saved", tmp_path / "saved")
+    path = tmp_path / "saved" / FILE_NAME
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    model = small_run.build("tied-and-frozen")
+    optimizer = small_run.adamw(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(MemfitError, match=told):
+        load(tmp_path / "saved", model, optimizer)
+    if told != "wrong size|stands at|no state":  # its length is torch's to judge
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"scale": "x"}, {"scale": float("nan")}, {"scale": -1.0}, {"scale": float("inf")}, {"growth_factor": 0.5}, {"backoff_factor": 2},
+     {"growth_interval": 1.5}, {"_growth_tracker": -1}],
+)  # fmt: skip
+def test_a_loss_scale_that_is_none_is_refused(changed: dict[str, Any]) -> None:
+    scaler = LossScaler()
+    before = scaler.state_dict()
+    with pytest.raises(UsageError, match=f"{next(iter(changed))} is"):
+        scaler.load_state_dict(before | changed)
