@@ -36,7 +36,7 @@ from memfit.core.units import format_bytes, round_up
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.layout import RegionSpec
 from memfit.runtime.store.manifest import STATE_LIMIT_BYTES
-from memfit.runtime.store.memory import Memory, aligned_memory
+from memfit.runtime.store.memory import aligned_memory
 from memfit.runtime.store.region import Region
 from memfit.runtime.store.sealing import JournalNote
 from memfit.runtime.store.state import decode_state, encode_state
@@ -124,20 +124,19 @@ class Journal:
         room_bytes = region.nbytes - _LENGTH_BYTES
         length = 0
         if room_bytes > 0:
-            length = int.from_bytes(self._checked(region, _LENGTH_BYTES).view()[:_LENGTH_BYTES], "little")
+            length = int.from_bytes(self._checked(region, _LENGTH_BYTES)[:_LENGTH_BYTES], "little")
         if not 0 < length <= min(room_bytes, STATE_LIMIT_BYTES):
             raise store_error(
                 f"the record of a step in {self._disk.directory} is damaged: it has {length} bytes in a room of {region.nbytes}"
             )
-        memory = self._checked(region, _LENGTH_BYTES + length)
-        return decode_state(bytes(memory.view()[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+        return decode_state(self._checked(region, _LENGTH_BYTES + length)[_LENGTH_BYTES:])
 
-    def _checked(self, region: Region, nbytes: int) -> Memory:
-        """The beginning of a region, compared with its checksums."""
+    def _checked(self, region: Region, nbytes: int) -> bytes:
+        """The first bytes of a region, compared with its checksums."""
         whole = min(region.nbytes, round_up(nbytes, self._disk.piece_bytes or 1))
         memory = aligned_memory(whole)
         region.read(0, whole, memory, verify=True).wait()
-        return memory
+        return bytes(memory.view()[:nbytes])  # while `memory` holds what the view shows
 
     def begin_step(self) -> None:
         """Before the gradients of a step are written: those of a step that failed before it was decided are none.
