@@ -116,7 +116,12 @@ _SLOW = {"gpt2": ("offload", "select", "pairs", "atomic", "resident-3", "everyth
 
 
 def _pairs() -> list[Any]:
-    in_default = {("gpt2", "disk"), *((name, variant) for name in ARCHITECTURES for variant in _DEFAULT)}
+    in_default = {
+        ("gpt2", "disk"),
+        ("gpt2", _DEFAULT[1]),
+        ("t5", _DEFAULT[1]),
+        *((name, _DEFAULT[0]) for name in ARCHITECTURES),
+    }
     return [
         pytest.param(name, variant, marks=[] if (name, variant) in in_default else [pytest.mark.slow])
         for name in ARCHITECTURES

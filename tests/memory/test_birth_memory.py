@@ -7,96 +7,106 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import save_torch_state_dict
 
 MIB = 1 << 20
-LAYERS, WIDTH = 24, 1280
+LAYERS, WIDTH = 19, 1280
 LAYER_BYTES = 2 * 4 * WIDTH * WIDTH
 # Of loading: the pieces of reading and of the disk's workers, the trace of the model.
 OVERHEAD_BYTES = 64 * MIB
 
-_CHILD = """
-import json, sys
+_MODEL = """
 import torch
 from torch import nn
-import memfit
-from memfit.api.machine import prepare_process
-from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.runtime.allocator import install
-
-layers, width, how, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
         self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
-def build():
+def build(layers, width):
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(layers)))
+    return nn.Sequential(*(Layer(width) for _ in range(layers)))
+"""
+
+_CHILD = f"""{_MODEL}
+import json, sys
+import memfit
+from memfit.api.machine import prepare_process
+from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.runtime.allocator import install
+
+layers, width, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 def loss(model, batch):
     return model(batch).square().mean()
 
 def plan(count):
     home = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
-    return Plan(blocks={str(i): home for i in range(count)})
+    return Plan(blocks={{str(i): home for i in range(count)}})
 
-def begin(count, how, weights):
-    global layers, built
-    layers = count
-    model = build() if how == "plain" else memfit.empty(build, initialises=weights is None)
+def begin(count, how):
+    global built
+    make = lambda: build(count, width)
+    weights = directory if how == "files" else None
+    model = make() if how == "plain" else memfit.empty(make, initialises=weights is None)
     built = meter.peak_bytes().whole_bytes  # the job's phases start the kernel's peak anew
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return model, memfit.fit(model, optimizer, loss, torch.ones(2, width), plan=plan(count), weights=weights,
                              blocks=[str(i) for i in range(count)])
 
-meter = prepare_process()
-wanted = layers
-if how == "save":
-    model, job = begin(wanted, "plain", None)
-    job.save(directory, max_shard_bytes="30MiB")
+def measure(how):
+    install().trim()
+    meter.reset_peak()
+    base = meter.resident_bytes().whole_bytes
+    model, job = begin(layers, how)
+    peak = max(built, job.proof().measured_peak_bytes)
+    first = job.step(torch.ones(2, width)).loss
+    with job.weights("0"):
+        sample = float(model[0].up.weight.double().sum())
     job.close(restore=False)
-    sys.exit()
-model, job = begin(2, "born", None)  # libraries, threads and code are there from here on
+    print(json.dumps({{"above": peak - base, "loss": first, "sample": sample}}))
+
+meter = prepare_process()
+model, job = begin(2, "born")  # libraries, threads and code are there from here on
 job.step(torch.ones(2, width))
 job.close(restore=False)
 del model, job
-install().trim()
-meter.reset_peak()
-base = meter.resident_bytes().whole_bytes
-model, job = begin(wanted, how, directory if how == "files" else None)
-peak = max(built, job.proof().measured_peak_bytes)
-first = job.step(torch.ones(2, width)).loss
-with job.weights("0"):
-    sample = float(model[0].up.weight.double().sum())
-job.close(restore=False)
-print(json.dumps({"above": peak - base, "loss": first, "sample": sample}))
+for how in sys.argv[4:]:
+    measure(how)
 """
 
 
-def run(how: str, directory: Path, *, layers: int = LAYERS) -> dict[str, float]:
-    """A child process's figures."""
-    arguments = [str(layers), str(WIDTH), how, str(directory)]
+def run(directory: Path, *ways: str) -> list[dict[str, float]]:
+    """A child process's figures of a model that gets its weights in these ways, one after the other."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, *arguments],
+        [sys.executable, "-c", _CHILD, str(LAYERS), str(WIDTH), str(directory), *ways],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout) if done.stdout.strip() else {}
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def save(directory: Path) -> None:
+    """The same model in files, built plainly in this process."""
+    scope: dict[str, Any] = {}
+    exec(_MODEL, scope)
+    save_torch_state_dict(scope["build"](LAYERS, WIDTH).state_dict(), directory, max_shard_size=30 * MIB)
 
 
 def test_a_model_is_born_and_loaded_within_its_largest_block_and_64_mib(tmp_path: Path) -> None:
-    run("save", tmp_path / "saved")
+    save(tmp_path)
     allowed = LAYER_BYTES + OVERHEAD_BYTES
     assert 3 * allowed < LAYERS * LAYER_BYTES  # the whole model would be seen
-    born, loaded = run("born", tmp_path), run("files", tmp_path / "saved")
+    born, loaded = run(tmp_path, "born", "files")
     assert born["above"] <= allowed, f"{born['above'] / MIB:.1f} MiB above the base"
     assert loaded["above"] <= allowed, f"{loaded['above'] / MIB:.1f} MiB above the base"
     assert (born["loss"], born["sample"]) == (loaded["loss"], loaded["sample"])
@@ -104,5 +114,5 @@ def test_a_model_is_born_and_loaded_within_its_largest_block_and_64_mib(tmp_path
 
 @pytest.mark.slow
 def test_a_plainly_built_model_is_seen_whole_by_the_same_measurement(tmp_path: Path) -> None:
-    plain = run("plain", tmp_path)
+    (plain,) = run(tmp_path, "plain")
     assert plain["above"] >= LAYERS * LAYER_BYTES
