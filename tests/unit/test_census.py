@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -300,6 +301,27 @@ def test_a_partial_and_a_default_argument() -> None:
     holder = one_holder(lambda: table["callback"].__defaults__[0])
     assert (holder.kind, holder.name) == (HolderKind.CLOSURE, "a default argument")
     assert "with_default()" in holder.text and "in table['callback']" in holder.text
+
+
+ours_alone = threading.local()
+
+
+def test_an_attribute_of_a_thread_is_named() -> None:
+    ours_alone.kept = [torch.zeros(1)]
+    holder = one_holder(lambda: ours_alone.kept[0])
+    del ours_alone.kept
+    assert (holder.kind, holder.name.partition(" ")[0]) == (HolderKind.GLOBAL, "ours_alone.kept[...]")
+
+
+def test_memfits_own_references_are_told_after_those_of_the_model() -> None:
+    memfits: Any = type("Slot", (), {"__module__": "memfit.runtime"})
+    table.update(model=nn.Linear(2, 2), slots=[memfits() for _ in range(4)])
+    table["model"].weight.history = [torch.zeros(1)]
+    for index, slot in enumerate(table["slots"]):
+        setattr(slot, f"parameter_{index}", table["model"].weight)
+    del slot
+    found = holders_of(lambda: table["model"].weight.history[0], table["model"])
+    assert [holder.kind for holder in found] == [HolderKind.MODULE, HolderKind.MEMFIT, HolderKind.MEMFIT]
 
 
 def find_last(link: dict[str, Any]) -> object:

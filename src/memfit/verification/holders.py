@@ -173,7 +173,7 @@ class HolderSearch:
     # --- answers ----------------------------------------------------------------------------------------------------------------
 
     def holders(self, target: object) -> tuple[Holder, ...]:
-        """The names that lead to a target, the nearest first; empty if there is none."""
+        """The names that lead to a target, the nearest first and memfit's own last; empty if there is none."""
         found: dict[str, Holder] = {}
         named: set[int] = set()
         for thing, path in self._ascend(target):
@@ -184,9 +184,9 @@ class HolderSearch:
                     continue  # who holds what has a name already; a hook of the model still says how the tensors came there
                 holder = _render(path[root.skips :], root)
                 found.setdefault(holder.text, holder)
-            if len(found) >= MOST_HOLDERS:
+            if sum(holder.kind is not HolderKind.MEMFIT for holder in found.values()) >= MOST_HOLDERS:
                 break
-        return tuple(found.values())[:MOST_HOLDERS]
+        return tuple(sorted(found.values(), key=lambda holder: holder.kind is HolderKind.MEMFIT)[:MOST_HOLDERS])
 
     def nearest(self, target: object) -> Holder:
         """For a target without a name above it: the object that it belongs to, by its class."""
@@ -324,6 +324,7 @@ class _Trail:
         self._names_of: object = None
         self._closure_of: types.FunctionType | None = None
         self._frame_of: types.FrameType | None = None
+        self._local_of: threading.local | None = None
         self._last_step = ""
         self._is_unnamed = False
 
@@ -336,6 +337,10 @@ class _Trail:
             self._enter_closure(self._closure_of, child)
         elif self._frame_of is not None or isinstance(parent, types.FrameType):
             self._leave_frame(self._frame_of or parent, child)
+        elif self._local_of is not None:
+            self._enter_thread(self._local_of, parent, child)
+        elif isinstance(parent, threading.local):
+            self._local_of = parent
         elif isinstance(child, dict) and own_dictionary(parent) is child:
             self._names_of = parent
         elif isinstance(parent, types.FunctionType):
@@ -363,6 +368,14 @@ class _Trail:
         name = "?" if index is None else function.__code__.co_freevars[index]
         self._closure_of = None
         self._enter(f"in the closure of {_function(function)}", HolderKind.CLOSURE, name, function)
+
+    def _enter_thread(self, owner: threading.local, parent: object, child: object) -> None:
+        """A thread's attributes: a dictionary in one of all threads, or one of its own."""
+        self._local_of = None
+        if isinstance(parent, dict) and all(isinstance(key, str) for key in parent):
+            self._attribute(owner, name_key(parent, child))
+        else:
+            self._names_of = owner
 
     def _leave_frame(self, frame: Any, child: object) -> None:
         """A function that has ended; an exception's traceback keeps its variables."""
