@@ -242,7 +242,7 @@ def test_files_that_do_not_fit_the_model_are_refused_before_anything_changes(tmp
     model = born(lambda: zoo.ZOO["sequential"]().model, draws=False)
     state = dict(case.model.state_dict())
     name = next(iter(state))
-    with pytest.raises(StoreError, match="is not a directory"):
+    with pytest.raises(StoreError, match="does not exist"):
         fit_from(model, case, tmp_path / "absent")
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file({n: t for n, t in state.items() if n != name}, file)

@@ -18,6 +18,7 @@ from memfit.api.commits import Commits, run_identity
 from memfit.api.interrupts import Interrupts
 from memfit.api.journaling import StepJournal
 from memfit.api.parts import JobParts, Prepared
+from memfit.api.saving import LoadResult
 from memfit.api.setting import training_setting
 from memfit.api.splitting import signature_of
 from memfit.core.errors import DoesNotFitError, StoreError, UnsupportedError, UsageError
@@ -25,6 +26,7 @@ from memfit.core.plan import Plan, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.core.units import format_bytes
 from memfit.runtime.engine import Engine
+from memfit.runtime.export.matching import Matched
 from memfit.runtime.frames import CallFrames
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
@@ -382,6 +384,49 @@ class Assembly:
                 self.torn = f"weights that were changed between two steps could not be written ({type(error).__name__}: {error})"
             self.house.forget_step()
             raise
+
+    def fill(self, found: Mapping[int, Matched]) -> None:
+        """Weights get the values that files have, one at a time, at home.
+
+        Args:
+            found: by identity of the parameter.
+
+        Raises:
+            StoreError: a file, or the disk; the weights are torn where some had been replaced. UnsupportedError: see `write_home`.
+        """
+        chosen = [block for block in self.blocks if any(id(slot.parameter) in found for slot in block.slots)]
+        for block in chosen:
+            self._check_changeable(block)
+        self.house.note_changed(block.index for block in chosen)
+        try:
+            for block in chosen:
+                block.release()
+                for slot in block.slots:
+                    values = torch.empty_strided(
+                        slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device
+                    )
+                    found[id(slot.parameter)].read(values)
+                    block.put(slot, values)
+        except BaseException as error:
+            if not all(_has_spare_slot(home) for block in chosen for home in (block.home, block.master_home)):
+                self.torn = f"a load ended in its middle ({type(error).__name__}: {error})"
+            raise
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is written to homes inside becomes a version of its own, or is forgotten where it fails."""
+        self.keep_changes()
+        try:
+            yield
+        except BaseException:
+            self.house.forget_step()
+            raise
+        self.keep_changes()
+
+    def count_on(self, found: LoadResult) -> LoadResult:
+        """Steps go on from those of a save."""
+        self.steps_before = found.steps - self.house.step
+        return found
 
     def gather_state(self, name: str) -> dict[str, Any]:
         """The optimizer states of a parameter, from home."""

@@ -78,8 +78,9 @@ def fit(
         sample: a batch as `step` will get them; only its shapes matter. A tree of tensors whose dimension 0 counts rows.
         limit: bytes of the device that must never be passed, as an integer or text such as "8GiB". Without a GPU it is the memory of the whole
             process, interpreter included. None: no limit, everything resident.
-        weights: a directory of safetensors files, as `save_pretrained` or `Job.save` writes it: every weight and saved buffer of the model is read
-            from there, on its way home. None: the model's own values.
+        weights: files that every weight and saved buffer of the model is read from, on its way home: a directory of safetensors, as `save_pretrained` or `Job.save`
+            writes it, or of `pytorch_model.bin`; or one file, also of plain `torch.save` (a state dict, or a dictionary with one; read with
+            `weights_only=True`, a piece at a time). None: the model's own values.
         plan: take this plan (object, JSON text or a path to it) instead of choosing one.
         allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits splitting a batch whose loss
             does not add up over rows (the contract is then plain accumulation). "bf16" permits weights that compute in bf16, rounded from fp32

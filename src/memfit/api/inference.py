@@ -142,7 +142,7 @@ def infer(
     Args:
         model: a module, in memory or built by `memfit.empty`; or a directory as `save_pretrained` writes it, whose model is built without its weights.
         limit: as in `memfit.fit`. None: nothing is enforced, and weights stream all the same.
-        weights: a directory of safetensors files to take the weights from; for a directory as `model`, that one.
+        weights: files to take the weights from, as in `memfit.fit`; for a directory as `model`, that one.
         blocks: names or modules that are to be the blocks.
         cache_limit: bytes of keys and values on the device. None: under a limit half of what it leaves beside weights, process and reserve (the other half is for
             activations); without one all of them. `session.cache_bytes_per_token` is their price.

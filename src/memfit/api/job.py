@@ -21,7 +21,7 @@ from memfit.api.parts import JobParts, Replan
 from memfit.api.passes import check_split, evaluate
 from memfit.api.results import EvaluateResult, StepResult
 from memfit.api.run_state import give_random, take_random
-from memfit.api.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_states, save_job
+from memfit.api.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_into_job, load_states, save_job
 from memfit.api.steps import cut, finish_step, make_step, step_result
 from memfit.core.errors import (
     DoesNotFitError,
@@ -336,12 +336,39 @@ class Job:
                 extra=extra,
             )
 
+    def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
+        """Takes the weights of files. Where `save` wrote them, also the optimizer's states and settings and the count of steps: the run goes on from there.
+
+        All is compared with the model and the optimizer before anything is changed.
+
+        Memory: one parameter, in its master's dtype; its states; a piece of 8 MiB.
+
+        Args:
+            source: what `fit(weights=...)` takes.
+            restore_random: torch's default generators go on where they were; only with a save.
+
+        Returns:
+            The steps and the `extra` of a save; else the steps made so far, and nothing.
+
+        Raises:
+            StoreError: a file that is missing or damaged. UsageError: files that do not fit; a job with `store=`, which has its own. Where it ended in its middle,
+            later calls raise TornStepError.
+        """
+        assembly = self._load_begins()
+        with assembly.loading():
+            found = load_into_job(
+                source,
+                model=assembly.parts.model,
+                optimizer=assembly.parts.optimizer,
+                driver=assembly.parts.driver,
+                fill=assembly.fill,
+                scatter=assembly.scatter_state,
+                restore_random=restore_random,
+            )
+        return LoadResult(steps=self.steps, extra={}) if found is None else assembly.count_on(found)
+
     def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
-        """Takes the optimizer's states, its settings and the count of steps from a directory that `save` wrote: the run goes on where that one stood.
-
-        The weights are those of the job: `memfit.fit(weights=directory)`, say, for a model that is never whole in memory.
-
-        Memory: the states of one parameter, and a piece of 8 MiB.
+        """As `load`, without the weights: they are the job's, by `memfit.fit(weights=directory)`, say.
 
         Args:
             directory: that `save` wrote.
@@ -350,27 +377,26 @@ class Job:
         Raises:
             StoreError: a file that is missing, damaged or not memfit's. UsageError: an optimizer that the save does not fit (nothing was changed then).
         """
+        assembly = self._load_begins()
+        with assembly.loading():
+            found = load_states(
+                directory,
+                optimizer=assembly.parts.optimizer,
+                driver=assembly.parts.driver,
+                named={name: slot.parameter for name, (_, slot) in assembly.place.items()},
+                scatter=assembly.scatter_state,
+                restore_random=restore_random,
+            )
+        return assembly.count_on(found)
+
+    def _load_begins(self) -> Assembly:
         self._check_usable()
         if self._assembly.commits is not None:
             raise UsageError(
-                "a job with store= has its own states and steps: give the directory of the run to resume= instead"
+                "a job with store= has its own weights, states and steps: give the directory of the run to resume= instead, or begin one with "
+                "fit(weights=..., store=...)"
             )
-        named = {name: slot.parameter for name, (_, slot) in self._assembly.place.items()}
-        try:
-            found = load_states(
-                directory,
-                optimizer=self._assembly.parts.optimizer,
-                driver=self._assembly.parts.driver,
-                named=named,
-                scatter=self._assembly.scatter_state,
-                restore_random=restore_random,
-            )
-        except BaseException:
-            self._assembly.house.forget_step()
-            raise
-        self._assembly.keep_changes()
-        self._assembly.steps_before = found.steps - self._assembly.house.step
-        return found
+        return self._assembly
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it received none."""

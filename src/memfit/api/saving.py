@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from memfit.runtime.export.format import TensorEntry
 from memfit.runtime.export.index import weight_file_names
 from memfit.runtime.export.matching import Matched, match
 from memfit.runtime.export.names import STALE
+from memfit.runtime.export.opening import open_weight_files
 from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.export.replace import check_target, replacing
 from memfit.runtime.export.trainer import (
@@ -297,7 +299,7 @@ def load(
 def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if find_origins(model):
         raise UsageError(
-            "the model was built by memfit.empty, so its weights have no memory yet: give the directory to memfit.fit(weights=...), then to job.load_states(...)"
+            "the model was built by memfit.empty, so its weights have no memory yet: give the directory to memfit.fit(weights=...), then to job.load(...)"
         )
     is_live = optimizer is not None and isinstance(optimizer.state, AwayStates)
     if is_live or any(hasattr(type(p), "_memfit_present_class") for p in model.parameters()):
@@ -413,6 +415,47 @@ def _read_state(
     return own | placed_numbers(trainer.numbers.get(name, {}), parameter, group)
 
 
+def load_into_job(
+    source: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    driver: OptimizerDriver,
+    fill: Callable[[Mapping[int, Matched]], None],
+    scatter: Callable[[str, dict[str, Any]], None],
+    restore_random: bool,
+) -> LoadResult | None:
+    """Puts weights of files where a job keeps them, and the states of a save beside them; see `Job.load`.
+
+    Returns:
+        What came with the weights; None where they are not a save's.
+
+    Raises:
+        StoreError: a file that is missing or damaged. UsageError: files that do not fit the model or the optimizer; nothing was changed.
+    """
+    path = Path(source).expanduser()
+    with ExitStack() as stack:
+        files = open_weight_files(path, stack)
+        matched, unused = match(files, model, path)
+        warn_of_unused(unused)
+        states = None
+        if (path / FILE_NAME).exists():
+            named = dict(model.named_parameters())
+            states = _OpenStates(path, stack, named, optimizer, driver, restore_random=restore_random)
+        fill({id(found.tensor): found for found in matched.values() if isinstance(found.tensor, nn.Parameter)})
+        _copy([found for found in matched.values() if not isinstance(found.tensor, nn.Parameter)])
+        return None if states is None else states.give(optimizer, scatter)
+
+
+def warn_of_unused(names: Sequence[str]) -> None:
+    """Tells of tensors in files that the model has no use for."""
+    if names:
+        some = ", ".join(f"{name!r:.200}" for name in names[:5]) + (", ..." if len(names) > 5 else "")
+        warnings.warn(
+            f"{len(names)} tensors of the weight files have no place in the model: {some}", UserWarning, stacklevel=4
+        )
+
+
 def load_states(
     directory: str | Path,
     *,
@@ -427,17 +470,43 @@ def load_states(
     Raises:
         StoreError: a file that is missing, damaged or not memfit's. UsageError: an optimizer that the save does not fit; nothing was changed.
     """
-    source = Path(directory).expanduser()
-    trainer = read_text(source / FILE_NAME)
-    with TensorFile(source / OPTIMIZER_NAME) as file:
-        states = _match_optimizer(file, trainer, named, optimizer, driver, source)
-        random = _random_of(trainer, source) if restore_random else None
+    with ExitStack() as stack:
+        path = Path(directory).expanduser()
+        return _OpenStates(path, stack, named, optimizer, driver, restore_random=restore_random).give(
+            optimizer, scatter
+        )
+
+
+class _OpenStates:
+    """The states of a save, compared with an optimizer that they fit, and not read yet."""
+
+    def __init__(
+        self,
+        source: Path,
+        stack: ExitStack,
+        named: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        driver: OptimizerDriver,
+        *,
+        restore_random: bool,
+    ) -> None:
+        self._source = source
+        self._named = named
+        self._trainer = read_text(source / FILE_NAME)
+        self._file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
+        self._entries = _match_optimizer(self._file, self._trainer, named, optimizer, driver, source)
+        self._random = _random_of(self._trainer, source) if restore_random else None
+
+    def give(self, optimizer: torch.optim.Optimizer, scatter: Callable[[str, dict[str, Any]], None]) -> LoadResult:
+        """Reads them, one parameter's at a time."""
+        trainer = self._trainer
         give_settings((group.settings for group in trainer.groups), optimizer)
         groups = groups_by_parameter(optimizer)
-        for name, entries in states.items():
-            scatter(name, _read_state(file, trainer, name, entries, named[name], groups[id(named[name])]))
-    _restore_random(random, source)
-    return LoadResult(steps=trainer.steps, extra=trainer.extra)
+        for name, entries in self._entries.items():
+            own = self._named[name]
+            scatter(name, _read_state(self._file, trainer, name, entries, own, groups[id(own)]))
+        _restore_random(self._random, self._source)
+        return LoadResult(steps=trainer.steps, extra=trainer.extra)
 
 
 def _random_of(trainer: TrainerState, source: Path) -> list[torch.Tensor]:

@@ -5,7 +5,6 @@ In: a model, perhaps a directory of files, perhaps weights that were put aside. 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Protocol
 
 from torch import nn
 
+from memfit.api.saving import warn_of_unused
 from memfit.runtime.birth import WeightFiles, find_origins
 
 Bring = Callable[[Iterable[nn.Parameter]], None]
@@ -51,13 +51,7 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
     if weights is None:
         return list(origins)
     files = stack.enter_context(WeightFiles(weights, model, origins))
-    if files.unused:
-        names = ", ".join(f"{name!r:.200}" for name in files.unused[:5]) + (", ..." if len(files.unused) > 5 else "")
-        warnings.warn(
-            f"{len(files.unused)} tensors of the weight files have no place in the model: {names}",
-            UserWarning,
-            stacklevel=3,
-        )
+    warn_of_unused(files.unused)
     return [files]
 
 

@@ -176,15 +176,7 @@ class BlockWeights:
             if bring is not None:
                 bring([p])
             with torch.no_grad():
-                if masters is not None:
-                    write_masters(masters, slot, p.data)
-                if resting is not None:
-                    slot.view(resting).copy_(p.data)
-                else:
-                    is_ready = tuple(p.stride()) == slot.stride and p.dtype == slot.dtype
-                    dense = p.data if is_ready else _dense_copy(p.data, slot.stride, slot.dtype)
-                    write_tensor(home, slot.offset_bytes, dense).wait()
-                    del dense
+                _put(slot, p.data, home, masters)
                 p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
         self._settle_in(home, masters, resting, device)
 
@@ -302,6 +294,19 @@ class BlockWeights:
         for start in range(first, end, PIECE_ELEMENTS):
             yield slot, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
 
+    def put(self, slot: Slot, values: torch.Tensor) -> None:
+        """Makes a parameter's values these, at home (and here, where home is the device); the block is away, or lives on the device.
+
+        Memory: one parameter in the compute dtype, and two pieces of 2 MiB.
+
+        Args:
+            slot: the parameter's.
+            values: of its shape, in the master's dtype.
+        """
+        assert self.home is not None and (not self.travels or not self._is_here)
+        with torch.no_grad():
+            _put(slot, values, self.home, self._masters)
+
     def write_home(self, before: Sequence[int]) -> Ticket | None:
         """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.
 
@@ -332,6 +337,19 @@ def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dty
     """See `core.precision.stored_dtypes`."""
     weight, master = stored_dtypes(str(dtype).removeprefix("torch."), compute)
     return getattr(torch, weight), getattr(torch, master)
+
+
+def _put(slot: Slot, values: torch.Tensor, home: ByteHome, masters: ByteHome | None) -> None:
+    """Writes a parameter's values to its homes, and waits."""
+    if masters is not None:
+        write_masters(masters, slot, values)
+    resting = home.memory if home.tier is Tier.DEVICE else None
+    if resting is not None:
+        slot.view(resting).copy_(values)
+        return
+    is_ready = tuple(values.stride()) == slot.stride and values.dtype == slot.dtype
+    dense = values if is_ready else _dense_copy(values, slot.stride, slot.dtype)
+    write_tensor(home, slot.offset_bytes, dense).wait()
 
 
 def write_masters(home: ByteHome, slot: Slot, values: torch.Tensor) -> None:

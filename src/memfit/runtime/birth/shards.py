@@ -1,11 +1,11 @@
-"""Weights from safetensors files, a parameter at a time.
+"""Weights from files, a parameter at a time.
 
-In: a directory as `save_pretrained` or `Job.save` writes it, a model whose weights may have no bytes. Out: each parameter's values when its block moves in.
+In: a directory as `save_pretrained` or `Job.save` writes it, or what `torch.save` wrote; a model whose weights may have no bytes. Out: each parameter's values
+when its block moves in.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,13 +13,9 @@ from typing import Self
 
 from torch import nn
 
-from memfit.core.errors import StoreError
 from memfit.runtime.birth.origin import Origin
-from memfit.runtime.export.index import weight_file_names
 from memfit.runtime.export.matching import Matched, match
-from memfit.runtime.export.reader import TensorFile
-
-_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
+from memfit.runtime.export.opening import open_weight_files
 
 
 class WeightFiles:
@@ -31,7 +27,7 @@ class WeightFiles:
     Memory: the headers; a piece of 8 MiB while a tensor is read; see `Matched.read` for the rare layouts that take more.
 
     Args:
-        directory: holds `model.safetensors`, or an index and its shards.
+        directory: of files, or one file; see `open_weight_files`.
         model: its parameters may be without bytes.
         origins: of the model; see `Origin`.
 
@@ -45,14 +41,9 @@ class WeightFiles:
     def __init__(self, directory: str | Path, model: nn.Module, origins: Sequence[Origin]) -> None:
         self._origins = tuple(origins)
         self._stack = ExitStack()
-        source = Path(directory)
-        if not source.is_dir():
-            raise StoreError(
-                f"{source} is not a directory: weights= takes one with model.safetensors or its shards. What torch.save wrote is given to the model itself: "
-                "model.load_state_dict(torch.load(file, weights_only=True, mmap=True))"
-            )
+        source = Path(directory).expanduser()
         with ExitStack() as opening:
-            files = [opening.enter_context(TensorFile(source / n)) for n in weight_file_names(source, _FILE_NAME)]
+            files = open_weight_files(source, opening)
             matched, self.unused = match(files, model, source)
             self._parameters: dict[int, Matched] = {}
             self._brought: dict[int, Matched] = {}
