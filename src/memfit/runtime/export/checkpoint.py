@@ -76,7 +76,7 @@ class CheckpointFile(TensorFile):
             if tensor.numel()
             else 0
         )
-        within = tensor.storage_offset() * size
+        within = int(tensor.storage_offset()) * size
         if tensor.layout is not torch.strided or tensor.is_quantized or (place is None and span):
             raise StoreError(f"{self.path}: {name!r:.200} is no dense tensor; save it as one")
         begin = (place or 0) + within
