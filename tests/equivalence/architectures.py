@@ -88,6 +88,8 @@ _WAVES = {
     "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
     "num_feat_extract_layers": 2, "mask_time_prob": 0.0, "apply_spec_augment": False, "layerdrop": 0.0, "classifier_proj_size": 16,
 }  # fmt: skip
+_HEADS = {"num_key_value_heads": 4}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _OWN: dict[str, Mapping[str, Any]] = {
     "opt": {"word_embed_proj_dim": 32},
     "mobilebert": {"embedding_size": 16},
@@ -106,24 +108,71 @@ _OWN: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(("poolformer", "resnet", "regnet", "focalnet"), _STAGES),
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "sew"), _WAVES),
     "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 16},
+    **dict.fromkeys(
+        (
+            "axk1",
+            "axk2",
+            "deepseek_v2",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+        ),
+        _HEADS,
+    ),
+    "dots1": {"n_shared_experts": 1},
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "xlnet": {"max_position_embeddings": None},
+    "xlstm": {"v_head_dim": None},
+    "mpnet": {"relative_attention_num_buckets": 32},
+    "bit": {**_NARROW, "embedding_size": 8, "num_groups": 4},
+    "hiera": {
+        "image_size": [32, 32],
+        "num_heads": [1, 2, 2, 4],
+        "depths": [1, 1, 1, 1],
+        "embed_dim": 8,
+        "patch_size": None,
+        "num_layers": None,
+    },
+    "data2vec-audio": _WAVES,
+    "mt5": {"decoder_start_token_id": 0},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _LINEAR),
+    "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1, 1], "d_inner": 64},
+    "ctrl": {"dff": 64},
+    "luke": {"entity_vocab_size": 61, "entity_emb_size": 32},
     "whisper": {"num_mel_bins": 16, "max_source_positions": 16},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
 }
 _TEXT = """
     gpt_neox opt bloom qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi phi3 phimoe mistral stablelm olmo mamba mamba2 falcon_mamba rwkv
     deepseek_v3 jamba recurrent_gemma lfm2 gpt_oss
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert-generation biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
+    deepseek_v2 deepseek_v32 deepseek_v4 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 flex_olmo flint glm glm4
+    glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt_bigcode gpt_neo gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe
+    kolibri1 laguna lfm3 llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3
+    modernbert-decoder mpt nanochat nemotron nemotron_h olmo2 olmo3 olmo_hybrid olmoe openai-gpt persimmon qwen3_5_moe_text qwen3_5_text qwen3_next
+    qwen4_exp_text seed_oss smollm3 solar_open starcoder2 trocr vaultgemma xglm xlnet xlstm youtu
 """
 _MASKED = """
     roberta deberta deberta-v2 electra distilbert longformer convbert mobilebert modernbert camembert squeezebert fnet nystromformer yoso xlm-roberta
     megatron-bert rembert roformer mra esm data2vec-text big_bird ibert flaubert xlm layoutlm
+    ernie funnel jina_embeddings_v3 luke mpnet nomic_bert ultrabert
 """
 _TRANSLATING = """
     bart mbart pegasus marian m2m_100 blenderbot blenderbot-small led umt5 mvp plbart longt5 switch_transformers pegasus_x bigbird_pegasus
+    mt5
 """
 _SEEING = """
     beit swin swinv2 convnext convnextv2 dinov2 poolformer resnet regnet mobilevit segformer pvt focalnet efficientnet
+    bit dinov2_with_registers hiera
 """
-_HEARING = "wav2vec2 hubert wavlm sew"
+_HEARING = "wav2vec2 hubert wavlm sew data2vec-audio"
 
 
 def _group(names: str, head: str, batch: Callable[[int], zoo.Batch], **more: Any) -> dict[str, Architecture]:

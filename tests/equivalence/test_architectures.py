@@ -36,8 +36,9 @@ SEVERAL_USES = {
     "rwkv": ("time_first", "time_decay", "time_mix"),
     "layoutlm": ("_position_embeddings",),
     "pegasus_x": ("encoder.layers",),
+    "hrm_text": ("L_module.", "H_module."),
 }
-"""Parts of the names of weights that one call uses more than once (RWKV's over time, Pegasus-X's for local and for global tokens).
+"""Parts of the names of weights that are used more than once (RWKV's over time, Pegasus-X's for local and for global tokens, HRM's in cycles of layers).
 
 With several microbatches their gradients are off by roundings of the sum, like those of every weight with several uses."""
 
