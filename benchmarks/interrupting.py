@@ -288,21 +288,21 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
             if problem is not None:
                 raise SystemExit(f"{problem}; {said}")
             told = max(told, found.steps)
-            if found.status == 0:
-                fastest_s = found.seconds if attempt == 0 and found.seconds < fastest_s else fastest_s
-                left = sorted(
-                    path.name
-                    for path in here.iterdir()
-                    if path.name not in ("model.json", "text.txt", "tmp", "run", "saved")
-                )
-                if left:
-                    raise SystemExit(f"left behind: {left}; {said}")
-                break
-            interrupts += 1
-            silent += found.status != INTERRUPTED
-            slowest = max(slowest, found.leaving_s or 0.0)
-            last = [mark for mark in _MARKS if mark in found.text]
-            where[f"{'after ' + last[-1] if last else 'before anything was told'}"] += 1
+            if found.status:
+                interrupts += 1
+                silent += found.status != INTERRUPTED
+                slowest = max(slowest, found.leaving_s or 0.0)
+                last = [mark for mark in _MARKS if mark in found.text]
+                where[f"{'after ' + last[-1] if last else 'before anything was told'}"] += 1
+                if committed_step(here) == STEPS:  # typed again, it would make as many steps more
+                    break
+                continue
+            fastest_s = min(fastest_s, found.seconds) if attempt == 0 else fastest_s
+            known = ("model.json", "text.txt", "tmp", "run", "saved")
+            left = sorted(path.name for path in here.iterdir() if path.name not in known)
+            if left:
+                raise SystemExit(f"left behind: {left}; {said}")
+            break
         print(f"{interrupts:3d} interrupts, {runs} runs", flush=True)
         shutil.rmtree(here)
     print(

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from faults import small_run
+from faults.crash_disk import RecordedDisk
+from faults.crash_story import filled
+from faults.journal_story import EVEN, RECORD_BYTES
 from memfit.api import run_state
 from memfit.api.exporting import export_run
 from memfit.api.saving import load
@@ -22,6 +25,8 @@ from memfit.core.plan import Plan
 from memfit.runtime.export.trainer import FILE_NAME
 from memfit.runtime.loss_scaling import LossScaler
 from memfit.runtime.random_states import check_numpy, check_python, check_torch
+from memfit.runtime.store import verify
+from memfit.runtime.store.journal import RECORD, Journal
 from memfit.runtime.store.state import decode_state, encode_state
 from property.test_hostile_files import resealed_state
 
@@ -151,6 +156,27 @@ def test_a_run_that_lies_is_not_copied_out(kind: str, made: Path, tmp_path: Path
         export_run(run, tmp_path / "out")
     assert 20 < len(str(caught.value)) < 1000
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("length", [0, 1, RECORD_BYTES - 7, 1 << 32, (1 << 63) - 8, (1 << 64) - 1])
+def test_a_journal_whose_record_has_another_length_is_not_read(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(journal: Journal, record: Any) -> None:
+        content = (length.to_bytes(8, "little") + encode_state(record)).ljust(RECORD_BYTES, b"\0")
+        journal._disk.region(RECORD).write(0, RECORD_BYTES, filled(content)).wait()
+
+    monkeypatch.setattr(Journal, "_write", write)
+    with EVEN.begin(RecordedDisk(tmp_path / "run")) as store:
+        journal = EVEN.journal(store)
+        journal.begin_step()
+        for block in EVEN.blocks:
+            content = EVEN.gradient(1, block)
+            store.region(f"{block}/gradient").write(0, len(content), filled(content), slot="current").wait()
+        journal.begin(1, EVEN.record(1, 0))
+        with pytest.raises(StoreError, match="the record of a step .* damaged|the state of the step cannot be read"):
+            journal.read()
+    assert "damaged" in str(verify(tmp_path / "run").state_problem) or length == 1
 
 
 def setting(**values: Any) -> Callable[[dict[str, Any]], object]:
