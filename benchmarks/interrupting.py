@@ -189,7 +189,7 @@ def problem_of_words(found: Typed) -> str | None:
     if "Traceback" in found.text or "Exception ignored" in found.text or "Error" in found.text:
         return "it showed an error"
     said = _SAID.findall(found.text)
-    if found.status == INTERRUPTED and len(said) != 1:
+    if found.status == INTERRUPTED and len(said) != 1 and "committed: step" not in found.text:  # all was said before
         return f"it said {len(said)} times that it was interrupted"
     return None
 

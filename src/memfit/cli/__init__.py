@@ -6,6 +6,7 @@ The commands are loaded inside of `main` (and by `memfit.cli.app`), the heavy li
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,12 @@ def main() -> None:
         leave_at_once()
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        # All is done and said. What libraries do while the interpreter shuts down would answer Ctrl-C with their tracebacks.
+        if _is_the_program():
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            leave_at_once()
 
 
 def _is_the_program() -> bool:
