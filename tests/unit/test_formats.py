@@ -657,6 +657,7 @@ def test_stochastic_rounding_on_the_command_line_follows_its_seed() -> None:
         (("--bits", "0x1"), "bits mean nothing without a format"),
         (("bf16", "1", "--bits", "0x1"), "not both"),
         (("bf16", "--bots"), "cannot read the number '--bots'"),
+        (("fp32", "0x7F800000"), "asked with --bits 0x7F800000"),
         (("bf16", "1", "--rounding", "up"), "no rounding is called 'up'"),
         (("fp4", "nan"), "fp4 has no NaN"),
     ],

@@ -33,8 +33,10 @@ def read_number(text: str) -> Number:
     try:
         exact = Fraction(stripped)
     except (ValueError, ZeroDivisionError) as error:
+        is_code = stripped[:2].lower() in ("0x", "0b")
+        hint = f"; what a code stands for is asked with --bits {stripped}" if is_code else ""
         raise UsageError(
-            f"cannot read the number {text!r}: write 3.14159, -1e-45, 1/3, 2^-149, inf, nan or -0"
+            f"cannot read the number {text!r}: write 3.14159, -1e-45, 1/3, 2^-149, inf, nan or -0{hint}"
         ) from error
     return -0.0 if not exact and stripped.startswith("-") else exact
 
