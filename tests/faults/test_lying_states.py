@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ from memfit.api.exporting import export_run
 from memfit.api.saving import load
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
+from memfit.core.units import MIB
+from memfit.runtime.export.checkpoint import CheckpointFile
 from memfit.runtime.export.trainer import FILE_NAME
 from memfit.runtime.loss_scaling import LossScaler
 from memfit.runtime.random_states import check_numpy, check_python, check_torch
 from memfit.runtime.store import verify
 from memfit.runtime.store.journal import RECORD, Journal
 from memfit.runtime.store.state import decode_state, encode_state
-from property.test_hostile_files import resealed_state
+from property.test_hostile_files import little_memory, resealed_state
 
 LEFT, POSITION = slice(8, 12), slice(16, 24)
 """Of the state of torch's generator."""
@@ -243,3 +246,55 @@ def test_a_loss_scale_that_is_none_is_refused(changed: dict[str, Any]) -> None:
     before = scaler.state_dict()
     with pytest.raises(UsageError, match=f"{next(iter(changed))} is"):
         scaler.load_state_dict(before | changed)
+
+
+# --- what torch.save wrote, and what it did not
+
+
+def rewritten(path: Path, pickled: bytes, *, compression: int = zipfile.ZIP_STORED) -> None:
+    """A file of torch.save with another pickle in it."""
+    torch.save({"weight": torch.zeros(3, 4)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(name, pickled if name.endswith("data.pkl") and pickled else content)
+
+
+CALLS = {
+    "a command": b"cos\nsystem\n(X\x04\x00\x00\x00truetR.",
+    "an evaluation": b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
+    "room of any size": b"cbuiltins\nbytearray\n(\x8a\x05\x00\x00\x00\x00\x10tR.",
+    "nothing": b".",
+    "no end": b"(" * 1000,
+    "half a text": b"X\xff\xff\xff\x7fx",
+    "very many lists": b"(" + b"]" * 400_000 + b"l.",
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_checkpoint_that_asks_for_more_than_tensors_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    rewritten(path, b"\x80\x02" + CALLS[kind])
+    with little_memory(path.stat().st_size + 64 * MIB), pytest.raises(MemfitError) as caught:
+        CheckpointFile(path)
+    assert "model.pt" in str(caught.value)
+    assert 20 < len(str(caught.value)) < 1000
+
+
+def test_checkpoints_of_other_tensors_or_with_packed_records_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.eye(3).to_sparse()}, path)
+    with pytest.raises(MemfitError, match="model.pt"):
+        CheckpointFile(path)
+    rewritten(path, b"", compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(StoreError, match="compressed"):
+        CheckpointFile(path)
+    rewritten(path, b"")
+    with CheckpointFile(path) as file:
+        assert [entry.name for entry in file.header.entries] == ["weight"]
+    content = path.read_bytes()
+    for cut in (0, 10, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:cut])
+        with pytest.raises(StoreError, match="model.pt"):
+            CheckpointFile(path)

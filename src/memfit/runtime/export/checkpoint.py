@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memfit.core.documents import ROOM_BYTES
 from memfit.core.errors import StoreError, UsageError
 from memfit.runtime.export.format import Header, TensorEntry, damaged
 from memfit.runtime.export.reader import TensorFile
@@ -27,6 +28,11 @@ from memfit.runtime.trees import new_storage, typed_view
 
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
 """Under which programs keep the model's state in a checkpoint of several things; the first that is there is taken."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ROOM_OF_ANY_SIZE = b"\nbytearray\n"
+"""What torch's restricted reader would call with any number, and have that many bytes filled with zeros."""
+_OBJECTS_PER_BYTE = 64
+"""Bytes of memory for one of the pickle, at most: an empty container."""
 _WRAPPERS = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before every name."""
 
@@ -50,12 +56,17 @@ class CheckpointFile(TensorFile):
         try:
             with zipfile.ZipFile(self.path) as archive:
                 records = archive.infolist()
-        except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+                pickles = [record for record in records if record.filename.endswith("data.pkl")]
+                is_plain = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+                asks_for_room = is_plain and any(_ROOM_OF_ANY_SIZE in archive.read(record) for record in pickles)
+        except (OSError, ValueError, NotImplementedError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             raise StoreError(
                 f"{self.path} is neither safetensors nor a zip archive of torch.save ({error}): save it again with safetensors, or with torch.save"
             ) from error
-        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        if not is_plain:
             raise damaged(self.path, "its records are compressed, which torch.save's never are")
+        if asks_for_room or _OBJECTS_PER_BYTE * sum(r.file_size for r in pickles) > ROOM_BYTES + status.st_size:
+            raise damaged(self.path, "its pickle asks for more memory than tensors and their names take")
         try:
             content: object = torch.load(self.path, map_location="meta", weights_only=True)
         except Exception as error:  # whatever a file that lies provokes
@@ -68,6 +79,8 @@ class CheckpointFile(TensorFile):
         return Header(raw=b"", entries=entries, metadata={}, file_bytes=status.st_size)
 
     def _entry(self, name: str, tensor: torch.Tensor, file_bytes: int) -> TensorEntry:
+        if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor) not in _PLAIN:
+            raise StoreError(f"{self.path}: {name!r:.200} is no dense tensor; save it as one")
         storage = tensor.untyped_storage()
         place = getattr(storage, "_checkpoint_offset", None)
         size = tensor.dtype.itemsize
@@ -77,7 +90,7 @@ class CheckpointFile(TensorFile):
             else 0
         )
         within = int(tensor.storage_offset()) * size
-        if tensor.layout is not torch.strided or tensor.is_quantized or (place is None and span):
+        if place is None and span:
             raise StoreError(f"{self.path}: {name!r:.200} is no dense tensor; save it as one")
         begin = (place or 0) + within
         if within + span * size > storage.nbytes() or begin + span * size > file_bytes:
