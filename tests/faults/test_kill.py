@@ -33,6 +33,7 @@ def test_runs_that_are_killed_at_random_instants_go_on_bit_for_bit(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_kinds_of_runs_are_killed_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     told = run(PROGRAM, "--kills", "60", "--directory", str(tmp_path))
     assert "bit for bit" in told
@@ -40,6 +41,7 @@ def test_all_kinds_of_runs_are_killed_and_go_on_bit_for_bit(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_run_that_meets_its_limit_is_killed_while_it_is_replanned_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     only = ("--models", "tied-and-frozen", "--plans", "replanned")
     told = run(PROGRAM, "--kills", "16", "--seed", "1", "--directory", str(tmp_path), *only)
@@ -48,5 +50,6 @@ def test_a_run_that_meets_its_limit_is_killed_while_it_is_replanned_and_goes_on_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ctrl_c_in_a_terminal_leaves_a_whole_commit_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert "the same command went on" in run(INTERRUPTING, "--interrupts", "4", "--directory", str(tmp_path))
