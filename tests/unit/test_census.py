@@ -317,9 +317,8 @@ def test_memfits_own_references_are_told_after_those_of_the_model() -> None:
     memfits: Any = type("Slot", (), {"__module__": "memfit.runtime"})
     table.update(model=nn.Linear(2, 2), slots=[memfits() for _ in range(4)])
     table["model"].weight.history = [torch.zeros(1)]
-    for index, slot in enumerate(table["slots"]):
-        setattr(slot, f"parameter_{index}", table["model"].weight)
-    del slot
+    for index in range(4):
+        setattr(table["slots"][index], f"parameter_{index}", table["model"].weight)
     found = holders_of(lambda: table["model"].weight.history[0], table["model"])
     assert [holder.kind for holder in found] == [HolderKind.MODULE, HolderKind.MEMFIT, HolderKind.MEMFIT]
 

@@ -172,6 +172,8 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
         if torn
         else "The step is decided, and finished by the next call"
         if is_decided
+        else "Nothing was updated"
+        if assembly.parts.replan is not None  # whether the job goes on is found out then
         else "Nothing was updated: the job goes on with the weights of before"
     )
     return (

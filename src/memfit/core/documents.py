@@ -113,10 +113,11 @@ def check_depth(value: Any, deepest: int) -> None:
     open_ones: list[Iterator[Any]] = [iter((value,))]
     while open_ones:
         for inner in open_ones[-1]:
-            if type(inner) is dict or type(inner) is list:
+            kind: Any = type(inner)
+            if kind in (dict, list):
                 if len(open_ones) > deepest:
                     raise ValueError(f"it is nested more than {deepest} deep")
-                open_ones.append(iter(inner.values() if type(inner) is dict else inner))
+                open_ones.append(iter(inner.values() if kind is dict else inner))
                 break
         else:
             open_ones.pop()
