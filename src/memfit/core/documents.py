@@ -17,7 +17,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from memfit.core.units import MIB, format_bytes
 
@@ -113,11 +113,11 @@ def check_depth(value: Any, deepest: int) -> None:
     open_ones: list[Iterator[Any]] = [iter((value,))]
     while open_ones:
         for inner in open_ones[-1]:
-            kind: Any = type(inner)
-            if kind in (dict, list):
+            if isinstance(inner, dict | list):
                 if len(open_ones) > deepest:
                     raise ValueError(f"it is nested more than {deepest} deep")
-                open_ones.append(iter(inner.values() if kind is dict else inner))
+                held = cast("dict[str, Any] | list[Any]", inner)
+                open_ones.append(iter(held.values() if isinstance(held, dict) else held))
                 break
         else:
             open_ones.pop()
