@@ -381,8 +381,9 @@ def test_a_mask_that_openmp_has_put_on_this_thread_is_not_inherited(monkeypatch:
 def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which command lines `main` would have started again."""
     asked: list[str] = []
-    monkeypatch.setattr(cli, "restart_with_settings", lambda: asked.append(" ".join(sys.argv[1:])))
-    monkeypatch.setattr(cli, "app", lambda: None)
+    monkeypatch.setattr("memfit.host.restart_with_settings", lambda: asked.append(" ".join(sys.argv[1:])))
+    monkeypatch.setattr("memfit.cli.program.app", lambda: None)
+    monkeypatch.setattr(cli, "leave_at_once", lambda: None)  # it would give this process another answer to Ctrl-C
     return asked
 
 
