@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from faults import small_run
+from memfit.api.exporting import export_run
+from memfit.core.plan import Plan
 
 
 @pytest.fixture
@@ -16,3 +21,13 @@ def generators_as_before() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         yield
     np.random.set_state(state)
+
+
+@pytest.fixture(name="made", scope="module")
+def a_run_and_its_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, and what `export_run` makes of it: `run` and `saved`. Not to be changed."""
+    place = tmp_path_factory.mktemp("made")
+    with torch.random.fork_rng(devices=[]):
+        small_run.train("tied-and-frozen", Plan(), place / "run", total=1)
+    export_run(place / "run", place / "saved")
+    return place

@@ -29,15 +29,6 @@ SAVE_FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json"
 PATIENCE_S = 60
 
 
-@pytest.fixture(name="made", scope="module")
-def a_run_and_its_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("made")
-    with torch.random.fork_rng(devices=[]):
-        small_run.train("tied-and-frozen", Plan(), place / "run", total=1)
-    export_run(place / "run", place / "saved")
-    return place
-
-
 def pipe(path: Path, _: Path) -> None:
     os.mkfifo(path)
 

@@ -96,15 +96,6 @@ def test_registered_generators_refuse_such_states_and_stay_as_they_are() -> None
 # --- whole runs
 
 
-@pytest.fixture(name="made", scope="module")
-def a_run_and_its_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("made")
-    with torch.random.fork_rng(devices=[]):
-        small_run.train("tied-and-frozen", Plan(), place / "run", total=1)
-    export_run(place / "run", place / "saved")
-    return place
-
-
 def lying(made: Path, place: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The run, with a state that was changed and sealed again."""
     run = place / "run"

@@ -101,15 +101,16 @@ class Problem:
         try:
             found = traced(noted.watching(self.loss))
             keeps = any(call.changes_arguments for trace in found.traces.values() for call in trace.calls)
-            if keeps or noted.keeps_elsewhere or not noted.made:
-                self.caches.use = CacheUse.OFF
-                found = traced(self.loss)
+            # What it makes, or keeps in its modules, is of another kind.
+            is_other = keeps or noted.keeps_elsewhere or not noted.made
+            use = CacheUse.OFF if is_other else CacheUse.FORGETFUL
         except HandedBackError:
-            self.caches.use = CacheUse.REAL
-            found = traced(self.loss)
+            found, use = None, CacheUse.REAL
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             # Either it does more with caches than to update them, or this has nothing to do with them and comes again.
-            self.caches.use = CacheUse.OFF
+            found, use = None, CacheUse.OFF
+        if found is None or use is not self.caches.use:
+            self.caches.use = use
             found = traced(self.loss)
         self.caches.is_settled = True
         return found
