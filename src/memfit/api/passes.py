@@ -5,6 +5,7 @@ In: an assembly and a batch. Out: losses; nothing is changed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -38,11 +39,9 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
         assembly.setting(),
     ):
         results = assembly.engine.evaluate(prepared.evaluation, work)
-    if factors is None and isinstance(results[0], tuple):
-        losses = (float(results[0][0]) / float(results[0][1]),)
-    elif isinstance(results[0], tuple):
-        total = float(sum(float(count) for _, count in results))
-        losses, factors = tuple(float(s) for s, _ in results), [1.0 / total] * len(results)
+    if isinstance(results[0], tuple):
+        losses, total = tuple(float(s) for s, _ in results), sum(float(count) for _, count in results)
+        factors = [1.0 / total if total else math.nan] * len(results)
     else:
         losses = tuple(float(r) for r in results)
     mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))

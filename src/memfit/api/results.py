@@ -11,7 +11,7 @@ class StepResult:
 
     Attributes:
         loss: weighted mean over microbatches, of the whole batch.
-        losses: one a microbatch.
+        losses: one a microbatch, as the user's function returned it: mean or sum.
         norm: global gradient norm before clipping; None without `max_grad_norm`.
         rows: rows of the batch.
         tokens: elements of the batch's first integer tensor; None if it has none.
@@ -36,7 +36,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """One forward pass: weighted mean loss, one loss a microbatch, seconds."""
+    """One forward pass: weighted mean loss (NaN of a batch that counts for nothing), one loss a microbatch (as the user's function returned it), seconds."""
 
     loss: float
     losses: tuple[float, ...]

@@ -99,7 +99,7 @@ def parts_to_check(sample: Any) -> tuple[Any, list[Any]] | None:
 def compare_split(
     one: Any, found: Sequence[Any], parts: Sequence[Any], weight: Weigh | None, *, is_rounded: bool = False
 ) -> None:
-    """Refuses a loss that does not add up over rows.
+    """Refuses a loss that does not add up over rows. Where these rows count for nothing (a sample of zeros), or have no finite loss, nothing can be compared.
 
     Args:
         one: loss of the whole, or (sum, count).
@@ -113,12 +113,16 @@ def compare_split(
     """
     one, found = _value(one), [_value(f) for f in found]
     if isinstance(one, tuple):
+        if one[1] == 0:
+            return
         expected = one[0] / one[1]
         summed = sum(v[0] for v in found) / sum(v[1] for v in found)
     else:
+        expected = one
+        if weight is not None and not any(weight(part) for part in parts):
+            return
         factors = shares(parts, weight)
         assert factors is not None
-        expected = one
         summed = sum(v * f for v, f in zip(found, factors, strict=True))
     if math.isfinite(expected) and not abs(summed - expected) <= (
         _ROUNDED_TOLERANCE if is_rounded else _CHECK_TOLERANCE

@@ -19,6 +19,7 @@ from memfit.core.errors import LimitBreachError, StoreError
 from memfit.core.plan import Order, Plan
 from memfit.core.units import format_bytes
 from memfit.runtime.engine import Outcome, Work
+from memfit.runtime.gradients import clip_factor
 from memfit.runtime.streams import draw_streams
 from memfit.runtime.trees import tensors_in
 
@@ -70,7 +71,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         raise
     if not outcome.is_skipped:
         driver.end_step()
-    _note_clip(assembly)
+    _note_clip(assembly, outcome)
     return outcome
 
 
@@ -87,7 +88,7 @@ def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
     assembly.house.note_changed(assembly.states)
     assembly.house.commit()
     assembly.parts.driver.end_step()
-    _note_clip(assembly)
+    _note_clip(assembly, outcome)
     return outcome
 
 
@@ -116,10 +117,10 @@ def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], 
     return parts, shares(parts, assembly.parts.weight)
 
 
-def _note_clip(assembly: Assembly) -> None:
-    if assembly.commits is not None:
-        scale = assembly.house.gradients.scale
-        assembly.commits.clip = None if scale is None else float(scale)
+def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
+    max_norm = assembly.parts.max_grad_norm
+    if assembly.commits is not None and max_norm is not None and outcome.norm is not None:
+        assembly.commits.clip = float(clip_factor(outcome.norm, max_norm))
 
 
 def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:

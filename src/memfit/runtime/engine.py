@@ -49,7 +49,7 @@ from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.leaves import MicrobatchLeaves, Replaced, watch_arrivals
 from memfit.runtime.modules import ModuleNotes
 from memfit.runtime.saved import Frame
-from memfit.runtime.seeding import Seeds, seed
+from memfit.runtime.seeding import Counts, Seeds, seed
 from memfit.runtime.settling import Settling
 from memfit.runtime.sites import Site, SiteHooks
 from memfit.runtime.streams import RandomStream
@@ -209,6 +209,7 @@ class Engine:
         self._settling.begin()
         self._serial += 1
         self._schedule, self._work, self._tail = schedule, work, tail
+        self._counts = Counts(schedule.microbatches)
         self._position_of = {a: i for i, a in enumerate(schedule.actions) if isinstance(a, Backward)}
         self._segment_of = {
             c: (a.first, a.last) for a in schedule.actions if isinstance(a, Forward) for c in range(a.first, a.last + 1)
@@ -278,6 +279,7 @@ class Engine:
         self._recomputing = 0
         self._work: Work | None = None
         self._loss_scale: float | None = None
+        self._counts = Counts(0)
         self._schedule: Schedule | None = None
         self._tail: int | None = None
         self._aliases = TailAliases((), set())
@@ -434,11 +436,14 @@ class Engine:
         seeds = seed(
             results,
             None if given is None else [given[m] for m in microbatches],
-            may_share_counts=not self._is_cut or len(self._coroutines) == 1,
+            counts=self._counts,
             scale=self._loss_scale,
         )
         self.outcome.losses += [loss.detach().clone() for loss in seeds.losses]
         self.outcome.shares += [1.0 if share is None else share for share in seeds.shares]
+        if self._counts.is_complete:
+            self.outcome.shares = [self._counts.share] * len(self.outcome.losses)
+            self._settling.multiply(self._counts.correction)
         return seeds
 
     def _make_aliases(self) -> TailAliases:

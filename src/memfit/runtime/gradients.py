@@ -75,7 +75,7 @@ class GradientHomes:
         self._norms: dict[str, torch.Tensor] = {}
         self._keeps_peaks = keeps_peaks
         self._peaks: dict[str, torch.Tensor] = {}
-        self._unscale = 1.0
+        self._factor = 1.0
         self._clipped: set[str] = set()
         self._leaving: Ticket | None = None
         self.scale: torch.Tensor | None = None
@@ -87,7 +87,7 @@ class GradientHomes:
         self._held.clear()
         self._norms.clear()
         self._peaks.clear()
-        self._unscale = 1.0
+        self._factor = 1.0
         self._clipped.clear()
         if self._kept is not None:
             self._kept.clear()
@@ -203,12 +203,16 @@ class GradientHomes:
                     if gradient is not None:
                         norms[slot.name] = torch.linalg.vector_norm(gradient)
         found = [norms[name] for name in order if name in norms]
-        return torch.linalg.vector_norm(torch.stack(found)) * self._unscale if found else torch.tensor(0.0)
+        return torch.linalg.vector_norm(torch.stack(found)) * self._factor if found else torch.tensor(0.0)
+
+    def multiply(self, factor: float) -> None:
+        """From now on gradients count as multiplied with this, besides what was said before. Before `set_clip`."""
+        self._factor *= factor
+        self.scale = torch.tensor(self._factor)
 
     def unscale(self, scale: float) -> None:
         """From now on gradients count as divided by the loss scale."""
-        self._unscale = _inverse(scale)
-        self.scale = torch.tensor(self._unscale)
+        self.multiply(_inverse(scale))
 
     def is_finite(self, names: Collection[str]) -> bool:
         """No gradient of these parameters holds an infinity or a NaN."""
@@ -223,8 +227,8 @@ class GradientHomes:
         return not peaks or bool(torch.stack(peaks).isfinite().all())
 
     def set_clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """From now on the update multiplies gradients with the clip factor (`clip_grads_with_norm_`'s formula), and with what unscales them."""
-        self.scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * self._unscale
+        """From now on the update multiplies gradients with the clip factor, and with what `multiply` and `unscale` said."""
+        self.scale = clip_factor(norm, max_norm) * self._factor
 
     def has(self, slot: Slot) -> bool:
         """The parameter received a gradient in this step."""
@@ -286,6 +290,11 @@ class GradientHomes:
             if self._kept is not None and gradient is not None:
                 self._kept[slot.name] = gradient
             self._give_up(slot)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of this norm are multiplied with. Source: `torch.nn.utils.clip_grads_with_norm_`."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _inverse(scale: float) -> float:

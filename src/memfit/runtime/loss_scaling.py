@@ -7,7 +7,8 @@ The contract is `torch.amp.GradScaler` with `torch.autocast(dtype=torch.float16)
 and stay in fp32; losses are multiplied with the scale; when all gradients are complete and scaled back, the update is made if they are finite, and skipped whole
 if one is not. No update begins before that is known, so that a skipped step changes nothing: neither weights nor states nor step counts, and neither the
 optimizer's hooks nor its schedulers hear of it. Scales are powers of two with torch's factors, so that scaling and unscaling round nothing, wherever they are
-done: unscaling is part of the update's pieces. Autocast's cache of casted weights is off: it would keep an fp16 copy of every weight until the forward ends.
+done: unscaling is part of the update's pieces. (With a scale that is none, the norm to clip by is off by a rounding: it is taken of scaled gradients.)
+Autocast's cache of casted weights is off: it would keep an fp16 copy of every weight until the forward ends.
 """
 
 from __future__ import annotations

@@ -1,10 +1,18 @@
 """Where backward begins: each microbatch's loss, and what it is multiplied with.
 
 In: what the user's function returned. Out: scalar losses and their factors; the result is the weighted mean of the whole batch.
+
+[Note: counts that come late]
+A loss that returns (sum, count) is divided by the total of the counts, which is known when the last microbatch has run forward. Where all of them begin
+backward together, that is in time, and the gradient is that of `sum / total`. Where one goes back before the next has run (one after the other, or a tail
+at once), its sum begins with a power of two near the inverse of the total, guessed from the first count, so that fp16 sees gradients of the usual size and
+nothing is rounded; what is missing, guess over total, multiplies the finished gradients on their way to the update, with what unscales and clips them.
+No update begins before the last microbatch went back. These are the same sums with one rounding more: *reordered*.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,29 +37,76 @@ class Seeds:
     factors: list[torch.Tensor | None]
 
 
+class Counts:
+    """What the losses of one step count for. See [Note: counts that come late].
+
+    Args:
+        microbatches: of the step.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._missing = microbatches
+        self._total = 0.0
+        self._divisor: float | None = None
+
+    def add(self, counts: Sequence[float]) -> float:
+        """Counts of the microbatches that begin backward next.
+
+        Returns:
+            What their sums begin with.
+
+        Raises:
+            UsageError: a count that is none; or all are there, and add up to 0.
+        """
+        if not all(0.0 <= count < math.inf for count in counts):
+            raise UsageError(f"a loss that returns (sum, count) must count from 0 up; it gave {list(counts)}")
+        self._missing -= len(counts)
+        self._total += sum(counts)
+        if self.is_complete and not self._total > 0.0:
+            raise UsageError(
+                "the loss returned (sum, count), and the counts of the whole batch add up to 0: there is no mean"
+            )
+        if self._divisor is None:
+            guess = self._total / len(counts) * (len(counts) + self._missing)
+            self._divisor = self._total if self.is_complete else 2.0 ** round(math.log2(max(guess, 1.0)))
+        return 1.0 / self._divisor
+
+    @property
+    def is_complete(self) -> bool:
+        """All microbatches were counted."""
+        return self._missing == 0
+
+    @property
+    def share(self) -> float:
+        """Of each sum in the mean, when all were counted."""
+        assert self.is_complete
+        return 1.0 / self._total
+
+    @property
+    def correction(self) -> float:
+        """What gradients are to be multiplied with, when all were counted: 1 where all began backward together."""
+        assert self.is_complete and self._divisor is not None
+        return self._divisor / self._total
+
+
 def seed(
-    results: Sequence[Any], shares: Sequence[float] | None, *, may_share_counts: bool, scale: float | None = None
+    results: Sequence[Any], shares: Sequence[float] | None, *, counts: Counts, scale: float | None = None
 ) -> Seeds:
     """Losses and factors of microbatches that have run forward.
 
     Args:
         results: scalars, or pairs (sum, count).
         shares: one a scalar result; None for one microbatch: the loss as it is.
-        may_share_counts: these are all microbatches of the step, so that the total of their counts is known.
+        counts: of the step; those of these results are added, where they have some.
         scale: factors are multiplied with it.
 
     Raises:
-        UsageError: a loss is no differentiable scalar; or it comes with a count, and others' counts are not known yet.
+        UsageError: a loss is no differentiable scalar, or its count is none.
     """
     losses: list[torch.Tensor]
     if any(isinstance(r, tuple) for r in results):
-        if not may_share_counts:
-            raise UsageError(
-                "the loss returns (sum, count), whose total count is known only after all microbatches; this plan runs each one's tail back at "
-                "once. Give fit(weight=...) so that counts come from the batch, or a plan with tail=None"
-            )
-        total = float(sum(float(count) for _, count in results))
-        losses, found = [loss for loss, _ in results], [1.0 / total for _ in results]
+        share = counts.add([float(count) for _, count in results])
+        losses, found = [loss for loss, _ in results], [share] * len(results)
     else:
         losses, found = list(results), [None] * len(results) if shares is None else list(shares)
     for loss in losses:
@@ -66,8 +121,11 @@ def seed(
 def _factor(loss: torch.Tensor, share: float | None, scale: float | None) -> torch.Tensor | None:
     if share is None and scale is None:
         return None
-    product = (1.0 if share is None else share) * (1.0 if scale is None else scale)
-    return torch.tensor(product, dtype=loss.dtype, device=loss.device).reshape(loss.shape)
+    # Each rounded before they are multiplied, as a loss that is multiplied with one and then with the other is differentiated.
+    share_of, scale_of = (
+        torch.tensor(1.0 if x is None else x, dtype=loss.dtype, device=loss.device) for x in (share, scale)
+    )
+    return (scale_of * share_of).reshape(loss.shape)
 
 
 def check_loss(loss: Any) -> None:

@@ -91,6 +91,12 @@ class Settling:
         if ticket is not None:
             ticket.wait()
 
+    def multiply(self, factor: float) -> None:
+        """Gradients count as multiplied with this. See `runtime.seeding`, [Note: counts that come late]."""
+        assert self._gradients is not None
+        if factor != 1.0:
+            self._gradients.multiply(factor)
+
     def unscale(self, scale: float) -> None:
         """Gradients count as divided by the loss scale."""
         assert self._gradients is not None
