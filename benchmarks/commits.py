@@ -106,7 +106,7 @@ def step_of_journaled(
             deciding = time.perf_counter()
             journal.begin(step, STATE)
             waited = time.perf_counter() - deciding
-            while blocks := journal.next_blocks:
+            for blocks in journal.turns():
                 for name in blocks:
                     gradient, region = store.region(f"{name}/gradient"), store.region(name)
                     wait_for(

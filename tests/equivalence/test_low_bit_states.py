@@ -18,7 +18,7 @@ from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, Order, Plan, Tier
 from memfit.core.states import StateFormat
 from memfit.formats import BlockFormat, find_format
-from memfit.runtime import updates
+from memfit.runtime import update_pieces
 from memfit.runtime.noise import RoundingNoise
 
 WIDTH = 96
@@ -124,7 +124,7 @@ def train_by_hand(
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "PIECE_ELEMENTS", 1024)
+    monkeypatch.setattr(update_pieces, "PIECE_ELEMENTS", 1024)
 
 
 MICROBATCHES = {"resident": 1, "disk": 1, "disk-4": 4, "atomic": 1}

@@ -15,7 +15,7 @@ from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.core.states import StateFormat
 from memfit.prediction.predict import predict
-from memfit.runtime import updates
+from memfit.runtime import update_pieces
 from memfit.runtime.noise import RoundingNoise
 
 WIDTH = 72
@@ -100,7 +100,7 @@ def train_by_hand(steps: int) -> Net:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "PIECE_ELEMENTS", 1024)
+    monkeypatch.setattr(update_pieces, "PIECE_ELEMENTS", 1024)
 
 
 @pytest.mark.parametrize("where", ["resident", "disk", "states", "atomic"])

@@ -132,8 +132,10 @@ class JournalStory:
         step, done = journal.step, len(self.sizes) - len(journal.pending)
         assert step is not None
         made = 0
+        turns = journal.turns()
         while journal.pending:
-            blocks = journal.next_blocks
+            blocks = turns.pop(0)
+            assert journal.turns()[0] == blocks, "the order that was told before anything moved"
             for block in blocks:
                 gradient = _read(store, f"{block}/gradient")
                 assert gradient == self.gradient(step, block), "the gradients of a step under way are whole"
@@ -142,6 +144,7 @@ class JournalStory:
                     store.region(name).write(0, len(content), filled(content)).wait()
                 done, made = done + 1, made + 1
             journal.moved(blocks, self.record(step, done))
+        assert turns == []
         return made
 
     # ---- what a crash left

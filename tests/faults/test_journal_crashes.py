@@ -85,7 +85,7 @@ def test_the_enumeration_finds_a_journal_that_syncs_too_little(tmp_path: Path, i
 def test_the_enumeration_finds_blocks_that_do_not_wait_for_room(
     tmp_path: Path, io: DiskIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RegionState, "is_free", lambda self, number: True)
+    monkeypatch.setattr(RegionState, "is_free", lambda self, number, moved=(): True)
     recorded, finder = RecordedDisk(tmp_path / "s"), Finder(EVEN, tmp_path, io)
 
     def step() -> None:
@@ -184,14 +184,14 @@ def test_what_a_step_under_way_needs_cannot_be_overwritten(tmp_path: Path, io: D
     story = EVEN
     with story.begin(RecordedDisk(tmp_path / "s"), io) as store:
         journal = story.journal(store)
-        assert journal.step is None and journal.pending == journal.next_blocks == ()
+        assert journal.step is None and journal.pending == () and journal.turns() == []
         # With all blocks at one end, only the first can move, and what follows it lies under the first.
         for block in story.sizes:
             content = story.gradient(1, block)
             store.region(f"{block}/gradient").write(0, len(content), filled(content), slot="current").wait()
         journal.begin(1, {})
         assert journal.pending == tuple(story.sizes)
-        assert journal.next_blocks == ("a",)
+        assert journal.turns()[0] == ("a",)
         with pytest.raises(UsageError, match="cannot be written yet"):
             store.region("b/0").write(0, 512, filled(bytes(512)))
         with pytest.raises(UsageError, match="holds the committed step 1"):

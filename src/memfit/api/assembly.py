@@ -168,7 +168,9 @@ class Assembly:
         """The threads and hooks of the steps; the limit is armed."""
         parts, machine = self.parts, self.machine
         # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
-        is_beside = machine.device.type != "cpu" or self.house.uses_disk
+        # Those of a journal wait for its commits.
+        is_journaled = parts.run is not None and parts.run.scheme == "journal"
+        is_beside = machine.device.type != "cpu" or self.house.uses_disk or is_journaled
         self._running.enter_context(casting_inputs(parts.casts, torch.bfloat16 if self.is_bf16 else None))
         self.updates = UpdateWorker(
             parts.driver,

@@ -33,7 +33,7 @@ from memfit.runtime.housing import House
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver
 from memfit.runtime.states import BlockStates
-from memfit.runtime.updates import UpdateWorker
+from memfit.runtime.updates import Gate, UpdateWorker
 
 
 class StepJournal:
@@ -173,14 +173,24 @@ class StepJournal:
     def _make(self, record: Mapping[str, Any]) -> None:
         """The updates that are left, as many blocks at a time as the spare room takes."""
         before = torch.get_rng_state()
-        while names := self._journal.next_blocks:
-            blocks = [self._by_name[name] for name in names]
-            Tickets([self._updates.submit(block) for block in blocks]).wait()
-            for block in blocks:
-                self._house.keep_version(block)
-            self._journal.moved(names, {**record, "numbers": run_state.take_numbers(self._states)})
-            self._house.begin_versions(blocks)
-        assert not self._journal.pending, "the spare room takes the largest block"
+        turns = [[self._by_name[name] for name in names] for names in self._journal.turns()]
+        gates = [Gate() for _ in turns]
+        updates = [
+            [self._updates.submit(block, gate) for block in turn] for turn, gate in zip(turns, gates, strict=True)
+        ]
+        numbers = dict(record["numbers"])
+        try:
+            for turn, gate, tickets in zip(turns, gates, updates, strict=True):
+                gate.open()
+                Tickets(tickets).wait()
+                for block in turn:
+                    self._house.keep_version(block)
+                numbers |= run_state.take_numbers({block.index: self._states[block.index] for block in turn})
+                self._journal.moved([block.name for block in turn], {**record, "numbers": numbers})
+                self._house.begin_versions(turn)
+        finally:
+            for gate in gates:
+                gate.shut(StoreError("the step was given up before this block's turn"))
         if not torch.equal(before, torch.get_rng_state()):
             raise UnsupportedError(
                 f"{type(self._optimizer).__name__} draws random numbers while it updates, so that an update that is made again from the journal would be another: "

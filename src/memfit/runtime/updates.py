@@ -1,8 +1,8 @@
 """Updates where the state lives, beside the backward of the blocks below.
 
 In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker thread takes blocks in order; each parameter is
-updated in pieces small enough for the processor's cache, and the next piece's transfers run while one is computed. What is updated is the master
-(`runtime.weights`, [Note: masters]).
+updated in pieces small enough for the processor's cache (`runtime.update_pieces`), and the next pieces' transfers run while one is computed, also from
+one block to the next.
 
 [Note: threads of an update]
 The worker touches a block's weights, gradients and states only between `submit` and the end of its ticket; the engine frees or
@@ -17,40 +17,42 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping
 
 import torch
 
-from memfit.runtime.gradients import GradientHomes, GradientPiece
-from memfit.runtime.homes.base import DONE, ByteHome, Ticket, Tickets, write_tensor
-from memfit.runtime.noise import RoundingNoise, round_stochastically
-from memfit.runtime.optimizers import OptimizerDriver, UpdateKind
-from memfit.runtime.states import BlockStates, StatePiece
-from memfit.runtime.trees import typed_view
-from memfit.runtime.weights import PIECE_ELEMENTS, BlockWeights, Slot
+from memfit.runtime.gradients import GradientHomes
+from memfit.runtime.homes.base import DONE, Ticket, Tickets
+from memfit.runtime.noise import RoundingNoise
+from memfit.runtime.optimizers import OptimizerDriver
+from memfit.runtime.states import BlockStates
+from memfit.runtime.update_pieces import Coming, PieceUpdates
+from memfit.runtime.weights import BlockWeights
 
 
-@dataclass(frozen=True)
-class _Piece:
-    slot: Slot
-    first: int
-    count: int
-    is_first: bool
-    is_last: bool
+class Gate:
+    """A ticket that others wait for until it is opened, or shut for good."""
 
+    def __init__(self) -> None:
+        self._decided = threading.Event()
+        self._error: Exception | None = None
 
-@dataclass(frozen=True)
-class _Coming:
-    """A piece whose bytes are on their way."""
+    def open(self) -> None:
+        """Whoever waits goes on."""
+        self._decided.set()
 
-    piece: _Piece
-    weight: torch.Tensor
-    ready: Ticket
-    """The weight is here."""
-    gradient: GradientPiece
-    state: StatePiece
+    def shut(self, error: Exception) -> None:
+        """Whoever waits, now or later, gets the error; nothing if it was opened."""
+        if not self._decided.is_set():
+            self._error = error
+            self._decided.set()
+
+    def wait(self) -> None:
+        """Returns when it is open; raises why it was shut."""
+        self._decided.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class UpdateTicket:
@@ -64,6 +66,11 @@ class UpdateTicket:
         """Called by the worker."""
         self._error = error
         self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """The update has ended, well or not."""
+        return self._done.is_set()
 
     def wait(self) -> None:
         """Returns when the block's new weights and states are home; an exception of a signal handler comes through only then."""
@@ -98,38 +105,40 @@ class UpdateWorker:
         is_beside: bool = True,
         noise: RoundingNoise | None = None,
     ) -> None:
-        self._driver = driver
-        self._trained = frozenset(driver.names)
-        self._states = dict(states)
-        self._gradients = gradients
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], UpdateTicket] | None] = queue.SimpleQueue()
+        self._pieces = PieceUpdates(driver, states, gradients, noise=noise)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_beside = is_beside
-        self._noise = noise
         self.updated_blocks: list[int] = []
 
     @property
     def trained(self) -> frozenset[str]:
         """Names of the parameters that the optimizer updates."""
-        return self._trained
+        return self._pieces.trained
 
-    def submit(self, block: BlockWeights) -> Ticket:
-        """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
-        ticket = UpdateTicket()
-        if not any(self._is_due(slot) for slot in block.slots):
-            ticket.finish()
-            return ticket
+    def submit(self, block: BlockWeights, after: Ticket = DONE) -> Ticket:
+        """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them.
+
+        Args:
+            block: whose gradients are complete.
+            after: nothing of the block is changed before this is done; what the update reads comes meanwhile. An error of it is the update's.
+        """
+        job = _Job(self._pieces, block, after)
+        if not job.is_left:
+            job.ticket.finish()
+            return job.ticket
         self.updated_blocks.append(block.index)
         if not self._is_beside:
-            self._update(block)
-            ticket.finish()
-            return ticket
+            with torch.no_grad():
+                _Line(lambda: None).run(job)
+            job.ticket.wait()
+            return job.ticket
         if self._thread is None:
             self._thread = _start_worker(self._jobs)
             # A worker that is dropped without `close` ends its thread as well: the thread refers to the queue only.
             weakref.finalize(self, self._jobs.put, None)
-        self._jobs.put((lambda: self._update(block), ticket))
-        return ticket
+        self._jobs.put(job)
+        return job.ticket
 
     def close(self) -> None:
         """Ends the thread after the updates that were submitted."""
@@ -138,135 +147,113 @@ class UpdateWorker:
             self._thread.join()
             self._thread = None
 
-    def _update(self, block: BlockWeights) -> None:
-        with torch.no_grad():
-            pieces = list(self._pieces(block))
-            leaving: list[Ticket] = []
-            coming = self._begin(block, pieces[0])
-            try:
-                for index in range(len(pieces)):
-                    here, coming = coming, (self._begin(block, pieces[index + 1]) if index + 1 < len(pieces) else None)
-                    assert here is not None
-                    # The piece before goes home and the next one comes while this one is computed: three are in memory.
-                    before, leaving = leaving, self._apply(block, here)
-                    Tickets(before).wait()
-            finally:
-                Tickets(leaving).wait()
 
-    def _pieces(self, block: BlockWeights) -> Iterator[_Piece]:
-        for slot in block.slots:
-            if not self._is_due(slot):
-                continue
-            size = PIECE_ELEMENTS if self._is_elementwise(slot) else max(slot.numel, 1)
-            starts = range(0, max(slot.numel, 1), size)
-            for start in starts:
-                count = min(size, slot.numel - start)
-                yield _Piece(slot, start, count, start == 0, start == starts[-1])
+class _Job:
+    """The update of one block: pieces that are still to come, and what leaves."""
 
-    def _is_due(self, slot: Slot) -> bool:
-        return slot.name in self._trained and self._gradients.has(slot)
+    def __init__(self, pieces: PieceUpdates, block: BlockWeights, after: Ticket) -> None:
+        self.ticket = UpdateTicket()
+        self._pieces = pieces
+        self._block = block
+        self._after = after
+        self._left = deque(pieces.cut(block))
+        self._begun = 0
+        self._leaving: list[Ticket] = []
 
-    def _is_elementwise(self, slot: Slot) -> bool:
-        return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
+    @property
+    def is_left(self) -> bool:
+        """There is a piece that has not begun to come."""
+        return bool(self._left)
 
-    def _begin(self, block: BlockWeights, piece: _Piece) -> _Coming:
-        slot = piece.slot
-        gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
-        state = self._states[block.index].begin_read(slot, piece.first, piece.count)
-        return _Coming(piece, *self._begin_weight(block, piece), gradient, state)
+    def begin(self) -> Coming | None:
+        """The next piece begins to come; None if that fails, which is the end of the update."""
+        try:
+            coming = self._pieces.begin(self._block, self._left.popleft())
+        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
+            self._end(error)
+            return None
+        self._begun += 1
+        return coming
 
-    def _begin_weight(self, block: BlockWeights, piece: _Piece) -> tuple[torch.Tensor, Ticket]:
-        slot = piece.slot
-        if block.is_here and not block.has_masters:
-            return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE
-        home = block.master_home
-        assert home is not None
-        offset = slot.master_offset_bytes + piece.first * slot.master_dtype.itemsize
-        if home.memory is not None:
-            return typed_view(home.memory, offset, slot.master_dtype, (piece.count,)), DONE
-        weight = torch.empty(piece.count, dtype=slot.master_dtype, device=slot.parameter.device)
-        return weight, home.read(offset, piece.count * slot.master_dtype.itemsize, weight.untyped_storage())
+    def apply(self, coming: Coming) -> None:
+        """Updates a piece that was begun, in order. Nothing is done any more after an error."""
+        if self.ticket.is_done:
+            return
+        try:
+            self._after.wait()
+            # The piece before goes home and the next ones come while this one is computed.
+            before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
+            Tickets(before).wait()
+        except BaseException as error:  # noqa: BLE001, as above
+            self._end(error)
+            return
+        self._begun -= 1
+        if not self._left and not self._begun:
+            self._end()
 
-    def _apply(self, block: BlockWeights, coming: _Coming) -> list[Ticket]:
-        piece, weight, state = coming.piece, coming.weight, coming.state
-        slot = piece.slot
-        states = self._states[block.index]
-        gradient = self._gradients.finish_piece(coming.gradient)
-        coming.ready.wait()
-        state.ready.wait()
-        values: dict[str, Any] = {**states.numbers.get(slot.name, {}), **state.values()}
-        if not self._is_elementwise(slot):
-            weight, gradient = (t.as_strided(slot.shape, slot.stride) for t in (weight, gradient))
-            for placed in states.slots[slot.name]:
-                if placed.is_like_weight and placed.key in values:
-                    values[placed.key] = values[placed.key].as_strided(slot.shape, slot.stride)
-        new = self._driver.update(slot.name, weight, gradient, values, first=piece.is_first, last=piece.is_last)
-        if not self._is_elementwise(slot):
-            new = {
-                key: _in_memory_order(value, slot) if _is_like(states, slot, key) else value
-                for key, value in new.items()
-            }
-        leaving = states.write(slot, piece.first, piece.count, new)
-        if piece.is_last:
-            states.keep_numbers(slot, new)
-        if block.has_masters:
-            return leaving + _write_masters(block, piece, weight, self._noise)
-        return leaving + _write_weight(block, piece, weight)
+    def _end(self, error: BaseException | None = None) -> None:
+        self._left.clear()
+        try:
+            Tickets(self._leaving).wait()
+        except BaseException as other:  # noqa: BLE001, as above
+            error = error or other
+        self.ticket.finish(error)
 
 
-def _write_weight(block: BlockWeights, piece: _Piece, weight: torch.Tensor) -> list[Ticket]:
-    """Takes a new piece of a weight home, unless it was changed where it rests."""
-    home, slot = block.home, piece.slot
-    assert home is not None
-    if not block.travels or (home.memory is not None and not block.is_here):
-        return []
-    return [_write(home, slot.offset_bytes, piece, weight)]
+class _Line:
+    """Pieces under way, over the ends of blocks: while one is computed those behind it come.
+
+    Args:
+        more: gives the update that is next, if it was asked for already.
+    """
+
+    def __init__(self, more: Callable[[], _Job | None]) -> None:
+        self._more = more
+        self._job: _Job | None = None
+
+    def run(self, job: _Job) -> None:
+        """Makes this update, and those that are asked for meanwhile; returns when nothing is under way."""
+        self._job = job
+        coming = self._next()
+        while coming is not None:
+            (job, here), coming = coming, self._next()
+            job.apply(here)
+            coming = coming or self._next()  # one that was asked for while this was computed
+
+    def _next(self) -> tuple[_Job, Coming] | None:
+        """The next piece begins to come; None if there is none."""
+        while True:
+            while self._job is None or not self._job.is_left:
+                self._job = self._more()
+                if self._job is None:
+                    return None
+            coming = self._job.begin()
+            if coming is not None:
+                return self._job, coming
 
 
-def _write_masters(
-    block: BlockWeights, piece: _Piece, master: torch.Tensor, noise: RoundingNoise | None
-) -> list[Ticket]:
-    """Takes a new piece of a master home, and the weight rounded from it to wherever weights are."""
-    masters, home, slot = block.master_home, block.home, piece.slot
-    assert masters is not None and home is not None
-    leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece, master)]
-    flat = master.as_strided((piece.count,), (1,))
-    if noise is not None and slot.dtype is torch.bfloat16:
-        flat = round_stochastically(flat, noise.bits(f"{slot.name}/weight", piece.first, piece.count, flat.device))
-    place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
-    weight = flat.to(slot.dtype) if place is None else place.copy_(flat)
-    if block.travels:
-        leaving.append(_write(home, slot.offset_bytes, piece, weight))
-    return leaving
-
-
-def _write(home: ByteHome, offset_bytes: int, piece: _Piece, dense: torch.Tensor) -> Ticket:
-    return write_tensor(home, offset_bytes + piece.first * dense.element_size(), dense)
-
-
-def _is_like(states: BlockStates, slot: Slot, key: str) -> bool:
-    return any(placed.key == key and placed.is_like_weight for placed in states.slots[slot.name])
-
-
-def _in_memory_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:
-    if tuple(value.stride()) != slot.stride:
-        value = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
-    return value.as_strided((slot.numel,), (1,))
-
-
-def _start_worker(jobs: queue.SimpleQueue[Any]) -> threading.Thread:
+def _start_worker(jobs: queue.SimpleQueue[_Job | None]) -> threading.Thread:
     thread = threading.Thread(target=_work, args=(jobs,), name="memfit-update", daemon=True)
     thread.start()
     return thread
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Callable[[], None], UpdateTicket] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        run, ticket = job
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    is_ending = False
+
+    def more() -> _Job | None:
+        nonlocal is_ending
         try:
-            run()
-        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
-            ticket.finish(error)
-        else:
-            ticket.finish()
-        del run, ticket, job
+            job = None if is_ending else jobs.get_nowait()
+        except queue.Empty:
+            return None
+        is_ending = is_ending or job is None
+        return job
+
+    with torch.no_grad():
+        while not is_ending:
+            job = jobs.get()
+            if job is None:
+                return
+            _Line(more).run(job)
+            del job

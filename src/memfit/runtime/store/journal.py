@@ -109,10 +109,16 @@ class Journal:
             name for name, regions in self._blocks.items() if any(self._disk.region(r).step != step for r in regions)
         )
 
-    @property
-    def next_blocks(self) -> tuple[str, ...]:
-        """Those of them whose new versions may be written now."""
-        return tuple(name for name in self.pending if all(self._disk.is_free(region) for region in self._blocks[name]))
+    def turns(self) -> list[tuple[str, ...]]:
+        """The pending blocks in the order in which they may be written: those of a turn when all before it have `moved`."""
+        left, turns, moved = list(self.pending), list[tuple[str, ...]](), set[str]()
+        while left:
+            free = tuple(n for n in left if all(self._disk.is_free(region, moved) for region in self._blocks[n]))
+            assert free, "the spare room takes the largest block"
+            turns.append(free)
+            moved.update(region for name in free for region in self._blocks[name])
+            left = [name for name in left if name not in free]
+        return turns
 
     def read(self) -> dict[str, Any]:
         """The record of the step that is under way.
@@ -173,7 +179,7 @@ class Journal:
         """Commits the new versions of blocks, whose spare slots are whole.
 
         Args:
-            blocks: of `next_blocks`.
+            blocks: of the first of `turns`.
             record: as it is with their new counters.
 
         Raises:

@@ -7,7 +7,7 @@ asked for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -72,10 +72,13 @@ class RegionState:
         """A version is committed."""
         return self.steps[self.committed] is not None
 
-    def is_free(self, number: int) -> bool:
-        """No committed version of another region lies where this slot does."""
+    def is_free(self, number: int, moved: Collection[RegionState] = ()) -> bool:
+        """No committed version of another region lies where this slot does; the next versions of those that `moved` count as committed."""
         shared = self.under[number] if self.under else ()
-        return not any(other.committed == slot and other.is_whole for other, slot in shared)
+        gone = {id(other) for other in moved}
+        return not any(
+            other.is_whole and slot == (other.spare if id(other) in gone else other.committed) for other, slot in shared
+        )
 
 
 class Region:

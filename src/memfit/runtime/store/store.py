@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -250,11 +250,16 @@ class DiskStore:
         """How it keeps a whole step at every instant."""
         return self._manifest.scheme
 
-    def is_free(self, name: str) -> bool:
-        """The next version of a region with two slots may be written: no committed version lies there."""
+    def is_free(self, name: str, moved: Collection[str] = ()) -> bool:
+        """The next version of a region with two slots may be written: no committed version lies there.
+
+        Args:
+            name: of the region.
+            moved: asked as if the next versions of these were committed.
+        """
         with self._lock:
             state = self._state(name)
-            return state.is_free(state.spare)
+            return state.is_free(state.spare, [self._state(other) for other in moved])
 
     def shares_room(self, name: str) -> bool:
         """Slots of other regions overlap those of this one."""
