@@ -440,6 +440,20 @@ def test_a_state_comes_back_with_its_types_and_bits() -> None:
     assert again.random() == generator.random()
 
 
+def test_equal_counters_are_kept_once_and_come_back_one_by_one() -> None:
+    nan = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
+    numbers = [torch.tensor(v, dtype=d) for d in (torch.float32, torch.float64, torch.int64) for v in (17, 17, 0, -3)]
+    numbers += [torch.tensor(0.0), torch.tensor(-0.0), nan[0].clone(), nan[1].clone(), torch.tensor(float("inf"))]
+    found = decode_state(encode_state({"n": numbers}))["n"]
+    for one, wanted in zip(found, numbers, strict=True):
+        assert one.dtype is wanted.dtype and one.shape == ()
+        assert bytes(one.reshape(1).view(torch.uint8).tolist()) == bytes(wanted.reshape(1).view(torch.uint8).tolist())
+    found[0].add_(1)
+    assert found[1] == 17, "each counter counts for itself"
+    few = len(encode_state({"n": [torch.tensor(17.0)] * 1000})) - len(encode_state({"n": [torch.tensor(17.0)] * 999}))
+    assert few < 64, "one place for all, and its name for each"
+
+
 def assert_same(found: Any, wanted: Any) -> None:
     assert type(found) is type(wanted)
     if isinstance(wanted, torch.Tensor):

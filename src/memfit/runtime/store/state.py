@@ -6,8 +6,8 @@ written, the same values with the same types and bits, or an error. Nothing is p
 [Note: state format]
 A safetensors block whose tensor `state.json` (bytes) is a JSON text; the other tensors are named by number. None, truth
 values, whole numbers, finite floats, texts, lists and dictionaries with texts as keys are JSON's own. What JSON has no
-word for is an object whose key "$" tells the type: {"$": "tuple", "items": [...]}, {"$": "tensor", "name": "3"}. Floats are
-written with all their digits, so that they come back bit for bit.
+word for is an object whose key "$" tells the type: {"$": "tuple", "items": [...]}, {"$": "tensor", "name": "3"}. A tensor that is a single number
+is kept once for all values that equal it, bit for bit; each gets one of its own. Floats are written with all their digits, so that they come back bit for bit.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _ROOM_BYTES = 256 * MIB
 _COPIES = 2
 """Of the values: as JSON has them, and as they were."""
 _TENSOR_BYTES = 1024
+_COUNTERS = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.int64: "I64"}
+"""Dtypes of single numbers that are kept once however often they come."""
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -166,22 +168,33 @@ def _encode_single(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) 
 
 
 def _encode_numbers(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) -> Any:
-    name = str(len(tensors))
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnsupportedError(f"{where} is a tensor of layout {value.layout}: keep a dense one there")
         tensor = value.detach().cpu().contiguous()
-        found: dict[str, Any] = {_TAG: "tensor", "name": name}
+        found: dict[str, Any] = {_TAG: "tensor"}
     else:
         try:
             tensor = torch.from_numpy(np.array(value, order="C"))
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"{where} is a NumPy array of {value.dtype}, which torch does not have") from error
-        found = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar", "name": name}
+        found = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar"}
     if not holds(tensor.dtype):
         raise UnsupportedError(f"{where} has the dtype {tensor.dtype}, which a state cannot keep: convert it")
-    tensors[name] = tensor
+    found["name"] = _name_of_same(tensor, tensors)
     return found
+
+
+def _name_of_same(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+    """Keeps a tensor and gives its name. Counters are mostly one number many times: it is kept once."""
+    name = str(len(tensors))
+    kind = None if tensor.shape else _COUNTERS.get(tensor.dtype)
+    if kind is not None:
+        number = tensor.item()
+        if not math.isnan(number):  # of which there are many
+            name = f"{kind} {float(number).hex() if kind[0] == 'F' else number}"
+    tensors[name] = tensor
+    return name
 
 
 # ---- from JSON
@@ -249,6 +262,8 @@ def _read_device(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], dep
 
 def _read_tensor(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     found = tensors[value["name"]]
+    if not found.shape:
+        found = found.clone()  # several values may have it
     if value[_TAG] == "tensor":
         return found
     return found.numpy() if value[_TAG] == "array" else found.numpy()[()]
