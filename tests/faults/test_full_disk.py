@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import memfit
 from equivalence import plans
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import StoreError
-from memfit.core.plan import CallPlan, Plan, Saved, Tier
+from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.units import MIB
 from memfit.runtime.store import FileOperations, verify
 
-DISK_BYTES = 48 * MIB
+FILE_SYSTEMS = {"ext4": (48 * MIB, ("-m", "0")), "xfs": (300 * MIB, ()), "btrfs": (128 * MIB, ())}
+"""Bytes, and options of `mkfs`. btrfs writes beside what is there, unless a file says otherwise."""
 TOWER = Tower(width=96)
 build, batch, profile = TOWER.build, TOWER.batch, TOWER.profile
 
@@ -50,16 +52,21 @@ class Run:
             assert torch.equal(dict(self.model.named_parameters())[name], wanted), name
 
 
-@pytest.fixture(name="small_disk")
-def a_small_file_system(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 48 MiB in a file."""
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("mounting a file system needs root and mkfs.ext4")
+@pytest.fixture(
+    name="small_disk",
+    params=["ext4", pytest.param("xfs", marks=pytest.mark.slow), pytest.param("btrfs", marks=pytest.mark.slow)],
+)
+def a_small_file_system(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own in a file: as small as its kind allows."""
+    kind: str = request.param
+    if os.geteuid() != 0 or shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"mounting a file system needs root and mkfs.{kind}")
     image, place = tmp_path / "disk.img", tmp_path / "disk"
+    nbytes, options = FILE_SYSTEMS[kind]
     with image.open("wb") as file:
-        file.truncate(DISK_BYTES)
+        file.truncate(nbytes)
     place.mkdir()
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
+    subprocess.run([f"mkfs.{kind}", "-q", *options, str(image)], check=True, capture_output=True)
     mounted = subprocess.run(
         ["mount", "-o", "loop", str(image), str(place)], check=False, capture_output=True, text=True
     )
@@ -72,22 +79,32 @@ def a_small_file_system(tmp_path: Path) -> Iterator[Path]:
 
 
 class Filler:
-    """A file that takes all the room there is."""
+    """Files that take all the room there is, to the last page."""
 
     def __init__(self, place: Path) -> None:
-        self.path = place / "filler"
+        self._place = place / "filler"
+        self._place.mkdir()
 
     def fill(self, *, leave_bytes: int = 0) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            for size in (1 << 20, 1 << 12, 1):
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
-        assert shutil.disk_usage(self.path).free < 4096
-        os.truncate(self.path, self.path.stat().st_size - leave_bytes)
+        # One file, and small ones after it: what is left to metadata is not given to a file that is large already.
+        with contextlib.suppress(OSError):
+            for number in range(10_000):
+                with (self._place / f"{number}").open("wb", buffering=0) as file:
+                    for size in (MIB, 1 << 12):
+                        with contextlib.suppress(OSError):
+                            while file.write(bytes(size)):
+                                pass
+                    os.fsync(file.fileno())
+                    if number and not file.tell():
+                        break
+        if leave_bytes:
+            first = self._place / "0"
+            os.truncate(first, first.stat().st_size - leave_bytes)
+            os.sync()
 
     def empty(self) -> None:
-        self.path.unlink()
+        shutil.rmtree(self._place)
+        os.sync()
 
 
 def plan_of(name: str) -> Plan:
@@ -97,6 +114,10 @@ def plan_of(name: str) -> Plan:
     return {
         "resident": Plan(),
         "on disk": Plan(blocks=on_disk),
+        "on disk, late": Plan(
+            blocks={n: replace(b, gradient_home=Tier.DISK) for n, b in on_disk.items()},
+            update=UpdateTime.AFTER_BACKWARD,
+        ),
         "activations on disk too": Plan(blocks=on_disk, calls=plans.fates(found, offload), is_atomic=True),
     }[name]
 
@@ -148,6 +169,16 @@ def test_a_run_that_is_left_on_a_full_disk_goes_on_at_its_last_commit(small_disk
     again = Run(small_disk / "run", plan_of("on disk"))
     assert again.job.steps == 0
     again.finish()
+
+
+@pytest.mark.parametrize("options", [{}, {"scheme": "journal"}], ids=["generations", "journal"])
+def test_what_was_claimed_is_enough_for_all_steps(options: dict[str, Any], small_disk: Path) -> None:
+    name = "on disk, late" if options else "on disk"
+    run = Run(small_disk / "run", plan_of(name), **options)
+    filler = Filler(small_disk)
+    filler.fill(leave_bytes=MIB)  # for manifests
+    run.finish()
+    assert verify(small_disk / "run").is_whole
 
 
 # Calls that fail, one by one

@@ -2,12 +2,22 @@
 
 In: paths. Out: `FileHandle`, which knows whether the file system takes direct I/O. `FileOperations` is the one door to
 the system; tests subclass it to make disks full, slow or broken.
+
+[Note: room that is claimed]
+Everything that a run needs of the disk is claimed when its files are made, so that a full disk is known then. A file system that copies on write gives
+what is claimed to the first writing only: each later one takes new room first, and finds the disk full in the middle of a run. btrfs leaves data
+where they lie in files that say so while they are empty (`FS_NOCOW_FL`); it keeps no checksums of such data, and takes direct I/O for them. The store has
+checksums of its own. A snapshot of the directory has the first writing after it copied once more. ZFS and bcachefs have no such promise: there the disk may
+be found full later, which is told as ever, with the last commit whole.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -17,6 +27,11 @@ from pathlib import Path
 
 from memfit.runtime.store.explain import explain, store_error
 from memfit.runtime.store.memory import ALIGNMENT_BYTES, aligned_memory, view_of
+
+# linux/fs.h: _IOR('f', 1, long), _IOW('f', 2, long), FS_NOCOW_FL; linux/magic.h: BTRFS_SUPER_MAGIC.
+_GET_FLAGS, _SET_FLAGS, _NOT_COPIED, _BTRFS = 0x80086601, 0x40086602, 0x00800000, 0x9123683E
+_NO_FLAGS = frozenset((errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES))
+"""Answers of file systems without such flags."""
 
 
 class FileOperations:
@@ -44,6 +59,10 @@ class FileOperations:
     def allocate(self, descriptor: int, offset: int, nbytes: int) -> None:
         """Claims disk blocks for a range and extends the file over it."""
         os.posix_fallocate(descriptor, offset, nbytes)
+
+    def write_in_place(self, descriptor: int) -> None:
+        """Has what is written to an empty file stay where it lies when it is written again. See [Note: room that is claimed]."""
+        _write_in_place(descriptor)
 
     def fdatasync(self, descriptor: int) -> None:
         """Waits until the data of a file is on stable storage."""
@@ -167,6 +186,29 @@ class FileHandle:
         return self.operations.size_bytes(self._descriptor)
 
 
+def _write_in_place(descriptor: int) -> None:
+    found = array.array("L", [0])
+    try:
+        fcntl.ioctl(descriptor, _GET_FLAGS, found)
+    except OSError as error:
+        if error.errno in _NO_FLAGS:
+            return
+        raise
+    if not found[0] & _NOT_COPIED and _kind_of(descriptor) == _BTRFS:
+        found[0] |= _NOT_COPIED
+        fcntl.ioctl(descriptor, _SET_FLAGS, found)
+
+
+def _kind_of(descriptor: int) -> int:
+    """The file system's magic number: the first word of `struct statfs`."""
+    found = (ctypes.c_long * 64)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fstatfs(descriptor, found):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return found[0]
+
+
 def _by_descriptor(descriptor: int) -> Path:
     # By the open descriptor rather than by name: the name may be replaced, or removed, between two openings.
     return Path(f"/proc/self/fd/{descriptor}")
@@ -207,6 +249,12 @@ def open_file(
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         used.close(descriptor)
         raise store_error(f"{name} is not a plain file: give another path, or restore it from a copy")
+    if create:
+        try:
+            used.write_in_place(descriptor)
+        except OSError as error:
+            used.close(descriptor)
+            raise explain(error, doing="prepare the file", path=name) from error
     if direct:
         direct_descriptor = _open_direct(name, descriptor, used)
         if direct_descriptor is not None:
