@@ -52,7 +52,7 @@ class Assembly:
     Attributes:
         torn: why blocks hold weights of different steps; None while they do not.
         is_stepping: in the middle of a step, or of inference.
-        has_begun: everything is at home.
+        has_begun: everything is at home, and not given up.
         has_started: the run is the job's: its first version is committed, or it goes on.
         steps_before: steps of the run that this job did not make.
 
@@ -117,7 +117,10 @@ class Assembly:
             self._move_in()
             self._start(interrupts)
         except BaseException:
-            self.end(restore=True)
+            if before is None:
+                self.end(restore=True)
+            else:
+                self.give_up()  # the store has everything, and the run is still that of the assembly before
             raise
 
     def _open_commits(self) -> Commits | None:
@@ -260,21 +263,42 @@ class Assembly:
         """What depends on the batch's shapes: planned for when they come.
 
         Raises:
-            DoesNotFitError: the plan passes the limit with this batch.
+            DoesNotFitError: the plan passes a limit with this batch.
         """
-        signature = signature_of(batch)
-        prepared = self._prepared.get(signature)
-        if prepared is None:
-            prepared = self.parts.prepare(batch, self.plan)
-            budget = self.machine.armed_bytes
-            if self.parts.enforces and budget is not None and prepared.timeline.peak_bytes > budget:
-                raise DoesNotFitError(
-                    f"a batch of {signature.rows} rows with tensors {[list(s) for s, _ in signature.tensors]} would take "
-                    f"{format_bytes(prepared.timeline.peak_bytes)} of tensors under the job's plan, and {format_bytes(budget)} are left: cut it, or close the job "
-                    "and fit again with this batch as the sample"
+        prepared, excess = self.look_at(batch)
+        if excess is not None:
+            advice = "cut it, or close the job and fit again with this batch as the sample"
+            if self.parts.replan is None:
+                advice += (
+                    '; fit(store=..., on_breach="replan") looks for another plan by itself when such a batch comes'
                 )
-            self._prepared[signature] = prepared
+            raise DoesNotFitError(f"{excess}: {advice}")
         return prepared
+
+    def look_at(self, batch: Any) -> tuple[Prepared, str | None]:
+        """As `prepare`, and in words what passes a limit; None if nothing does."""
+        signature = signature_of(batch)
+        if signature in self._prepared:
+            return self._prepared[signature], None
+        with self.engine.looking_away():
+            prepared = self.parts.prepare(batch, self.plan)
+        excess = self._excess(prepared)
+        if excess is None:
+            self._prepared[signature] = prepared
+            return prepared, None
+        shapes = [list(shape) for shape, _ in signature.tensors]
+        return prepared, f"a batch of {signature.rows} rows with tensors {shapes} {excess}"
+
+    def _excess(self, prepared: Prepared) -> str | None:
+        left, peak = self.machine.armed_bytes, prepared.timeline.peak_bytes
+        if self.parts.enforces and left is not None and peak > left:
+            return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(left)} are left"
+        return self.parts.excess(prepared)
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """What is on the device between steps and goes with the plan."""
+        yield from self.house.held()
+        yield from (p.grad for p in self.parts.model.parameters() if p.grad is not None)
 
     def residents(self) -> Iterator[tuple[str, int]]:
         """What of the job is on the device now, with its bytes."""
@@ -480,7 +504,8 @@ class Assembly:
         return coming + max(block.nbytes for block in self.blocks)  # one is here twice for a moment
 
     def give_up(self) -> None:
-        """Lets go of all that the plan made; only the store stays, for the next plan."""
+        """Lets go of all that the plan made; only the store stays, for the next plan. May be repeated."""
+        self.has_begun = False
         self._running.close()
         for block in self.blocks:
             block.give_up()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,9 +106,10 @@ def fit(
             weight and state, 24 bytes a parameter with AdamW in fp32. "journal": one slot, room for the largest block to move through, and the
             gradients, some 16 bytes a parameter: for disks that have not more. Then weights and states rest on disk and updates wait until all
             gradients of a step are durable; durability is "step"; weights and states of blocks on disk change by steps only (docs/store.md).
-        on_breach: "error": a step that meets the limit raises `LimitBreachError`. "replan": it is made again, with the same batch and random numbers, from
-            the last commit under a tighter plan, at most three times; `job.breaches` and a warning tell it with its cause. Needs `store=`, and
-            durability "step".
+        on_breach: "error": a step that meets the limit raises `LimitBreachError`, and a batch of another shape that the plan is predicted not to fit
+            `DoesNotFitError`. "replan": such a step is made again, with the same batch and random numbers, from the last commit under a tighter plan, at most
+            three times; for such a batch a plan that fits it is taken first. `job.breaches` and a warning tell it with its cause, and where sums add up in
+            another order from then on. Needs `store=`, and durability "step".
         host_limit: the same for host memory beside a device.
         disk_limit: the same for files: homes on disk, activations that are offloaded there, and all that `store=` claims (homes on disk lie inside of that).
         enforce: arm the limit in the allocator, so that passing it is an error at the allocation. Otherwise it is only reported.
@@ -149,6 +151,7 @@ def fit(
             aside = stack.enter_context(WeightsAside(here, Machine.disk_directory(home)))
             machine.forget_peak()
             sources.insert(0, aside)  # what was put aside comes back before files overwrite it
+        probed = partial(machine.probe, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
         task = Task(
             problem=Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside),
             bring=bring_from(sources),
@@ -166,9 +169,7 @@ def fit(
             keeps_gradients=keep_gradients,
             enforces=enforce,
             replans=on_breach == "replan",
-            probe=cache(
-                lambda: stated or machine.probe(home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
-            ),
+            hardware=cache(lambda: _beside_claim(stated or probed(), run)),
         )
         job = _plan_job(task, given, budget)
         try:
@@ -201,7 +202,12 @@ def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
             raise
     # The loss does not add up over rows: plans that cut the batch are out.
     chosen = task.choose(found, budget, probed, may_split=False)
-    return task.job(chosen.plan, chosen.reason, chosen.profile, budget)
+    return task.job(chosen.plan, chosen.reason, chosen.profile, budget, adds_up=False)
+
+
+def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
+    """What the run has claimed of the disk already it need not find free."""
+    return replace(hardware, disk_bytes=hardware.disk_bytes + (0 if run is None else run.claimed_bytes))
 
 
 def _check_on_breach(on_breach: str, where: str | Path | None, durability: Durability) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from memfit.api.assembly import Assembly
-from memfit.api.breaches import TRIES, BreachReport, assemble_tighter
+from memfit.api.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
 from memfit.api.commits import CommitReport
 from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        """The decisions: given, the run's own, or the fastest that fit; a tighter one after a breach that `on_breach="replan"` answered."""
+        """The decisions: given, the run's own, or the fastest that fit; another one where `on_breach="replan"` made it."""
         return self._assembly.plan
 
     @property
@@ -86,7 +86,8 @@ class Job:
 
         Raises:
             LimitBreachError: the limit was hit; says where, and whether the step can be repeated.
-            DoesNotFitError: a batch of another shape does not fit. UsageError: the batch, the loss, or the job is closed.
+            DoesNotFitError: a batch of another shape does not fit under the plan, or, with `on_breach="replan"`, under any; the job goes on.
+            UsageError: the batch, the loss, or the job is closed.
             TornStepError: an earlier step was interrupted while it updated in place. KeyboardInterrupt: at the next action; a second Ctrl-C at once.
         """
         with self._interrupts.held():
@@ -103,8 +104,8 @@ class Job:
             return self._step_or_replan(batch, assembly.parts.replan)
 
     def _step_or_replan(self, batch: Any, replan: Replan) -> StepResult:
-        """A step; where it meets the limit, the same step under a tighter plan. See [Note: replanning] in `api.breaches`."""
-        found: list[BreachReport] = []
+        """A step; where its batch does not fit, or it meets the limit, under another plan. See [Note: replanning] in `api.breaches`."""
+        found = self._make_fitting(batch, replan)
         for attempt in range(1, TRIES + 2):
             before = take_random()
             try:
@@ -122,9 +123,40 @@ class Job:
                 return replace(result, departures=(*result.departures, *(report.in_words() for report in found)))
         raise AssertionError("the loop returns or raises")
 
+    def _make_fitting(self, batch: Any, replan: Replan) -> list[BreachReport]:
+        """Nothing, or, where the plan is predicted not to fit the batch, a plan that does.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        assembly = self._assembly
+        if assembly.journal is not None and assembly.journal.is_waiting:
+            return []  # the step is decided, and computes nothing
+        _, excess = assembly.look_at(batch)
+        if excess is None:
+            return []
+        before = take_random()
+        try:
+            with self._machine.phases("replan"):
+                self._assembly, found = assemble_fitting(assembly, excess, batch, replan, self._interrupts)
+        except BaseException:
+            self._is_closed = assembly.has_ended
+            raise
+        finally:
+            give_random(before)
+        if isinstance(found, BreachReport):
+            return [found]
+        try:
+            raise found
+        finally:
+            del found  # whose frames would hold it, and it the batch
+
     def _make_tighter(self, error: LimitBreachError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
         try:
-            self._assembly, report = assemble_tighter(self._assembly, error, batch, attempt, replan, self._interrupts)
+            with self._machine.phases("replan"):
+                self._assembly, report = assemble_tighter(
+                    self._assembly, error, batch, attempt, replan, self._interrupts
+                )
         except BaseException:
             self._is_closed = True
             raise

@@ -248,11 +248,11 @@ class Machine:
             self.allocator.trim()
 
     def last_peak_bytes(self) -> int:
-        """The peak of the phase that ended last."""
-        records = self.phases.records
-        if not records:
+        """The peak of the phase that ended last, that time alone."""
+        last = self.phases.last
+        if last is None:
             return 0
-        return (records[-1].process_peak_bytes or 0) if self.counts_process else records[-1].held_peak_bytes
+        return (last.process_peak_bytes or 0) if self.counts_process else last.held_peak_bytes
 
     def measured_peak_bytes(self) -> int:
         """The largest peak over all phases: of the process, or of the device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -56,13 +56,30 @@ class Prepared:
         return self.profile.traces[self.rows].calls
 
 
-Replan = Callable[[Any, int], "JobParts"]
-"""A batch that must fit, and bytes to leave free besides -> the parts of a job under another plan."""
+class Replan(Protocol):
+    """Makes the parts of a job under another plan. See `Task.replan`."""
+
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        like: Plan,
+        adds_up: bool | None,
+        held: Iterable[torch.Tensor] = (),
+        margin_bytes: int = 0,
+        below_bytes: int | None = None,
+    ) -> JobParts:
+        """For a batch that must fit."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobParts:
-    """What `fit` hands over."""
+    """What `fit` hands over.
+
+    `excess` tells in words what of the host or the disk a step would take above its limit. `adds_up`: the loss of a batch is the sum over its microbatches;
+    None: that was not looked at.
+    """
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Any]
@@ -73,6 +90,7 @@ class JobParts:
     plan: Plan
     reason: str
     prepare: Callable[[Any, Plan], Prepared]
+    excess: Callable[[Prepared], str | None]
     prepared: Prepared
     signature: Signature
     blocks: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]
@@ -89,4 +107,4 @@ class JobParts:
     run: RunStore | None = None
     forget: Callable[[Iterable[nn.Parameter]], None] | None = None
     replan: Replan | None = None
-    checks_split: bool = True
+    adds_up: bool | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def check_split(assembly: Assembly, sample: Any) -> None:
     """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
 
     As the model trains but without dropout; where it draws random numbers even so, in evaluation mode. Generators and buffers are as they were after;
-    weights stream as in a step, so that it fits where the step fits.
+    weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts.
 
     Raises:
         UnsupportedError: the results differ by more than 1e-5 of the whole.
@@ -78,6 +79,7 @@ def check_split(assembly: Assembly, sample: Any) -> None:
             slot.given_dtype.is_floating_point and slot.given_dtype.itemsize < 4 for _, slot in assembly.place.values()
         ),
     )
+    assembly.parts = replace(assembly.parts, adds_up=True)
 
 
 def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:

@@ -5,7 +5,7 @@ In: the user's objects and wishes, a machine. Out: profiles, choices, the parts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,14 @@ from memfit.profiling.batch import batch_rows
 from memfit.profiling.trace import arrange_blocks
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
+from memfit.runtime.trees import tensors_in
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What `fit` was asked, until a plan makes a job of it."""
+    """What `fit` was asked, until a plan makes a job of it. `hardware` tells what the machine can do, and what of the disk the run may take."""
 
     problem: Problem
     bring: Bring | None
@@ -58,7 +59,7 @@ class Task:
     keeps_gradients: bool
     enforces: bool
     replans: bool
-    probe: Callable[[], Hardware]
+    hardware: Callable[[], Hardware]
 
     @property
     def like(self) -> Plan | None:
@@ -69,12 +70,6 @@ class Task:
     def has_journal(self) -> bool:
         """The run keeps a journal."""
         return self.run is not None and self.run.scheme == "journal"
-
-    def hardware(self) -> Hardware:
-        """What the machine can do; what the run has claimed of the disk it need not find free."""
-        probed = self.probe()
-        claimed = self.run.nbytes if self.run is not None and self.run.is_resumed else 0
-        return replace(probed, disk_bytes=probed.disk_bytes + claimed)
 
     def trace(self, plan: Plan) -> Profile:
         """The profile of the sample under a plan that is decided.
@@ -90,30 +85,52 @@ class Task:
             check_journaled(plan, found)
         return found
 
-    def replan(self, batch: Any, margin_bytes: int) -> JobParts:
+    def replan(
+        self,
+        batch: Any,
+        *,
+        like: Plan,
+        adds_up: bool | None,
+        held: Iterable[torch.Tensor] = (),
+        margin_bytes: int = 0,
+        below_bytes: int | None = None,
+    ) -> JobParts:
         """The fastest plan that fits beside what is allocated now.
 
         Args:
             batch: that must fit.
+            like: the plan that it takes the place of, in whose formats bytes rest.
+            adds_up: as in `JobParts`.
+            held: what goes with that plan.
             margin_bytes: to be left free besides.
+            below_bytes: what it must be predicted to take less than, by the margin too: a plan of that peak did not do.
 
         Raises:
             DoesNotFitError: none does.
         """
         task = replace(self, sample=batch, problem=replace(self.problem, aside=None), bring=None)
-        budget = self.machine.budget()
+        budget = self.machine.budget(beside=[*held, *tensors_in(batch), *self.problem.model.buffers()])
+        if below_bytes is not None and budget.tensor_bytes is not None:
+            margin_bytes += max(0, budget.tensor_bytes - below_bytes)
         budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
         found = task.problem.profile(batch, microbatch_counts(batch), chunk_tokens=None)
-        chosen = task.choose(found, budget, self.hardware(), may_split=found.may_split)
-        return task.parts(chosen.plan, chosen.reason, chosen.profile, budget)
+        may_split = found.may_split and adds_up is not False
+        chosen = task.choose(found, budget, self.hardware(), may_split=may_split, like=like)
+        plan = chosen.plan
+        if plan.microbatches == batch_rows(batch):
+            # It is cut into as many by any larger number too: then batches with more rows keep theirs.
+            plan = replace(plan, microbatches=max(plan.microbatches, like.microbatches))
+        return task.parts(plan, chosen.reason, chosen.profile, budget, adds_up=adds_up)
 
     @property
     def clips_norm(self) -> bool:
         """Gradients are clipped by their global norm."""
         return self.max_grad_norm is not None
 
-    def choose(self, found: Profile, budget: Budget, probed: Hardware, *, may_split: bool) -> Choice:
-        """See `choosing.choose`."""
+    def choose(
+        self, found: Profile, budget: Budget, probed: Hardware, *, may_split: bool, like: Plan | None = None
+    ) -> Choice:
+        """See `choosing.choose`; `like` is the plan of a resumed run, where none is given."""
         return choose(
             self.problem,
             self.sample,
@@ -125,7 +142,7 @@ class Task:
             may_split=may_split,
             clips_norm=self.clips_norm,
             load_bytes=self.load_bytes,
-            like=self.like,
+            like=like or self.like,
             scheme=None if self.run is None else self.run.scheme,
         )
 
@@ -137,29 +154,34 @@ class Task:
                 f"the store claims {format_bytes(self.run.nbytes)} of disk, above disk_limit of {format_bytes(limit)}: raise it, or keep states in fewer bits"
             )
 
-    def _check_disk(self, plan: Plan, found: Profile, predicted: Prepared) -> None:
-        """Refuses what takes more of the disk than `disk_limit`: the store's room, and homes and activations beside it."""
-        limit = self.machine.limits.disk_bytes
-        needed = predicted.timeline.disk_peak_bytes
+    def excess(self, ready: Prepared) -> str | None:
+        """What a step takes above `host_limit` or `disk_limit` (the store's room, and homes and activations beside it), in words; None if nothing."""
+        limits, plan, found = self.machine.limits, ready.plan, ready.profile
+        on_host, on_disk = ready.timeline.host_peak_bytes, ready.timeline.disk_peak_bytes
         store = less = ""
         if self.run is not None:
-            needed = disk_bytes_with_store(plan, found, needed, self.run.scheme)
+            on_disk = disk_bytes_with_store(plan, found, on_disk, self.run.scheme)
             store = f", {format_bytes(store_bytes(plan, found, self.run.scheme))} of it claimed by the store"
-            less = "" if self.has_journal else ', or begin the run with scheme="journal", whose store claims less'
-        if limit is not None and needed > limit:
-            raise DoesNotFitError(
-                f"the plan takes {format_bytes(needed)} of disk{store}, above disk_limit of {format_bytes(limit)}: raise it, or keep less on disk{less}"
+            less = "" if self.has_journal else ' (a run that is begun with scheme="journal" claims less)'
+        if limits.host_bytes is not None and on_host > limits.host_bytes:
+            return (
+                f"takes {format_bytes(on_host)} of host memory, above host_limit of {format_bytes(limits.host_bytes)}"
             )
+        if limits.disk_bytes is not None and on_disk > limits.disk_bytes:
+            return f"takes {format_bytes(on_disk)} of disk{store}, above disk_limit of {format_bytes(limits.disk_bytes)}{less}"
+        return None
 
-    def job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:
+    def job(self, plan: Plan, reason: str, found: Profile, budget: Budget, *, adds_up: bool | None = None) -> Job:
         """The job of a plan: everything moves home."""
-        return Job(self.parts(plan, reason, found, budget))
+        return Job(self.parts(plan, reason, found, budget, adds_up=adds_up))
 
-    def parts(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> JobParts:
+    def parts(
+        self, plan: Plan, reason: str, found: Profile, budget: Budget, *, adds_up: bool | None = None
+    ) -> JobParts:
         """What a job of a plan is made of.
 
         Raises:
-            UnsupportedError: the plan would train another model.
+            UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the host or the disk than it may.
         """
         check_meaning(plan, found, is_committed=self.run is not None)
         if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
@@ -173,10 +195,13 @@ class Task:
             check_meaning(chosen, traced, is_committed=self.run is not None)
             return prepared_for(traced, chosen, clips_norm=self.clips_norm)
 
-        rows = -(-found.batch_rows // plan.microbatches)
+        cut = replace(plan, microbatches=min(plan.microbatches, batch_rows(self.sample)))
+        rows = -(-found.batch_rows // cut.microbatches)
         is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces
-        ready = prepared_for(found, plan, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
-        self._check_disk(plan, found, ready)
+        ready = prepared_for(found, cut, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
+        excess = self.excess(ready)
+        if excess is not None:
+            raise DoesNotFitError(f"the plan {excess}: raise the limit, or keep less there")
         return JobParts(
             model=problem.model,
             loss=problem.loss,
@@ -187,6 +212,7 @@ class Task:
             plan=plan,
             reason=reason,
             prepare=prepare,
+            excess=self.excess,
             prepared=ready,
             signature=signature_of(self.sample),
             blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
@@ -206,7 +232,7 @@ class Task:
             run=self.run,
             forget=self.forget,
             replan=self.replan if self.replans else None,
-            checks_split="nonadditive-loss" not in self.allow,
+            adds_up=True if "nonadditive-loss" in self.allow else adds_up,
         )
 
     def checked_job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:

@@ -194,6 +194,7 @@ class Engine:
         self._serial = 0
         self._recomputing = 0
         self._opened: list[_Open] = []
+        self._looks_away = False
         self.at = ""
         self._reset()
 
@@ -256,6 +257,15 @@ class Engine:
 
         self.run(schedule, Work(run=run, shares=None, streams=work.streams), tail=None)
         return [results[m] for m in sorted(results)]
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """What the model is called for inside is no business of the engine's: a trace, on stand-ins for the weights."""
+        self._looks_away = True
+        try:
+            yield
+        finally:
+            self._looks_away = False
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -491,6 +501,8 @@ class Engine:
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `CallObserver`."""
+        if self._looks_away:
+            return
         if self._recomputing or self._opened:
             if not self._recomputing:
                 self._opened.append(_Open(site, None, None))  # inside another call: part of it
@@ -527,7 +539,7 @@ class Engine:
 
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
-        if self._recomputing or not self._opened or self._opened[-1].site != site:
+        if self._looks_away or self._recomputing or not self._opened or self._opened[-1].site != site:
             return
         opened = self._opened.pop()
         if opened.call is None and self._opened:

@@ -17,7 +17,7 @@ control comes back (`api.commits`). Gradients and activations have a store of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from memfit.runtime.split import SplitMasters, rest_ends, rest_nbytes
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
 from memfit.runtime.temporary import TemporaryDirectory
+from memfit.runtime.trees import bytes_view
 from memfit.runtime.weights import BlockWeights, round_masters
 
 _BLANK_BYTES = 4 * MIB
@@ -492,6 +493,12 @@ class House:
         assert self.store.step is not None
         self._generation, self.step = self.store.generation, self.store.step
         return True
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """The bytes of all homes on the device."""
+        for home in self._memory_homes:
+            if home.tier is Tier.DEVICE:
+                yield bytes_view(home.bytes, 0, home.nbytes)
 
     @property
     def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -249,6 +249,11 @@ class RunStore:
         """Disk that the data takes."""
         return self.committed.disk.disk_bytes
 
+    @property
+    def claimed_bytes(self) -> int:
+        """`nbytes`, or 0 while a new run has no store yet."""
+        return 0 if self._committed is None else self.nbytes
+
     def prepare(
         self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str], units: Sequence[Sequence[str]] = ()
     ) -> None:

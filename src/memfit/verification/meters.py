@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -267,6 +267,8 @@ class Phases:
         self._meter = meter
         self._process = process
         self._open: list[_Open] = []
+        self.last: PhaseRecord | None = None
+        """The phase that ended last, that time alone."""
         self._records: dict[str, PhaseRecord] = {}
 
     @contextlib.contextmanager
@@ -298,19 +300,30 @@ class Phases:
             self._process.reset_peak()
 
     def _record(self, phase: _Open) -> None:
-        before = self._records.get(phase.name)
-        largest: Callable[[int, int], int] = max
-        process_peak_bytes = None
-        if self._process:
-            process_peak_bytes = largest(phase.process_peak_bytes, (before.process_peak_bytes or 0) if before else 0)
-        self._records[phase.name] = PhaseRecord(
+        self.last = PhaseRecord(
             name=phase.name,
-            times=before.times + 1 if before else 1,
-            peak_bytes=largest(phase.peak_bytes, before.peak_bytes if before else 0),
-            held_peak_bytes=largest(phase.held_peak_bytes, before.held_peak_bytes if before else 0),
-            process_peak_bytes=process_peak_bytes,
+            times=1,
+            peak_bytes=phase.peak_bytes,
+            held_peak_bytes=phase.held_peak_bytes,
+            process_peak_bytes=phase.process_peak_bytes if self._process else None,
             live_at_end_bytes=self._meter.live_bytes(),
         )
+        before = self._records.get(phase.name)
+        self._records[phase.name] = self.last if before is None else _joined(before, self.last)
+
+
+def _joined(before: PhaseRecord, now: PhaseRecord) -> PhaseRecord:
+    """A phase that was entered again: the larger peaks."""
+    process = None
+    if now.process_peak_bytes is not None:
+        process = max(now.process_peak_bytes, before.process_peak_bytes or 0)
+    return replace(
+        now,
+        times=before.times + now.times,
+        peak_bytes=max(now.peak_bytes, before.peak_bytes),
+        held_peak_bytes=max(now.held_peak_bytes, before.held_peak_bytes),
+        process_peak_bytes=process,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,50 @@
+"""Batches of other shapes than the sample's: planned for when they come, beside weights that are away, and measured each for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import memfit
+from faults.tower import Tower, adamw, loss
+from memfit.core.errors import DoesNotFitError
+from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.units import MIB
+
+TOWER = Tower(width=64)
+
+
+def plan(home: Tier) -> Plan:
+    return Plan(blocks={str(i): BlockPlan(weight_home=home, state_home=home) for i in range(TOWER.layers)})
+
+
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.DISK])
+def test_planning_for_another_shape_touches_no_weight_that_is_away(home: Tier, tmp_path: Path) -> None:
+    model = TOWER.build()
+    options = {"plan": plan(home), "emulate_device": True, "limit": 64 * MIB, "directory": tmp_path / "homes"}
+    with memfit.fit(model, adamw(model), loss, TOWER.batch(0), **options) as job:
+        job.step(TOWER.batch(0))
+        before = job.bytes_moved
+        with pytest.raises(DoesNotFitError, match="a batch of 65536 rows"):
+            job.step({name: torch.zeros(1 << 16, 64) for name in ("x", "y")})
+        assert job.bytes_moved == before
+        halves = {name: tensor[:32] for name, tensor in TOWER.batch(1).items()}
+        found = job.step(halves)
+    assert not found.departures
+    reference, optimizer = TOWER.after_plain_steps(1)
+    optimizer.zero_grad()
+    assert found.loss == float(loss(reference, halves).detach())
+
+
+def test_a_step_tells_its_own_peak_whatever_came_before_it() -> None:
+    model = TOWER.build()
+    large = {name: torch.zeros(1 << 13, 64) for name in ("x", "y")}
+    with memfit.fit(model, adamw(model), loss, large, plan=Plan(), emulate_device=True) as job:
+        most = job.step(large).peak_bytes
+        job.evaluate(TOWER.batch(0))
+        assert job.step(large).peak_bytes == pytest.approx(most, rel=0.1)
+        job.evaluate(large)
+        del large
+        assert job.step(TOWER.batch(1)).peak_bytes < most - MIB  # the pool of freed memory counts
