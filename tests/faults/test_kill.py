@@ -1,8 +1,9 @@
-"""Real processes, really killed and interrupted: short versions of `benchmarks/kill.py` and `interrupting.py`, which say what is checked."""
+"""Real processes, really killed, interrupted and cut off: short versions of `kill.py`, `interrupting.py` and `power_cuts.py` in `benchmarks/`."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kill.py"
 
 
-INTERRUPTING = PROGRAM.with_name("interrupting.py")
+INTERRUPTING, CUTTING = PROGRAM.with_name("interrupting.py"), PROGRAM.with_name("power_cuts.py")
 
 
-def run(program: Path, *arguments: str) -> str:
+def run(program: Path, *arguments: str, succeeds: bool = True) -> str:
     found = subprocess.run(
         [sys.executable, str(program), *arguments],
         capture_output=True,
@@ -23,8 +24,8 @@ def run(program: Path, *arguments: str) -> str:
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    assert (found.returncode == 0) is succeeds, found.stdout + found.stderr
+    return found.stdout + found.stderr
 
 
 def test_runs_that_are_killed_at_random_instants_go_on_bit_for_bit(tmp_path: Path) -> None:
@@ -53,3 +54,13 @@ def test_a_run_that_meets_its_limit_is_killed_while_it_is_replanned_and_goes_on_
 @pytest.mark.timeout(1800)
 def test_ctrl_c_in_a_terminal_leaves_a_whole_commit_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert "the same command went on" in run(INTERRUPTING, "--interrupts", "4", "--directory", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_disk_whose_power_is_cut_has_the_last_commit_and_without_syncs_it_has_not(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or any(shutil.which(f"mkfs.{kind}") is None for kind in ("ext4", "xfs", "btrfs")):
+        pytest.skip("mounting a file system needs root and mkfs.ext4, mkfs.xfs, mkfs.btrfs")
+    assert "ended bit for bit" in run(CUTTING, "--cuts", "18", "--directory", str(tmp_path))
+    told = run(CUTTING, "--cuts", "36", "--without-syncs", "--directory", str(tmp_path), succeeds=False)
+    assert ", cut in " in told
