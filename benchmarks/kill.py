@@ -1,14 +1,15 @@
 """Kills training runs with SIGKILL at random instants, takes each up again, and compares what it comes to with the run that nobody killed.
 
-    .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, five plans, three durabilities, both schemes
+    .venv/bin/python benchmarks/kill.py                          # 300 kills: two models, six plans, three durabilities, both schemes
     .venv/bin/python benchmarks/kill.py --kills 20 --models tied-and-frozen --directory /dev/shm
     .venv/bin/python benchmarks/kill.py --signal INT             # Ctrl-C instead, which a process may answer
 
 A run loads, trains, commits and saves; under the plan "replanned" it also meets its limit, twice, because the program takes memory that no plan knew
-of, and plans anew. It is killed at any moment of that, taken up again, killed again, until it ends by itself. Kills come, a third each, at a random
-moment of the clock; at a random moment of the process's own CPU time, so that a busy machine does not move all of them into waiting; and at a random
-moment after a phase was entered (loading, opening the store, the first commit, a step, a commit, a save, replanning, the step made again, closing), so
-that short phases are hit as often as long ones. The last two are timers of the kernel in the process itself. After each kill:
+of, and plans anew; under the plan "reshaped" it plans anew, twice, because batches come that its plan does not fit. It is killed at any moment of that,
+taken up again, killed again, until it ends by itself. Kills come, a third each, at a random moment of the clock; at a random moment of the process's
+own CPU time, so that a busy machine does not move all of them into waiting; and at a random moment after a phase was entered (loading, opening the
+store, the first commit, a step, a commit, a save, replanning, the step made again, closing), so that short phases are hit as often as long ones. The
+last two are timers of the kernel in the process itself. After each kill:
 
 - the store's manifest names a step that the durability promises, given the steps that the run had told of;
 - a save that is there is whole;
@@ -56,9 +57,10 @@ from memfit.core.plan import Plan, UpdateTime
 
 TOTAL = 6
 DURABILITIES: tuple[Any, ...] = ("step", 2, "exit")
-REPLANNED = "replanned"
+REPLANNED, RESHAPED = "replanned", "reshaped"
+PLANNED_ANEW = (REPLANNED, RESHAPED)
 ROWS = {"gpt2": 1024, "tied-and-frozen": 8192}
-"""By model, of a batch under the plan that is replanned: activations are most of what it takes."""
+"""By model, of a batch under the plans that are replanned: activations are most of what it takes."""
 _LIBRARIES = {"torch", "transformers", "safetensors", "tokenizers", "sympy", "scipy", "numpy", "memfit"}
 STORE_FILES = frozenset({"homes-0.bin", "homes-1.bin", "state-0.bin", "state-1.bin", "manifest.json", "lock"})
 INTERRUPTED = 130
@@ -66,6 +68,8 @@ PATIENCE_S = 300.0
 """A process that tells nothing for so long hangs."""
 LEAVES = {2: 0.8, 4: 0.6}
 """From which step on the program leaves the job how much of what the first plan takes."""
+GROWS = {2: 3, 4: 6}
+"""From which step on batches have how many times as many rows."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,21 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Program:
-    """What a scenario's process runs: a plan, options of `fit`, rows of a batch; by step, the bytes that the program itself holds from there on.
+    """What a scenario's process runs: a plan, options of `fit`, rows of a batch.
 
-    A run with such bytes begins under the plan and goes on under its own, which replanning may have changed.
+    By step, the bytes that the program itself holds from there on (hogs), and how many times as many rows batches have (growth). A run with either begins
+    under the plan and goes on under its own, which replanning may have changed.
     """
 
     plan: Plan
     options: dict[str, Any]
     rows: int = small_run.ROWS
     hogs: tuple[tuple[int, int], ...] = ()
+    growth: tuple[tuple[int, int], ...] = ()
+
+    def rows_of(self, step: int) -> int:
+        """Of the batch of a step."""
+        return self.rows * max((times for first, times in self.growth if first <= step), default=1)
 
 
 @dataclass
@@ -203,6 +213,7 @@ class Phases:
             lambda *_: "the step made again" if self._visits["replanning"] > self._answered else "a step",
         )
         around(job.Job, "_make_tighter", lambda *_: "replanning")
+        around(job, "assemble_fitting", lambda *_: "replanning")
         around(job.Job, "save", lambda *_: "saving")
         around(job.Job, "close", lambda *_: "closing")
         around(import_module("memfit.api.fit"), "_plan_job", lambda *_: "planning and loading")
@@ -292,8 +303,9 @@ def programs_of(models: list[str], plans: list[str]) -> dict[tuple[str, str], Pr
                     plan, options = make(small_run.profile(model))
                     known = {key: sorted(value) if isinstance(value, set) else value for key, value in options.items()}
                     tell({"model": model, "plan": name, "json": plan.to_json(), "options": known})
-            if REPLANNED in plans:
-                tell({"model": model, "plan": REPLANNED, "peak": peak_of(model)})
+            for name in PLANNED_ANEW:
+                if name in plans:
+                    tell({"model": model, "plan": name, "peak": peak_of(model)})
             peak_of(model)  # whatever a step imports is imported now
         tell({"modules": sorted(sys.modules)})
 
@@ -338,8 +350,11 @@ def program_of(line: dict[str, Any]) -> Program:
     )
     limit = int(1.2 * line["peak"])
     options = {"limit": limit, "emulate_device": True, "hardware": hardware, "on_breach": "replan"}
+    rows = ROWS[line["model"]]
+    if line["plan"] == RESHAPED:
+        return Program(Plan(), options, rows, growth=tuple(GROWS.items()))
     hogs = tuple((step, limit - int(share * line["peak"])) for step, share in LEAVES.items())
-    return Program(Plan(), options, ROWS[line["model"]], hogs)
+    return Program(Plan(), options, rows, hogs)
 
 
 def training(scenario: Scenario, program: Program, directory: Path) -> Callable[..., None]:
@@ -350,7 +365,7 @@ def training(scenario: Scenario, program: Program, directory: Path) -> Callable[
 
         phases = Phases(tell, moment)
         phases.watch()
-        warnings.filterwarnings("ignore", message="step .* (met the limit|had been decided)")
+        warnings.filterwarnings("ignore", message="step .* (met the limit|does not fit|had been decided)")
         held: list[torch.Tensor] = []
 
         def before_step(step: int) -> None:
@@ -366,13 +381,14 @@ def training(scenario: Scenario, program: Program, directory: Path) -> Callable[
         with closing(phases), phases.inside("the loop"):
             result = small_run.train(
                 scenario.model,
-                None if program.hogs and committed_step(directory) is not None else program.plan,
+                None if (program.hogs or program.growth) and committed_step(directory) is not None else program.plan,
                 directory / "run",
                 total=TOTAL,
                 durability=scenario.durability,
                 scheme=scenario.scheme,
                 save=directory / "saved",
                 rows=program.rows,
+                rows_of=program.rows_of,
                 before_step=before_step,
                 tell=told,
                 **program.options,
@@ -430,7 +446,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--models", nargs="+", choices=list(small_run.MODELS), default=list(small_run.MODELS))
-    every = [*small_run.PLANS, REPLANNED]
+    every = [*small_run.PLANS, *PLANNED_ANEW]
     parser.add_argument("--plans", nargs="+", choices=every, default=every)
     parser.add_argument("--schemes", nargs="+", choices=("generations", "journal"), default=["generations", "journal"])
     parser.add_argument(
@@ -456,14 +472,14 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
         for plan in options.plans
         for model in options.models
         if "generations" in options.schemes
-        if plan != REPLANNED or durability == "step"  # replanning needs the commit of the step before
+        if plan not in PLANNED_ANEW or durability == "step"  # replanning needs the commit of the step before
     ]
     # A journal is for what rests on disk, and for updates after backward.
     scenarios += [
         Scenario(model, plan, "step", "journal")
         for plan in options.plans
         for model in options.models
-        if "journal" in options.schemes and plan not in ("resident", REPLANNED)
+        if "journal" in options.schemes and plan not in ("resident", *PLANNED_ANEW)
     ]
     chance.shuffle(scenarios)
     whole: dict[Scenario, Child] = {}
@@ -513,7 +529,7 @@ def reference(scenario: Scenario, program: Program, directory: Path) -> Child:
     if found.status:
         raise SystemExit(f"{scenario}: the run that nobody killed failed")
     replans = len(found.visits().get("replanning", []))
-    if (scenario.plan == REPLANNED) != (replans > 0):
+    if (scenario.plan in PLANNED_ANEW) != (replans > 0):
         raise SystemExit(f"{scenario}: it was replanned {replans} times")
     return found
 

@@ -218,6 +218,7 @@ def train(
     tell: Callable[[int], None] = lambda step: None,
     save: Path | None = None,
     rows: int = ROWS,
+    rows_of: Callable[[int], int] | None = None,
     before_step: Callable[[int], None] = lambda step: None,
     steepness: float = 1.0,
     **options: Any,
@@ -232,7 +233,8 @@ def train(
         stop: leave there, as if the process ended well.
         tell: called with the number of steps made, when the run begins or goes on, and after each.
         save: `Job.save` there after every second step.
-        rows: of a batch.
+        rows: of the sample, and of a batch where `rows_of` does not say otherwise.
+        rows_of: rows of a step's batch.
         steepness: factor of the loss. Large ones overflow in fp16.
         before_step: called with a step's number (from 0) before its batch is drawn.
         options: for `memfit.fit`.
@@ -258,7 +260,7 @@ def train(
             job.close(restore=False)
             return result
         before_step(step)
-        found = job.step(draw(generator, rows))
+        found = job.step(draw(generator, rows if rows_of is None else rows_of(step)))
         scheduler.step()
         average.value = 0.5 * average.value + found.loss
         result.losses[step] = found.loss

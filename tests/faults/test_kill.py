@@ -43,8 +43,9 @@ def test_all_kinds_of_runs_are_killed_and_go_on_bit_for_bit(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_meets_its_limit_is_killed_while_it_is_replanned_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    only = ("--models", "tied-and-frozen", "--plans", "replanned")
+@pytest.mark.parametrize("plan", ["replanned", "reshaped"])
+def test_a_run_that_is_planned_anew_is_killed_meanwhile_and_goes_on_bit_for_bit(tmp_path: Path, plan: str) -> None:
+    only = ("--models", "tied-and-frozen", "--plans", plan)
     told = run(PROGRAM, "--kills", "16", "--seed", "1", "--directory", str(tmp_path), *only)
     assert "replanning" in told
     assert "bit for bit" in told

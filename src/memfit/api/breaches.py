@@ -32,6 +32,7 @@ from memfit.api.commits import Commits
 from memfit.api.interrupts import Interrupts
 from memfit.api.parts import JobParts, Replan
 from memfit.api.passes import check_split
+from memfit.api.plan_checks import other_sums
 from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
@@ -70,15 +71,8 @@ class BreachReport:
             if self.is_predicted
             else "met the limit and was made again under a tighter plan"
         )
-        old, new = self.before, self.after
-        changes: list[str] = []
-        if new.microbatches != old.microbatches:
-            changes.append(f"batches are cut into {new.microbatches}, not {old.microbatches} microbatches")
-        if new.loss_chunk_tokens != old.loss_chunk_tokens:
-            pieces = "whole" if new.loss_chunk_tokens is None else f"in pieces of {new.loss_chunk_tokens} tokens"
-            changes.append(f"the loss is computed {pieces}")
-        other = f" From here on {' and '.join(changes)}: sums add up in another order." if changes else ""
-        return f"step {self.step} {what}. Cause: {self.cause}. Now: {self.reason}{other}"
+        sums = other_sums(self.before, self.after)
+        return f"step {self.step} {what}. Cause: {self.cause}. Now: {self.reason}{f' {sums}' if sums else ''}"
 
 
 def assemble_tighter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from memfit.api.choosing import microbatch_counts
 from memfit.api.commits import check_model, stored_reason
 from memfit.api.job import Job
 from memfit.api.machine import Machine, device_of
+from memfit.api.plan_checks import lacks_tier, other_sums
 from memfit.api.problem import (
     Loss,
     Problem,
@@ -28,12 +30,14 @@ from memfit.api.problem import (
 )
 from memfit.api.sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.api.task import Task, prepared_for
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import MemfitWarning, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.core.units import format_bytes
+from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.guard import is_away
@@ -184,25 +188,40 @@ def fit(
 
 def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
     """The job of the given plan, of the run's own, or of the fastest that fits."""
-    sample = task.sample
     if given is not None:
         return task.checked_job(given, "given by the user", task.trace(given), budget)
-    own = _plan_of_run(task, budget)
-    if own is not None:
-        return own
+    own = task.like
+    if own is None or task.run is None:
+        return _chosen_job(task, budget, lambda _: "")
+    found, why_not = _own_plan(task, own, budget)
+    if found is not None:
+        return task.checked_job(own, stored_reason(task.run), found, budget)
+    told = f"The plan that the run had is not taken: {why_not}."
+    job = _chosen_job(task, budget, lambda plan: " ".join(filter(None, ["", told, other_sums(own, plan)])))
+    sums = other_sums(own, job.plan)
+    if sums is not None:
+        warnings.warn(
+            f"the run in {task.run.directory} goes on under another plan. {told} {sums}", MemfitWarning, stacklevel=3
+        )
+    return job
+
+
+def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Job:
+    """The job of the fastest plan that fits; its reason ends with the remark."""
+    sample = task.sample
     found = task.problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
     if budget.limit_bytes is None and task.like is None and not task.has_journal:
         return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
     probed = task.hardware()
     chosen = task.choose(found, budget, probed, may_split=found.may_split)
     try:
-        return task.checked_job(chosen.plan, chosen.reason, chosen.profile, budget)
+        return task.checked_job(chosen.plan, chosen.reason + remark(chosen.plan), chosen.profile, budget)
     except UnsupportedError:
         if chosen.plan.microbatches == 1:
             raise
     # The loss does not add up over rows: plans that cut the batch are out.
     chosen = task.choose(found, budget, probed, may_split=False)
-    return task.job(chosen.plan, chosen.reason, chosen.profile, budget, adds_up=False)
+    return task.job(chosen.plan, chosen.reason + remark(chosen.plan), chosen.profile, budget, adds_up=False)
 
 
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
@@ -245,19 +264,18 @@ def _open_run(
     return run
 
 
-def _plan_of_run(task: Task, budget: Budget) -> Job | None:
-    """The job of a resumed run under the plan that it had, whose arithmetic it goes on with; None if there is none, or it does not fit here."""
-    run, plan = task.run, task.like
-    if run is None or plan is None:
-        return None
-    homes = {h for b in plan.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)}
-    if Tier.HOST in homes and not task.machine.has_host:
-        return None
-    found = task.trace(plan)
-    peak = prepared_for(found, plan, clips_norm=task.clips_norm).timeline.peak_bytes
-    if budget.tensor_bytes is not None and peak > budget.tensor_bytes:
-        return None
-    return task.checked_job(plan, stored_reason(run), found, budget)
+def _own_plan(task: Task, plan: Plan, budget: Budget) -> tuple[Profile | None, str]:
+    """Whether a resumed run goes on under the plan that it had, whose sums it has made so far: the profile of the sample under it; or None, and why not."""
+    if lacks_tier(plan, task.machine):
+        return None, "it puts something into host memory, and without a device there is none beside it"
+    cut = replace(plan, microbatches=min(plan.microbatches, batch_rows(task.sample)))
+    found = task.trace(cut)
+    ready = prepared_for(found, cut, clips_norm=task.clips_norm)
+    peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
+    if left is not None and peak > left:
+        return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
+    excess = task.excess(ready)
+    return (found, "") if excess is None else (None, f"it {excess}")
 
 
 def profile(

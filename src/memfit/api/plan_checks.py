@@ -13,16 +13,30 @@ from memfit.core.profile import Profile
 
 
 def check_tiers(plan: Plan, machine: Machine) -> None:
-    """Host memory is a tier only beside a device."""
-    if machine.has_host:
-        return
-    homes = [h for b in plan.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
-    homes += [c.boundary_home for c in plan.calls]
-    homes += [c.saved_home for c in plan.calls if c.saved is Saved.OFFLOAD]
-    if Tier.HOST in homes:
+    """Host memory is a tier only beside a device. Raises `PlanError`."""
+    if lacks_tier(plan, machine):
         raise PlanError(
             "the plan names the tier 'host', but without a GPU the device is host memory itself: use 'device' or 'disk', or fit(emulate_device=True)"
         )
+
+
+def lacks_tier(plan: Plan, machine: Machine) -> bool:
+    """The plan puts something into host memory, and there is none beside the device."""
+    homes = [h for b in plan.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
+    homes += [c.boundary_home for c in plan.calls]
+    homes += [c.saved_home for c in plan.calls if c.saved is Saved.OFFLOAD]
+    return Tier.HOST in homes and not machine.has_host
+
+
+def other_sums(before: Plan, after: Plan) -> str | None:
+    """What a plan that takes the place of another adds up in another order, in words; None if nothing."""
+    changes: list[str] = []
+    if after.microbatches != before.microbatches:
+        changes.append(f"batches are cut into {after.microbatches}, not {before.microbatches} microbatches")
+    if after.loss_chunk_tokens != before.loss_chunk_tokens:
+        pieces = "whole" if after.loss_chunk_tokens is None else f"in pieces of {after.loss_chunk_tokens} tokens"
+        changes.append(f"the loss is computed {pieces}")
+    return f"From here on {' and '.join(changes)}: sums add up in another order." if changes else None
 
 
 def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
