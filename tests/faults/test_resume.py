@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -167,6 +168,28 @@ def test_a_step_is_sealed_by_the_next_one_with_what_was_done_after_it(tmp_path: 
     # The batch of the step that was lost is drawn again.
     assert torch.equal(again.generator.get_state(), drawn)
     again.job.close()
+
+
+def test_a_rate_in_a_tensor_is_the_run_s_again_whatever_the_scheduler_s_constructor_made_of_it(tmp_path: Path) -> None:
+    """It writes the first rate into the group's tensor, where torch's own `load_state_dict` would undo that."""
+    seen: list[list[float]] = []
+    for stops in ((), (2,)):
+        rates: list[float] = []
+        for first, end in itertools.pairwise((0, *stops, 4)):
+            made = nn.Linear(4, 1)
+            optimizer = torch.optim.AdamW(made.parameters(), lr=torch.tensor(0.01), foreach=False)
+            with memfit.fit(
+                made, optimizer, lambda model, batch: model(batch).mean(), torch.ones(2, 4), store=tmp_path / str(stops)
+            ) as job:
+                scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+                job.register("scheduler", scheduler)
+                assert job.steps == first
+                for _ in range(first, end):
+                    rates.append(float(optimizer.param_groups[0]["lr"]))
+                    job.step(torch.ones(2, 4))
+                    scheduler.step()
+        seen.append(rates)
+    assert seen[0] == seen[1]
 
 
 def test_commit_seals_at_once_and_leaving_by_an_error_seals_nothing(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def settings_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there.
+    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there. Copies: a rate in a tensor is changed in place.
 
     Raises:
         StoreError: they are of other groups, or a setting is of another kind than here; nothing was changed.
@@ -218,11 +218,11 @@ def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.
     check_settings(given, optimizer)
     for own, live in zip(given, optimizer.param_groups, strict=True):
         for key, value in own.items():
-            now = live.get(key)
-            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
-                live[key] = value.to(now.device)  # a rate held in a tensor stays on its device
+            now, own_value = live.get(key), copy.deepcopy(value)
+            if isinstance(now, torch.Tensor) and isinstance(own_value, torch.Tensor):
+                live[key] = own_value.to(now.device)  # a rate held in a tensor stays on its device
             else:
-                live[key] = value
+                live[key] = own_value
 
 
 def check_settings(settings: Sequence[Any], optimizer: torch.optim.Optimizer) -> None:
