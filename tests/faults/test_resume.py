@@ -192,6 +192,40 @@ def test_a_rate_in_a_tensor_is_the_run_s_again_whatever_the_scheduler_s_construc
     assert seen[0] == seen[1]
 
 
+class Drawing:
+    """Draws from the default generator when its state is first taken or given, as a loader does that makes an iterator for it."""
+
+    def __init__(self) -> None:
+        self.drawn: float | None = None
+
+    def state_dict(self) -> dict[str, float]:
+        if self.drawn is None:
+            self.drawn = torch.rand(()).item()
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.drawn = state["drawn"] + torch.rand(()).item()
+
+
+def test_what_draws_while_it_is_registered_moves_no_generator_of_the_run(tmp_path: Path) -> None:
+    drawn: list[list[float]] = []
+    for stops in ((), (1, 2)):
+        numbers: list[float] = []
+        for first, end in itertools.pairwise((0, *stops, 3)):
+            made = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+            with memfit.fit(
+                made, optimizer, lambda model, batch: model(batch).mean(), torch.ones(2, 4), store=tmp_path / str(stops)
+            ) as job:
+                torch.manual_seed(3)
+                job.register("drawing", Drawing())
+                for _ in range(first, end):
+                    numbers.append(torch.rand(()).item())
+                    job.step(torch.ones(2, 4))
+        drawn.append(numbers)
+    assert drawn[0] == drawn[1]
+
+
 def test_commit_seals_at_once_and_leaving_by_an_error_seals_nothing(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run", durability="exit").register()
 

@@ -314,18 +314,24 @@ def test_what_an_interrupted_creation_left_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_store_in_use_by_a_live_process_is_refused_and_a_dead_owners_lock_is_taken_over(tmp_path: Path) -> None:
+    """Also where a child that it forked, as data loaders do, lives on."""
     script = f"""
-import sys
+import os, sys, time, warnings
+warnings.simplefilter("ignore")
 from memfit.runtime.store import DiskStore, RegionSpec
 store = DiskStore.create({str(tmp_path / "s")!r}, {{"w": RegionSpec(nbytes=10, slots=2)}}, identity={{}})
-print("ready", flush=True)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
 sys.stdin.read()
 """
     owner = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdin is not None
     assert owner.stdout is not None
     with owner.stdin, owner.stdout:
-        assert owner.stdout.readline() == "ready\n"
+        child = int(owner.stdout.readline())
         for start in (DiskStore.open, lambda where: DiskStore.create(where, SPECS, identity={})):
             with pytest.raises(
                 StoreInUseError, match=rf"in use by a live job \(pid {owner.pid}, boot [0-9a-f]{{8}}\): wait for it"
@@ -339,6 +345,7 @@ sys.stdin.read()
             DiskStore.open(tmp_path / "s")
     with DiskStore.open(tmp_path / "s") as store:
         assert not store.previous_owner_died
+    os.kill(child, signal.SIGKILL)  # it lived until now
 
 
 def test_rubbish_in_the_lock_file_does_no_harm(tmp_path: Path) -> None:

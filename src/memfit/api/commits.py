@@ -204,6 +204,9 @@ class Commits:
         self._registered[name] = kept
         if kept.is_position:
             self._positions[name] = taken(kept)
+        if is_waiting and not is_new:
+            # Building it, giving it its state and asking for it may draw: a loader makes its iterator then, which the run has behind it.
+            run_state.give_random(part(self.run.state, "random", dict))
 
     def _is_late(self, *, is_new: bool) -> bool:
         """The object has a past in the run that is not in the store."""

@@ -285,7 +285,8 @@ class Job:
         Schedulers, averages, loaders, samplers: whatever has `state_dict` and `load_state_dict`; and random generators of torch, NumPy and Python (the
         default ones of all three belong to every commit without being asked). The state of what gives batches (it can be iterated) and of generators is
         noted when a method of the job returns, that of everything else when the next step begins (docs/store.md). Nothing is pickled: a state is made
-        of numbers, texts, tensors and containers of them.
+        of numbers, texts, tensors and containers of them. Where a run goes on, the default generators stand at the run's position again when this returns,
+        whatever was drawn since `fit`: a loader that makes its iterator to take its state draws.
 
         Memory: three times the tensors of its state, for a moment, at each commit.
 

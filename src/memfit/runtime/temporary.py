@@ -3,9 +3,10 @@
 In: a parent directory. Out: a fresh directory in it, held by a lock until it is removed.
 
 [Note: whose directory]
-The owner holds `flock` on the directory itself. The kernel frees it when the owner ends, however it ended (`kill -9`), so a directory whose lock can be
-taken has no owner: whoever makes the next one there removes it. Between its making and its locking a directory looks ownerless too; its maker therefore
-looks, once it has the lock, whether the directory is still there, and makes another if not. A mark tells memfit's directories from others of that name.
+The owner holds `flock` on the directory itself. The kernel frees it when the owner ends, however it ended (`kill -9`), and children have no part in it ([Note:
+locks and forks] in `runtime.forked`), so a directory whose lock can be taken has no owner: whoever makes the next one there removes it. Between its making
+and its locking a directory looks ownerless too; its maker therefore looks, once it has the lock, whether the directory is still there, and makes another if
+not. A mark tells memfit's directories from others of that name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import weakref
 from pathlib import Path
 
 from memfit.core.errors import StoreError
+from memfit.runtime.forked import keep_from_children, let_go
 
 PREFIX = "memfit-homes-"
 _MARK = "made-by-memfit"
@@ -46,6 +48,7 @@ class TemporaryDirectory:
             )
             failure.errno = error.errno
             raise failure from error
+        keep_from_children(descriptor)
         self._finalizer = weakref.finalize(self, _remove, self.path, descriptor, os.getpid())
 
     def remove(self) -> None:
@@ -110,6 +113,7 @@ def _clear(path: Path) -> None:
 def _remove(path: Path, descriptor: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork that ends: the directory is its parent's
+    let_go(descriptor)
     try:
         with contextlib.suppress(FileNotFoundError):  # it was taken away, with the directory that it lies in
             shutil.rmtree(path)

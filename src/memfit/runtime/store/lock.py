@@ -4,8 +4,8 @@ In: a directory. Out: a held lock, or `StoreInUseError` that names the owner.
 
 [Note: whose lock]
 `flock` decides; what is written in the file only explains. The kernel frees the lock at the end of the owner, however
-it ended, so a dead owner's lock is taken over without a guess. A forked child shares the lock, so closing is all that
-release does: an explicit unlock in the child would free it under the parent.
+it ended, so a dead owner's lock is taken over without a guess. Forked children have no part in it ([Note: locks and forks] in
+`runtime.forked`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.core.errors import StoreInUseError
+from memfit.runtime.forked import keep_from_children, let_go
 from memfit.runtime.store.explain import explain, store_error
 from memfit.runtime.store.files import FileOperations
 
@@ -93,6 +94,7 @@ class DirectoryLock:
         """The owner before, if it ended without releasing."""
         descriptor = self._lock_file()
         self._descriptor = descriptor
+        keep_from_children(descriptor)
         try:
             self.dead_owner = _read_owner(descriptor)
             self._write_owner(descriptor)
@@ -179,7 +181,8 @@ class DirectoryLock:
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        if descriptor is not None and os.getpid() == self._pid:  # a forked child has it no more
+            let_go(descriptor)
             self._operations.close(descriptor)
 
     def __del__(self) -> None:
@@ -213,6 +216,6 @@ def _in_use(path: Path, owner: LockOwner | None) -> str:
     if not owner.is_alive():
         return (
             f"{directory} is still locked: its owner ({owner}) has ended, but a process that it started "
-            "(a data loader?) lives; end that one (`fuser` on the lock file finds it), or choose another directory"
+            "lives; end that one (`fuser` on the lock file finds it), or choose another directory"
         )
     return f"{directory} is in use by a live job ({owner}): wait for it, end it, or choose another one"
