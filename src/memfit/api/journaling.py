@@ -33,6 +33,7 @@ from memfit.runtime.housing import House
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver
 from memfit.runtime.states import BlockStates
+from memfit.runtime.store.state import decode_state, encode_state
 from memfit.runtime.updates import Gate, UpdateWorker
 
 
@@ -94,7 +95,7 @@ class StepJournal:
         record: dict[str, Any] = {
             "step": self._house.step + 1,
             "settings": self._driver.settings,
-            "numbers": run_state.take_numbers(self._states),
+            "counters": {self._house.blocks[index].name: self._counters(index) for index in self._states},
             "gradients": list(gradients.arrived),
             "scale": None if gradients.scale is None else float(gradients.scale),
             "noise step": self._noise.step,
@@ -133,7 +134,12 @@ class StepJournal:
         record = self._journal.read()
         for states in self._states.values():
             states.numbers.clear()
-        run_state.give_numbers(record.get("numbers"), self._states, self._optimizer)
+        numbers: dict[str, Any] = {}
+        for counters in part(record, "counters", dict).values():
+            if not isinstance(counters, bytes):
+                raise StoreError("the record of the step has no proper 'counters': it is damaged")
+            numbers |= decode_state(counters)
+        run_state.give_numbers(numbers, self._states, self._optimizer)
         pending = [self._by_name[name] for name in self._journal.pending]
         if not pending:
             return
@@ -178,15 +184,15 @@ class StepJournal:
         updates = [
             [self._updates.submit(block, gate) for block in turn] for turn, gate in zip(turns, gates, strict=True)
         ]
-        numbers = dict(record["numbers"])
+        counters = dict(record["counters"])
         try:
             for turn, gate, tickets in zip(turns, gates, updates, strict=True):
                 gate.open()
                 Tickets(tickets).wait()
                 for block in turn:
                     self._house.keep_version(block)
-                numbers |= run_state.take_numbers({block.index: self._states[block.index] for block in turn})
-                self._journal.moved([block.name for block in turn], {**record, "numbers": numbers})
+                counters |= {block.name: self._counters(block.index) for block in turn}
+                self._journal.moved([block.name for block in turn], {**record, "counters": counters})
                 self._house.begin_versions(turn)
         finally:
             for gate in gates:
@@ -196,6 +202,11 @@ class StepJournal:
                 f"{type(self._optimizer).__name__} draws random numbers while it updates, so that an update that is made again from the journal would be another: "
                 "begin the run with scheme='generations'"
             )
+
+
+    def _counters(self, index: int) -> bytes:
+        """Of one block, as the record has them: each turn writes it again, and most are what they were."""
+        return encode_state(run_state.take_numbers({index: self._states[index]}))
 
 
 def _number(record: Mapping[str, Any], key: str) -> float | None:

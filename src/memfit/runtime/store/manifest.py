@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,8 +157,13 @@ def check_room_for_sums(content: bytes, manifest: Manifest) -> None:
         )
 
 
-def write_manifest(manifest: Manifest) -> bytes:
+def write_manifest(manifest: Manifest, texts: dict[str, tuple[RegionEntry, str]] | None = None) -> bytes:
     """The manifest as bytes; about 200 a region.
+
+    Args:
+        manifest: what it says.
+        texts: by name, the regions and their texts of the manifest before. A commit of a journal changes few of them: the others are taken from here, and
+            those that changed put in.
 
     Raises:
         UsageError: more regions than a manifest may hold.
@@ -173,31 +179,43 @@ def write_manifest(manifest: Manifest) -> bytes:
         if manifest.state is None
         else {"file": manifest.state.file, "nbytes": manifest.state.nbytes, "checksum": manifest.state.checksum},
         "files": [{"name": file_name(number), "nbytes": size} for number, size in enumerate(manifest.file_bytes)],
-        "regions": {
-            name: {
-                "nbytes": entry.spec.nbytes,
-                "tag": entry.spec.tag,
-                "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in entry.spec.tensors],
-                "current": entry.current,
-                "sums": None if entry.sums is None else _hexadecimal(entry.sums),
-                "slots": [
-                    {"file": place.file, "offset": place.offset, "step": step}
-                    for place, step in zip(entry.places, entry.steps, strict=True)
-                ],
-            }
-            for name, entry in manifest.regions.items()
-        },
     }
     if manifest.scheme == "journal":
         body["scheme"] = "journal"
-    text = _canonical(body)
-    whole = {"format": FORMAT, "version": VERSIONS[manifest.scheme], "checksum": _checksum(text), "body": body}
-    content = json.dumps(whole, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    kept = {} if texts is None else texts
+    for name, entry in manifest.regions.items():
+        known = kept.get(name)
+        if known is None or known[0] != entry:
+            kept[name] = entry, _canonical(_region(entry))
+    parts = {key: _canonical(value) for key, value in body.items()}
+    parts["regions"] = _joined({name: kept[name][1] for name in manifest.regions})
+    text = _joined(parts)
+    fields = {"format": FORMAT, "version": VERSIONS[manifest.scheme], "checksum": _checksum(text)}
+    content = f'{_canonical(fields)[:-1]},"body":{text}}}'.encode()
     if len(content) > LIMIT_BYTES or parsed_bytes(content) > _room_bytes(content, sum(manifest.file_bytes)):
         raise UsageError(
             f"a store of {len(manifest.regions)} regions needs a manifest of {len(content)} bytes, above what is read of one: join small regions"
         )
     return content
+
+
+def _region(entry: RegionEntry) -> dict[str, Any]:
+    return {
+        "nbytes": entry.spec.nbytes,
+        "tag": entry.spec.tag,
+        "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in entry.spec.tensors],
+        "current": entry.current,
+        "sums": None if entry.sums is None else _hexadecimal(entry.sums),
+        "slots": [
+            {"file": place.file, "offset": place.offset, "step": step}
+            for place, step in zip(entry.places, entry.steps, strict=True)
+        ],
+    }
+
+
+def _joined(texts: Mapping[str, str]) -> str:
+    """A JSON object in its canonical form, from its values' forms."""
+    return "{" + ",".join(f"{_canonical(key)}:{texts[key]}" for key in sorted(texts)) + "}"
 
 
 def _room_bytes(content: bytes, data_bytes: int) -> int:
@@ -383,7 +401,7 @@ def _read_sums(
 
 
 def _hexadecimal(sums: Sequence[int]) -> str:
-    return "".join(f"{value:08x}" for value in sums)
+    return struct.pack(f">{len(sums)}I", *sums).hex()
 
 
 def _fields(found: Any, path: Path, what: str, kinds: Mapping[str, Any], *, is_open: bool = False) -> dict[str, Any]:
@@ -406,12 +424,12 @@ def _number(found: int | None, path: Path, what: str, *, none_allowed: bool = Fa
     raise _broken(path, f"{what} is {found!r:.40}")
 
 
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def _checksum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _broken(path: Path, problem: str) -> StoreError:

@@ -84,6 +84,7 @@ class DiskStore:
         self._lock = threading.RLock()
         self._is_closed = False
         self._in_doubt: str | None = None
+        self._texts: dict[str, tuple[RegionEntry, str]] = {}
         self._verifies = verifies
         self._states = {
             name: RegionState(
@@ -408,7 +409,7 @@ class DiskStore:
                     state=entry,
                     journal=journal,
                 )
-                content = write_manifest(manifest)
+                content = write_manifest(manifest, self._texts)
                 if self._durable:
                     written = () if entry is None or state is None else (self._state_handles[entry.file],)
                     sync_files((*self._handles, *written), step=self._manifest.step)
