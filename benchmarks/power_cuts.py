@@ -93,9 +93,18 @@ def clone(image: Path, target: Path) -> None:
 
 
 def run_and_cut(
-    work: Callable[..., None], image: Path, place: Path, count: int, seconds: float, chance: random.Random
+    work: Callable[..., None], image: Path, place: Path, count: int, whole: kill.Child, chance: random.Random
 ) -> tuple[kill.Child, list[Cut]]:
-    """A run to its end, and copies of its disk that were made meanwhile."""
+    """A run to its end, and copies of its disk that were made meanwhile: `count`, or fewer where two fall together.
+
+    Args:
+        work: the run.
+        image: its disk.
+        place: where the copies go.
+        count: how many.
+        whole: the run with nobody watching: instants are drawn from its seconds and phases.
+        chance: draws them.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -110,8 +119,10 @@ def run_and_cut(
     cuts: list[Cut] = []
     text, told = b"", list[dict[str, Any]]()
     began = time.perf_counter()
-    moments = sorted(chance.random() * seconds for _ in range(count // 2))
-    phases = count - len(moments)
+    moments = sorted(chance.random() * whole.seconds for _ in range(count // 2))
+    entries = sum("at" in line and "left" not in line for line in whole.told)
+    phases = {chance.randrange(entries) for _ in range(count - len(moments))}
+    entered = 0
     is_open = True
 
     def drain(wait_s: float) -> None:
@@ -133,14 +144,14 @@ def run_and_cut(
         cuts.append(Cut(copy, steps, tuple(line["step"] for line in told if "step" in line), phase))
 
     while is_open:
-        known = len(told)
         left = max(0.0, moments[0] - (time.perf_counter() - began)) if moments else 1.0
         drain(left)
         if moments and time.perf_counter() - began >= moments[0]:
             moments.pop(0)
             cut()
-        elif phases and any("at" in line for line in told[known:]) and chance.random() < 0.3:
-            phases -= 1
+        now = sum("at" in line and "left" not in line for line in told)
+        due, entered = phases & set(range(entered, now)), now
+        if due:
             time.sleep(chance.random() ** 2 * 0.01)
             cut()
     os.close(reader)
@@ -232,7 +243,7 @@ def campaign(kinds: Sequence[str], wanted: int, chance: random.Random, place: Pa
         make_disk(kind, image)
         with mounted(image, at, mount_options):
             work = kill.training(scenario, program, at)
-            found, cuts = run_and_cut(work, image, place, min(6, wanted - number), whole.seconds, chance)
+            found, cuts = run_and_cut(work, image, place, min(6, wanted - number), whole, chance)
         if found.status or found.told[-1]["digest"] != whole.told[-1]["digest"]:
             raise SystemExit(f"{scenario} on {kind}: the run itself came to something else, told {found.told}")
         for cut in cuts:

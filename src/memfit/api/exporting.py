@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.api.run_state import check_numbers, part
+from memfit.api.run_state import check_numbers, numbers_in_record, part
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
 from memfit.core.documents import read_document
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError
@@ -156,7 +156,7 @@ def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[st
     return {
         **state,
         "step": found.step,
-        "optimizer": {**optimizer, "groups": groups, "numbers": part(found.record, "numbers", dict)},
+        "optimizer": {**optimizer, "groups": groups, "numbers": numbers_in_record(found.record)},
         "random": part(found.record, "random", dict),
     }
 

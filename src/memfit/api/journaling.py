@@ -33,7 +33,7 @@ from memfit.runtime.housing import House
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver
 from memfit.runtime.states import BlockStates
-from memfit.runtime.store.state import decode_state, encode_state
+from memfit.runtime.store.state import encode_state
 from memfit.runtime.updates import Gate, UpdateWorker
 
 
@@ -134,12 +134,7 @@ class StepJournal:
         record = self._journal.read()
         for states in self._states.values():
             states.numbers.clear()
-        numbers: dict[str, Any] = {}
-        for counters in part(record, "counters", dict).values():
-            if not isinstance(counters, bytes):
-                raise StoreError("the record of the step has no proper 'counters': it is damaged")
-            numbers |= decode_state(counters)
-        run_state.give_numbers(numbers, self._states, self._optimizer)
+        run_state.give_numbers(run_state.numbers_in_record(record), self._states, self._optimizer)
         pending = [self._by_name[name] for name in self._journal.pending]
         if not pending:
             return
@@ -202,7 +197,6 @@ class StepJournal:
                 f"{type(self._optimizer).__name__} draws random numbers while it updates, so that an update that is made again from the journal would be another: "
                 "begin the run with scheme='generations'"
             )
-
 
     def _counters(self, index: int) -> bytes:
         """Of one block, as the record has them: each turn writes it again, and most are what they were."""

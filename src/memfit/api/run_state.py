@@ -18,6 +18,7 @@ from memfit.core.errors import StoreError, UsageError
 from memfit.runtime.export.trainer import class_name
 from memfit.runtime.random_states import check_numpy, check_python, check_torch
 from memfit.runtime.states import BlockStates
+from memfit.runtime.store.state import decode_state
 
 _SHOWN = 5
 
@@ -299,6 +300,20 @@ def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: tor
             own.numbers[slot.name] = placed_numbers(values, slot.parameter, groups.get(id(slot.parameter), {}))
     if waiting:
         raise StoreError(f"the run has counters of {next(iter(waiting))!r:.200}, which this optimizer does not update")
+
+
+def numbers_in_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What `take_numbers` gave, out of a journal's record, which has them block by block as they are encoded.
+
+    Raises:
+        StoreError: they are none.
+    """
+    numbers: dict[str, Any] = {}
+    for content in part(record, "counters", dict).values():
+        if not isinstance(content, bytes):
+            raise StoreError("the record of the step has no proper 'counters': it is damaged")
+        numbers |= decode_state(content)
+    return numbers
 
 
 def check_numbers(numbers: Any) -> None:
