@@ -349,10 +349,10 @@ def test_a_store_of_another_model_dtype_or_optimizer_is_refused_with_the_differe
     assert "dtype float32, wanted float64" in refusal(made, model, adamw(model))
     model = build("tied-and-frozen")
     model.layers[0].requires_grad_(requires_grad=True)
-    assert "block 'layers.0/state' is missing" in refusal(made, model, adamw(model))
+    assert "has other parameters than here" in refusal(made, model, adamw(model))
     model = build("tied-and-frozen")
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    assert "its 'optimizer' is 'torch.optim.adamw.AdamW', not 'torch.optim.sgd.SGD'" in refusal(made, model, sgd)
+    assert "was trained with 'torch.optim.adamw.AdamW', not 'torch.optim.sgd.SGD'" in refusal(made, model, sgd)
     model = build("tied-and-frozen")
     one_group = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     assert "has 2 parameter groups, this one has 1" in refusal(made, model, one_group)
@@ -360,7 +360,7 @@ def test_a_store_of_another_model_dtype_or_optimizer_is_refused_with_the_differe
     ams = adamw(model)
     for group in ams.param_groups:
         group["amsgrad"] = True
-    assert "max_exp_avg_sq" in refusal(made, model, ams)
+    assert "param_groups[0]['amsgrad'] is True here and was False" in refusal(made, model, ams)
     model = build("tied-and-frozen")
     plan, options = small_run.PLANS["bf16"](profile("tied-and-frozen"))
     assert "its 'compute dtype' is 'given', not 'bfloat16'" in refusal(made, model, adamw(model), plan=plan, **options)

@@ -149,7 +149,7 @@ class Assembly:
         if resumed is None:
             self.house.move_in(parts.bring, parts.take_back)
         else:
-            resumed.check()
+            resumed.tell_changes()
             self.house.take_up(parts.forget, has_weights=resumed.has_weights)
         callbacks = OwnerCallbacks(
             gather_state=self.gather_state, scatter_state=self.scatter_state, zero_grad=self._zero_grad

@@ -13,6 +13,7 @@ nothing: they may stand between the step and its scheduler.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from memfit.api import run_state
 from memfit.api.machine import Machine
 from memfit.api.run_state import Registered, part, registered, taken
 from memfit.api.saving import described
-from memfit.core.errors import LimitBreachError, StoreError, UsageError
+from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
 from memfit.core.layout import Scheme
 from memfit.core.plan import Plan, Tier
 from memfit.core.units import format_bytes
@@ -123,6 +124,7 @@ class Commits:
         self._noise = noise
         self._scaler = scaler
         self._names = {id(slot.parameter): slot.name for block in blocks for slot in block.slots}
+        self._frozen = [slot.name for block in blocks for slot in block.slots if not slot.requires_grad]
         self._facts = _facts(model, blocks)
         self._registered: dict[str, Registered] = {}
         self._positions: dict[str, Any] = {}
@@ -148,9 +150,12 @@ class Commits:
         before = Plan.from_json(part(self.run.state, "plan", str))
         return before.block(block).weight_home is Tier.DISK
 
-    def check(self) -> None:
-        """Refuses an optimizer that is not the run's. Raises `StoreError`."""
-        run_state.check_optimizer(part(self.run.state, "optimizer", dict), self._optimizer, self._names)
+    def tell_changes(self) -> None:
+        """Warns of parameters that train and did not at the run's last commit, or the other way round. Raises `StoreError` for a state that cannot be used."""
+        told = run_state.changed_training(self.run.state.get("frozen"), self._frozen, set(self._names.values()))
+        if told:
+            step = part(self.run.state, "step", int)
+            warnings.warn(f"since step {step} of the run in {self.run.directory}: {told}", MemfitWarning, stacklevel=2)
 
     def take_up(self) -> None:
         """Settings and counters of the optimizer become the run's. Raises `StoreError` for a state that cannot be used."""
@@ -289,6 +294,7 @@ class Commits:
                 "groups": run_state.take_groups(self._optimizer, self._names),
                 "numbers": run_state.take_numbers(self._states),
             },
+            "frozen": self._frozen,
             "random": self._random,
             "noise seed": self._noise.seed,
             "loss scale": None if self._scaler is None else self._scaler.state_dict(),
@@ -324,8 +330,8 @@ def stored_reason(run: RunStore) -> str:
     return part(run.state, "reason", str)
 
 
-def check_model(run: RunStore, model: nn.Module) -> None:
-    """Refuses a run of another model by the names and shapes of its parameters. Raises `StoreError`."""
+def check_run(run: RunStore, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a run of another model, by the names and shapes of its parameters, or of another optimizer. Raises `StoreError`."""
     found: dict[str, tuple[int, ...]] = {}
     for spec in run.committed.disk.regions.values():
         if spec.tag == "weight":
@@ -336,6 +342,8 @@ def check_model(run: RunStore, model: nn.Module) -> None:
         raise StoreError(
             f"the run in {run.directory} has a state of format {run.state['format']!r:.40}; this memfit reads {_FORMAT}: use the version that wrote it"
         )
+    names = {id(p): name for name, p in model.named_parameters()}
+    run_state.check_optimizer(part(run.state, "optimizer", dict), optimizer, names)
 
 
 def _facts(model: nn.Module, blocks: Sequence[BlockWeights]) -> dict[str, Any]:
@@ -388,4 +396,4 @@ def describe(report: CommitReport) -> str:
     return f"{report.directory}: {at} committed, {format_bytes(report.disk_bytes)} on disk, durability {report.durability!r}"
 
 
-__all__ = ["CommitReport", "Commits", "check_model", "describe", "run_identity", "stored_plan", "stored_reason"]
+__all__ = ["CommitReport", "Commits", "check_run", "describe", "run_identity", "stored_plan", "stored_reason"]

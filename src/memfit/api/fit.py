@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memfit.api.choosing import microbatch_counts
-from memfit.api.commits import check_model, stored_reason
+from memfit.api.commits import check_run, stored_reason
 from memfit.api.job import Job
 from memfit.api.machine import Machine, device_of
 from memfit.api.plan_checks import lacks_tier, other_sums
@@ -143,7 +143,7 @@ def fit(
         giving_up = stack.enter_context(ExitStack())
         run = _open_run(store, resume, durability, scheme, giving_up)
         if run is not None and run.is_resumed:
-            check_model(run, model)
+            check_run(run, model, optimizer)
             weights = None  # they are the run's
         sources = open_sources(model, weights, stack)
         here = [p for p in model.parameters() if not is_away(p)]

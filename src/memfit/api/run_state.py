@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +185,8 @@ def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping
             different = {*map(str, parameters)} ^ {*wanted}
             told = f"such as {min(different)!r:.200}" if different else "in another order"
             raise StoreError(
-                f"param_groups[{index}] of the run's optimizer has other parameters than here ({len(parameters)} and {len(wanted)}), {told}: build it as it was"
+                f"param_groups[{index}] of the run's optimizer has other parameters than here ({len(parameters)} and {len(wanted)}), {told}: build it as it was. "
+                "What is to be frozen since then may stay in it: it is left alone while requires_grad=False"
             )
         for key, value in settings.items():
             # Flags decide which states there are and which kernels run; rates and betas may change from step to step.
@@ -354,6 +355,35 @@ def check_parameters(
         raise StoreError(
             f"the store at {directory} holds another model: {'; '.join(lines[:_SHOWN])}{more}; choose another directory, or build the model of the run"
         )
+
+
+def changed_training(before: Any, now: Collection[str], names: Collection[str]) -> str:
+    """What was frozen, or is trained again, since a run's last commit, in words; nothing where that was not kept or is the same.
+
+    Args:
+        before: names of what was frozen then; None: not kept.
+        now: of what is.
+        names: of all parameters.
+
+    Raises:
+        StoreError: these are no names of parameters.
+    """
+    if before is None:
+        return ""
+    if not isinstance(before, list) or not all(isinstance(name, str) and name in names for name in before):
+        raise StoreError("the state of the step has no proper 'frozen': it is damaged, or of another version of memfit")
+    told: list[str] = []
+    if frozen := set(now) - set(before):
+        told.append(f"{_some(frozen)} frozen (weights and optimizer states stay as they are)")
+    if thawed := set(before) - set(now):
+        told.append(f"{_some(thawed)} trained again (with the optimizer states of the run)")
+    return "; ".join(told)
+
+
+def _some(names: Collection[str]) -> str:
+    """How many, and one of them."""
+    many = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+    return f"{many}, such as {min(names)!r}, {'is' if len(names) == 1 else 'are'}"
 
 
 def part(state: Any, key: str, kind: type) -> Any:
