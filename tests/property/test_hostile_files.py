@@ -224,6 +224,7 @@ def test_what_a_state_says_of_a_run_is_refused_where_it_does_not_fit(seed: int) 
         run_state.check_optimizer(optimizer_state, optimizer, names)
         run_state.give_numbers(optimizer_state.get("numbers"), {}, optimizer)
         run_state.give_settings(run_state.settings_of(optimizer_state), optimizer)
+        run_state.changed_training(state.get("frozen"), [], set(names.values()))
         run_state.give_random(run_state.part(state, "random", dict))
         # A generator that stands outside of its table ends the process here.
         assert torch.rand(700).max() < 1

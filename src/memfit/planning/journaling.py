@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.units import MIB, format_bytes
 
@@ -23,14 +23,15 @@ def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:
     Args:
         plan: any.
         profile: of the model.
-        like: the plan of a run that goes on: what rests on disk there has no other room, and does here.
+        like: the plan of a run that goes on: what rests on disk there, frozen since or not, has no other room, and does here.
     """
     blocks = dict(plan.blocks)
-    for block in (b for b in profile.blocks if b.trains):
-        homes = replace(plan.block(block.name), gradient_home=Tier.DISK)
+    for block in profile.blocks:
+        if block.trains:
+            blocks[block.name] = replace(plan.block(block.name), gradient_home=Tier.DISK)
         if like is not None and like.block(block.name).rests_on_disk:
-            homes = replace(homes, weight_home=Tier.DISK, state_home=Tier.DISK)
-        blocks[block.name] = homes
+            homes = blocks.get(block.name, BlockPlan())
+            blocks[block.name] = replace(homes, weight_home=Tier.DISK, state_home=Tier.DISK)
     return replace(plan, blocks=blocks, update=UpdateTime.AFTER_BACKWARD)
 
 
