@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,12 +157,12 @@ def check_room_for_sums(content: bytes, manifest: Manifest) -> None:
         )
 
 
-def write_manifest(manifest: Manifest, texts: dict[str, tuple[RegionEntry, str]] | None = None) -> bytes:
+def write_manifest(manifest: Manifest, kept: dict[str, tuple[RegionEntry, str]] | None = None) -> bytes:
     """The manifest as bytes; about 200 a region.
 
     Args:
         manifest: what it says.
-        texts: by name, the regions and their texts of the manifest before. A commit of a journal changes few of them: the others are taken from here, and
+        kept: by name, the regions and their texts of the manifest before. A commit of a journal changes few of them: the others are taken from here, and
             those that changed put in.
 
     Raises:
@@ -182,15 +182,16 @@ def write_manifest(manifest: Manifest, texts: dict[str, tuple[RegionEntry, str]]
     }
     if manifest.scheme == "journal":
         body["scheme"] = "journal"
-    kept = {} if texts is None else texts
+    kept = {} if kept is None else kept
     for name, entry in manifest.regions.items():
         known = kept.get(name)
         if known is None or known[0] != entry:
             kept[name] = entry, _canonical(_region(entry))
+    texts = {name: kept[name][1] for name in manifest.regions}
     parts = {key: _canonical(value) for key, value in body.items()}
-    parts["regions"] = _joined({name: kept[name][1] for name in manifest.regions})
-    text = _joined(parts)
-    fields = {"format": FORMAT, "version": VERSIONS[manifest.scheme], "checksum": _checksum(text)}
+    checksum = _checksum(_joined(sorted((parts | {"regions": _joined(sorted(texts.items()))}).items())))
+    fields = {"format": FORMAT, "version": VERSIONS[manifest.scheme], "checksum": checksum}
+    text = _joined((parts | {"regions": _joined(texts.items())}).items())  # in the order of the layout
     content = f'{_canonical(fields)[:-1]},"body":{text}}}'.encode()
     if len(content) > LIMIT_BYTES or parsed_bytes(content) > _room_bytes(content, sum(manifest.file_bytes)):
         raise UsageError(
@@ -213,9 +214,9 @@ def _region(entry: RegionEntry) -> dict[str, Any]:
     }
 
 
-def _joined(texts: Mapping[str, str]) -> str:
-    """A JSON object in its canonical form, from its values' forms."""
-    return "{" + ",".join(f"{_canonical(key)}:{texts[key]}" for key in sorted(texts)) + "}"
+def _joined(texts: Iterable[tuple[str, str]]) -> str:
+    """A JSON object of keys and the texts of their values; canonical if they are sorted."""
+    return "{" + ",".join([f"{_canonical(key)}:{text}" for key, text in texts]) + "}"
 
 
 def _room_bytes(content: bytes, data_bytes: int) -> int:
