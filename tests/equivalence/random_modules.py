@@ -343,8 +343,8 @@ def _call_plans(draw: st.DrawFn, number: int, tail: int | None) -> tuple[CallPla
 
 
 @st.composite
-def random_plans(draw: st.DrawFn, profile: Profile) -> Plan:
-    """Any legal plan for a machine whose tiers are device and disk."""
+def random_plans(draw: st.DrawFn, profile: Profile, microbatches: int) -> Plan:
+    """Any legal plan with so many microbatches for a machine whose tiers are device and disk."""
     homes = st.sampled_from([Tier.DEVICE, Tier.DISK])
     blocks = {
         block.name: BlockPlan(weight_home=draw(homes), gradient_home=draw(homes), state_home=draw(homes))
@@ -354,7 +354,7 @@ def random_plans(draw: st.DrawFn, profile: Profile) -> Plan:
     number = len(next(iter(profile.traces.values())).calls)
     tail = draw(st.one_of(st.none(), st.integers(0, number - 1)))
     settings: dict[str, Any] = {
-        "microbatches": draw(st.integers(1, ROWS - 1)),
+        "microbatches": microbatches,
         "order": draw(st.sampled_from(Order)),
         "blocks": blocks,
         "calls": draw(_call_plans(number, tail)),

@@ -18,9 +18,8 @@ from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.found_modules import FOUND
 from equivalence.plain import adamw
-from equivalence.random_modules import make_case, random_plans, specs
-from equivalence.test_random_modules import train_under
-from equivalence.with_memfit import fit_variant, profile_of
+from equivalence.test_random_modules import draw_job, train_under
+from equivalence.with_memfit import fit_known
 from memfit.core.plan import UpdateTime
 from memfit.runtime.homes import DiskHome, Ticket
 from memfit.runtime.trees import bytes_view
@@ -65,7 +64,7 @@ def test_everything_that_is_used_was_waited_for(plan: str, tmp_path: Path) -> No
     report = assert_equal_training(
         zoo.ZOO["gpt2"],
         adamw(),
-        fit_variant("gpt2", variant, tmp_path, keep_gradients=True),
+        fit_known("gpt2", variant, tmp_path, keep_gradients=True),
         microbatches=variant.microbatches,
         max_grad_norm=variant.max_grad_norm,
         may_reorder=variant.reorders,
@@ -83,6 +82,6 @@ def test_what_the_search_once_found_waits(name: str) -> None:
 @given(data=st.data())
 @settings(max_examples=10)
 def test_random_models_under_random_plans_wait(data: st.DataObject) -> None:
-    spec = data.draw(specs(), label="model")
-    plan = data.draw(random_plans(profile_of(make_case(spec))), label="plan")
-    train_under(spec, plan, clips=plan.update is UpdateTime.AFTER_BACKWARD, keeps=True)
+    drawn = draw_job(data)
+    clips = drawn.plan.update is UpdateTime.AFTER_BACKWARD
+    train_under(drawn.spec, drawn.plan, clips=clips, keeps=True, traced=drawn)

@@ -14,7 +14,7 @@ import pytest
 from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw
-from equivalence.with_memfit import fit_variant
+from equivalence.with_memfit import fit_known
 
 
 def _default_pairs() -> set[tuple[str, str]]:
@@ -48,7 +48,7 @@ def test_training_under_a_plan_equals_plain_pytorch_bit_for_bit(name: str, plan:
     report = assert_equal_training(
         zoo.ZOO[name],
         adamw(),
-        fit_variant(name, variant, tmp_path, keep_gradients=True),
+        fit_known(name, variant, tmp_path, keep_gradients=True),
         microbatches=variant.microbatches,
         max_grad_norm=variant.max_grad_norm,
         may_reorder=variant.reorders,

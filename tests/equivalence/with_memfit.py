@@ -5,23 +5,32 @@ In: a case and a variant of `plans`. Out: a function that makes the job, as `com
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import memfit
 from equivalence import plans, zoo
 from equivalence.compare import JobLike, MakeJob
-from equivalence.plain import adamw
+from equivalence.plain import MakeOptimizer, adamw
+from memfit.api.problem import Problem
 from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.runtime.forgetful import CacheUse
+
+ADAMW = adamw()
 
 
-def profile_of(case: zoo.Case) -> Profile:
-    """A case's profile under AdamW; leaves the default generator alone."""
-    return memfit.profile(case.model, adamw()(case.model), case.loss, case.batch(0))
+def profile_of(case: zoo.Case, make_optimizer: MakeOptimizer = ADAMW, microbatches: int = 1) -> Profile:
+    """A case's profile; leaves the default generator alone."""
+    optimizer = make_optimizer(case.model)
+    return memfit.profile(case.model, optimizer, case.loss, case.batch(0), microbatches=[microbatches])
 
 
 @cache
@@ -53,6 +62,52 @@ def fit_variant(name: str, variant: plans.Variant, directory: Path, **options: A
     """Makes jobs that train the zoo's `name` as `variant` says."""
     plan = variant.plan(profile_by_name(name))
     return fit_with(plan, directory, max_grad_norm=variant.max_grad_norm, **options)
+
+
+Traces = dict[object, tuple[Profile, CacheUse]]
+_known: Traces = {}
+
+
+@contextmanager
+def traced_once(name: object, known: Traces = _known) -> Iterator[None]:
+    """Within, what goes by this name is traced once for each number of microbatches and each arithmetic; then `known` tells what was found.
+
+    A trace is most of the time that a small job takes. The first one is of the very model that is then trained, so what it leaves on a model is seen;
+    other jobs differ in homes and fates, of which a trace knows nothing.
+    """
+
+    def profile(
+        problem: Problem,
+        batch: Any,
+        counts: Sequence[int],
+        *,
+        chunk_tokens: int | None,
+        compute: ComputeDtype = ComputeDtype.GIVEN,
+    ) -> Profile:
+        key = (name, tuple(counts), chunk_tokens, compute)
+        if key not in known:
+            traced = trace(problem, batch, counts, chunk_tokens=chunk_tokens, compute=compute)
+            known[key] = traced, problem.caches.use
+        found, problem.caches.use = known[key]
+        problem.caches.is_settled = True
+        return found
+
+    trace = Problem.profile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Problem, "profile", profile)
+        yield
+
+
+def fit_known(name: str, variant: plans.Variant, directory: Path, **options: Any) -> MakeJob:
+    """As `fit_variant`, for a case as the zoo makes it under AdamW with all parameters in one group; it is traced once (see `traced_once`)."""
+    fit = fit_variant(name, variant, directory, **options)
+
+    def make(case: zoo.Case, optimizer: torch.optim.Optimizer) -> JobLike:
+        assert type(optimizer) is torch.optim.AdamW and len(optimizer.param_groups) == 1
+        with traced_once(name):
+            return fit(case, optimizer)
+
+    return make
 
 
 def fit_case(case: zoo.Case, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from equivalence import plans, zoo
-from equivalence.with_memfit import fit_variant
+from equivalence.with_memfit import fit_known
 from memfit.runtime.allocator import install
 
 
@@ -34,7 +34,7 @@ def no_collector() -> Iterator[None]:
 def _train(name: str, variant: str, directory: Path, *, closes: bool) -> list[weakref.ref[object]]:
     case = zoo.ZOO[name]()
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
-    job: Any = fit_variant(name, plans.BY_NAME[variant], directory, limit="8GiB")(case, optimizer)
+    job: Any = fit_known(name, plans.BY_NAME[variant], directory, limit="8GiB")(case, optimizer)
     for step in range(2):
         job.step(case.batch(step))
     job.evaluate(case.batch(0))
@@ -92,7 +92,7 @@ def _generate_in_a_job(name: str, directory: Path) -> list[weakref.ref[object]]:
     case = zoo.ZOO[name]()
     model: Any = case.model
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
-    job: Any = fit_variant(name, plans.BY_NAME["disk-recompute-4"], directory, limit="8GiB")(case, optimizer)
+    job: Any = fit_known(name, plans.BY_NAME["disk-recompute-4"], directory, limit="8GiB")(case, optimizer)
     seen: list[weakref.ref[Any]] = []
     for step in range(2):
         job.step(case.batch(step))
