@@ -1,20 +1,39 @@
-"""Every example runs, as a person would start it, and stays short."""
+"""Every example runs and stays short: those with a limit of the whole process as a person would start them, the others here, where libraries are loaded."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
+STARTED = ("born_in_pieces", "three_lines")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_without_arguments_and_is_short(path: Path, tmp_path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 100
-    child = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name: str) -> None:
+    assert len(EXAMPLES[name].read_text(encoding="utf-8").splitlines()) < 100
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_an_example_that_is_started_trains_and_complains_of_nothing(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES[name])]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip()
     assert not child.stderr.strip()
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - set(STARTED)))
+def test_an_example_runs_here_without_arguments(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES[name])])
+    runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
+    told = capsys.readouterr()
+    assert told.out.strip()
+    assert not told.err.strip()
