@@ -188,7 +188,10 @@ class _Job:
             self._end(error)
             return
         self._begun -= 1
-        if not self._left and not self._begun:
+
+    def settle(self) -> None:
+        """Ends the update if nothing of it is left: not in `apply`, whose frame holds memory that whoever waits would still find alive."""
+        if not self._left and not self._begun and not self.ticket.is_done:
             self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -197,6 +200,7 @@ class _Job:
             Tickets(self._leaving).wait()
         except BaseException as other:  # noqa: BLE001, as above
             error = error or other
+        self._leaving = []
         self.ticket.finish(error)
 
 
@@ -218,6 +222,8 @@ class _Line:
         while coming is not None:
             (job, here), coming = coming, self._next()
             job.apply(here)
+            del here
+            job.settle()
             coming = coming or self._next()  # one that was asked for while this was computed
 
     def _next(self) -> tuple[_Job, Coming] | None:
