@@ -36,7 +36,7 @@ from memfit.core.units import format_bytes, round_up
 from memfit.runtime.store.explain import store_error
 from memfit.runtime.store.layout import RegionSpec
 from memfit.runtime.store.manifest import STATE_LIMIT_BYTES
-from memfit.runtime.store.memory import aligned_memory
+from memfit.runtime.store.memory import Memory, aligned_memory
 from memfit.runtime.store.region import Region
 from memfit.runtime.store.sealing import JournalNote
 from memfit.runtime.store.state import decode_state, encode_state
@@ -80,6 +80,8 @@ def under_way(disk: DiskStore) -> UnderWay | None:
 class Journal:
     """The journal of an open store.
 
+    Memory: the room of a record, from the first one on.
+
     Args:
         disk: whose `scheme` is "journal", with a region `RECORD`, committed at least once before `begin`.
         blocks: by name, the regions with two slots that an update writes.
@@ -92,6 +94,8 @@ class Journal:
         self._disk = disk
         self._blocks = {name: tuple(regions) for name, regions in blocks.items()}
         self._gradients = tuple(gradients)
+        self._memory: Memory | None = None
+        self._used_bytes = 0
 
     @property
     def step(self) -> int | None:
@@ -202,9 +206,12 @@ class Journal:
                 f"the record of a step takes {format_bytes(len(content))}, and the journal of {self._disk.directory} has room for "
                 f"{format_bytes(region.nbytes)}: what it holds beside counters and settings of the optimizer are the losses of microbatches; take fewer of these"
             )
-        memory = aligned_memory(region.nbytes)
-        view = memory.view()
-        view[:] = bytes(region.nbytes)
+        if self._memory is None:
+            self._memory = aligned_memory(region.nbytes)
+            self._used_bytes = region.nbytes
+        view, end = self._memory.view(), _LENGTH_BYTES + len(content)
         view[:_LENGTH_BYTES] = len(content).to_bytes(_LENGTH_BYTES, "little")
-        view[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = content
-        region.write(0, region.nbytes, memory).wait()
+        view[_LENGTH_BYTES:end] = content
+        view[end : self._used_bytes] = bytes(max(0, self._used_bytes - end))
+        self._used_bytes = end
+        region.write(0, region.nbytes, self._memory).wait()
