@@ -176,11 +176,10 @@ class StepJournal:
         before = torch.get_rng_state()
         turns = [[self._by_name[name] for name in names] for names in self._journal.turns()]
         gates = [Gate() for _ in turns]
-        updates = [
-            [self._updates.submit(block, gate) for block in turn] for turn, gate in zip(turns, gates, strict=True)
-        ]
         counters = dict(record["counters"])
         try:
+            # All at once: while the blocks of a turn are committed, what the next ones need comes.
+            updates = [[self._updates.submit(b, gate) for b in turn] for turn, gate in zip(turns, gates, strict=True)]
             for turn, gate, tickets in zip(turns, gates, updates, strict=True):
                 gate.open()
                 Tickets(tickets).wait()
