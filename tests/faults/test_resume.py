@@ -226,6 +226,44 @@ def test_what_draws_while_it_is_registered_moves_no_generator_of_the_run(tmp_pat
     assert drawn[0] == drawn[1]
 
 
+class _Failing:
+    """A loader whose place cannot be told once."""
+
+    def __init__(self) -> None:
+        self.place, self.fails = 0, False
+
+    def __iter__(self) -> Any:
+        return self
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            raise ConnectionError("the workers do not answer")
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_a_step_whose_data_position_is_not_known_is_not_committed_with_an_older_one(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loader = _Failing()
+    loop.job.register("loader", loader)
+    batch = draw(torch.Generator())
+    loop.job.step(batch)
+    loader.place, loader.fails = 1, True
+    with pytest.raises(ConnectionError):
+        loop.job.step(batch)
+    loader.fails = False
+    with pytest.raises(StoreError, match=r"step 2 cannot be committed: .* job\.commit\(\) notes"):
+        loop.job.step(batch)
+    loop.job.commit()
+    loop.job.close()
+    again, found = Loop(tmp_path), _Failing()
+    again.job.register("loader", found)
+    assert (again.job.steps, found.place) == (2, 1)
+    again.job.close()
+
+
 def test_commit_seals_at_once_and_leaving_by_an_error_seals_nothing(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "run", durability="exit").register()
 

@@ -130,6 +130,7 @@ class Commits:
         self._positions: dict[str, Any] = {}
         self._random: dict[str, Any] = {}
         self._waiting: dict[str, Any] = {}
+        self._is_noted = False
         self.clip: float | None = None
         if run.is_resumed:
             self._waiting = dict(part(run.state, "registered", dict))
@@ -139,6 +140,7 @@ class Commits:
         self._registered = dict(before._registered)
         self._positions = dict(before._positions)
         self._random = dict(before._random)
+        self._is_noted = before._is_noted
         self._waiting = {}
 
     # --- the beginning ----------------------------------------------------------------------------------------------------------
@@ -239,8 +241,11 @@ class Commits:
 
     def note(self) -> None:
         """Notes the positions, as a method of the job returns. See [Note: when a step is sealed]."""
-        self._random = run_state.take_random()
+        self._is_noted = False
+        random = run_state.take_random()
         self._positions = {name: taken(kept) for name, kept in self._registered.items() if kept.is_position}
+        self._random = random
+        self._is_noted = True
 
     # --- sealing ----------------------------------------------------------------------------------------------------------------
 
@@ -267,6 +272,11 @@ class Commits:
         return True
 
     def _seal(self, *, is_first: bool = False) -> None:
+        if not self._is_noted:
+            raise StoreError(
+                f"step {self._house.step} cannot be committed: where its data and random numbers stood could not be noted when it ended (an error of that time says "
+                "why). job.commit() notes and commits all as it stands now; job.close(commit=False) gives the step up"
+            )
         try:
             flips = self._house.keep_residents()
             if is_first:
