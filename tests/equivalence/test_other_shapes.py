@@ -48,3 +48,17 @@ def test_a_step_tells_its_own_peak_whatever_came_before_it() -> None:
         job.evaluate(large)
         del large
         assert job.step(TOWER.batch(1)).peak_bytes < most - MIB  # the pool of freed memory counts
+
+
+def test_another_shape_leaves_the_reserve_of_a_process_free_as_the_sample_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TOWER.build()
+    with memfit.fit(model, adamw(model), loss, TOWER.batch(0), plan=Plan()) as job:
+        other = {name: torch.cat([tensor] * 2) for name, tensor in TOWER.batch(0).items()}
+        machine, assembly = job._machine, job._assembly
+        peak = assembly.parts.prepare(other, job.plan).timeline.peak_bytes
+        monkeypatch.setattr(machine, "armed_bytes", peak + machine.reserve_bytes() - 1)
+        with pytest.raises(DoesNotFitError, match="a batch of 128 rows"):
+            job.step(other)
+        monkeypatch.setattr(machine, "armed_bytes", peak + machine.reserve_bytes())
+        assert job.step(other).rows == 128
+        monkeypatch.undo()

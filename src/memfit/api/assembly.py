@@ -290,7 +290,7 @@ class Assembly:
         return prepared, f"a batch of {signature.rows} rows with tensors {shapes} {excess}"
 
     def _excess(self, prepared: Prepared) -> str | None:
-        left, peak = self.machine.armed_bytes, prepared.timeline.peak_bytes
+        left, peak = self.machine.room_bytes, prepared.timeline.peak_bytes
         if self.parts.enforces and left is not None and peak > left:
             return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(left)} are left"
         return self.parts.excess(prepared)

@@ -137,6 +137,13 @@ class Machine:
         """Scratch of kernels and libraries that no trace sees."""
         return RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
 
+    @property
+    def room_bytes(self) -> int | None:
+        """What plans may take under the armed limit: without the reserve, as at `fit`; None while no limit is armed."""
+        if self.armed_bytes is None:
+            return None
+        return self.armed_bytes - (self.reserve_bytes() if self.counts_process else 0)
+
     def arm(self) -> None:
         """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError` before the limit is passed.
 
