@@ -88,6 +88,10 @@ _WAVES = {
     "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
     "num_feat_extract_layers": 2, "mask_time_prob": 0.0, "apply_spec_augment": False, "layerdrop": 0.0, "classifier_proj_size": 16,
 }  # fmt: skip
+_STREAMS = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_attention_heads")), "num_encoder_layers": 2, "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "relative_max_distance": 16, "num_buckets": 8,
+}  # fmt: skip
 _HEADS = {"num_key_value_heads": 4}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _OWN: dict[str, Mapping[str, Any]] = {
@@ -103,10 +107,12 @@ _OWN: dict[str, Mapping[str, Any]] = {
     "convnext": {**_NARROW, "num_hidden_layers": 4, "patch_size": 4},
     "convnextv2": {**_NARROW, "num_hidden_layers": 4, "patch_size": 4},
     "segformer": {**_NARROW, "num_attention_heads": [1, 2, 3, 4]},
+    "donut-swin": _WINDOWS,
     "pvt": _PYRAMID,
+    "pvt_v2": _PYRAMID,
     "efficientnet": {"hidden_dim": None},
     **dict.fromkeys(("poolformer", "resnet", "regnet", "focalnet"), _STAGES),
-    **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "sew"), _WAVES),
+    **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "sew", "sew-d", "unispeech", "unispeech-sat"), _WAVES),
     "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 16},
     **dict.fromkeys(
         (
@@ -140,6 +146,8 @@ _OWN: dict[str, Mapping[str, Any]] = {
     },
     "data2vec-audio": _WAVES,
     "mt5": {"decoder_start_token_id": 0},
+    "xmod": {"default_language": "en_XX"},
+    "prophetnet": _STREAMS,
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _LINEAR),
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1, 1], "d_inner": 64},
@@ -163,16 +171,18 @@ _MASKED = """
     roberta deberta deberta-v2 electra distilbert longformer convbert mobilebert modernbert camembert squeezebert fnet nystromformer yoso xlm-roberta
     megatron-bert rembert roformer mra esm data2vec-text big_bird ibert flaubert xlm layoutlm
     ernie funnel jina_embeddings_v3 luke mpnet nomic_bert ultrabert
+    albert eurobert gte roberta-prelayernorm tapas xlm-roberta-xl xmod
 """
 _TRANSLATING = """
     bart mbart pegasus marian m2m_100 blenderbot blenderbot-small led umt5 mvp plbart longt5 switch_transformers pegasus_x bigbird_pegasus
-    mt5
+    mt5 nllb-moe prophetnet
 """
 _SEEING = """
     beit swin swinv2 convnext convnextv2 dinov2 poolformer resnet regnet mobilevit segformer pvt focalnet efficientnet
     bit dinov2_with_registers hiera
+    data2vec-vision donut-swin ijepa pvt_v2 vit_msn
 """
-_HEARING = "wav2vec2 hubert wavlm sew data2vec-audio"
+_HEARING = "wav2vec2 hubert wavlm sew sew-d data2vec-audio unispeech unispeech-sat"
 
 
 def _group(names: str, head: str, batch: Callable[[int], zoo.Batch], **more: Any) -> dict[str, Architecture]:
@@ -192,7 +202,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_group("whisper", "SpeechSeq2Seq", _speech),
     **_group("speech_to_text", "SpeechSeq2Seq", _frames),
 }
-"""Every architecture by name."""
+"""Every architecture by name. Reformer is none of them: while it trains, each of its layers calls `torch.seed()`, so that plain PyTorch itself does not
+repeat its losses from equal seeds."""
 
 
 def build(name: str) -> zoo.Case:
