@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,30 @@ def test_where_no_plan_can_be_taken_up_the_job_ends_and_the_commit_is_whole(
     torch.set_rng_state(twins.plain.random.state)
     again.step(1, SAMPLE)
     again.close()
+
+
+def test_a_job_holds_no_batch_that_it_was_given(tmp_path: Path) -> None:
+    given: list[weakref.ref[Tensor]] = []
+
+    def new(step: int, shape: tuple[int, int]) -> dict[str, Tensor]:
+        made = batch(step, shape)
+        given.extend(weakref.ref(part) for part in made.values())
+        return made
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    known: dict[str, Any] = {
+        "limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan", "store": tmp_path / "run",
+    }  # fmt: skip
+    job = memfit.fit(model, optimizer, mean_loss, new(0, SAMPLE), **known)
+    for number, shape in enumerate((SAMPLE, (5, 32), (16, 384), SAMPLE)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemfitWarning)
+            job.step(new(number, shape))
+        job.evaluate(new(number, (4, 32)))
+        assert [part() for part in given] == [None] * len(given), shape
+    assert job.breaches, "one of them took another plan"
+    job.close()
 
 
 @pytest.mark.slow

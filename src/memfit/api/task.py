@@ -41,7 +41,10 @@ from memfit.scheduling.check import check_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What `fit` was asked, until a plan makes a job of it. `hardware` tells what the machine can do, and what of the disk the run may take."""
+    """What `fit` was asked, until a plan makes a job of it. `hardware` tells what the machine can do, and what of the disk the run may take.
+
+    A job keeps its task without the sample, which would be a batch too many beside those of its steps.
+    """
 
     problem: Problem
     bring: Bring | None
@@ -187,13 +190,14 @@ class Task:
         if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
             check_compiled(self.problem)
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
+        kept = replace(self, sample=None)
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
             # The last batch of an epoch may have fewer rows than the plan has microbatches.
             chosen = replace(chosen, microbatches=min(chosen.microbatches, batch_rows(batch)))
             traced = problem.profile_for(chosen, batch)
-            check_meaning(chosen, traced, is_committed=self.run is not None)
-            return prepared_for(traced, chosen, clips_norm=self.clips_norm)
+            check_meaning(chosen, traced, is_committed=kept.run is not None)
+            return prepared_for(traced, chosen, clips_norm=kept.clips_norm)
 
         cut = replace(plan, microbatches=min(plan.microbatches, batch_rows(self.sample)))
         rows = -(-found.batch_rows // cut.microbatches)
@@ -212,7 +216,7 @@ class Task:
             plan=plan,
             reason=reason,
             prepare=prepare,
-            excess=self.excess,
+            excess=kept.excess,
             prepared=ready,
             signature=signature_of(self.sample),
             blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
@@ -231,7 +235,7 @@ class Task:
             take_back=self.take_back,
             run=self.run,
             forget=self.forget,
-            replan=self.replan if self.replans else None,
+            replan=kept.replan if self.replans else None,
             adds_up=True if "nonadditive-loss" in self.allow else adds_up,
         )
 
