@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -414,6 +415,25 @@ def test_a_second_live_job_on_the_directory_is_refused(tmp_path: Path) -> None:
         Loop(tmp_path / "run")
     loop.job.step(draw(loop.generator))
     loop.job.close()
+
+
+def test_a_job_that_nobody_can_reach_any_more_gives_its_run_back(tmp_path: Path) -> None:
+    def cell(*, fails: bool) -> int:
+        """As in a notebook, typed again after it raised."""
+        loop = Loop(tmp_path / "run")
+        loop.job.step(draw(loop.generator))
+        if fails:
+            raise ValueError
+        loop.job.close()
+        return loop.job.steps
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError):  # noqa: PT011
+            cell(fails=True)
+        assert cell(fails=False) == 1, "the step that was not committed is made again"
+    finally:
+        gc.enable()
 
 
 def test_resume_wants_a_run_that_was_committed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from memfit.api.problem import (
 )
 from memfit.api.sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.api.task import Task, prepared_for
-from memfit.core.errors import MemfitWarning, UnsupportedError, UsageError
+from memfit.core.errors import MemfitWarning, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
@@ -259,7 +260,13 @@ def _open_run(
         return None
     if scheme not in (None, "generations", "journal"):
         raise UsageError(f'scheme is "generations" or "journal", not {scheme!r:.80}')
-    run = RunStore(where, durability=durability, must_exist=resume is not None, scheme=scheme)
+    make = partial(RunStore, where, durability=durability, must_exist=resume is not None, scheme=scheme)
+    try:
+        run = make()
+    except StoreInUseError:
+        # A job that nobody can reach any more, because the function that had it raised, holds its store until its cycles are collected.
+        gc.collect()
+        run = make()
     stack.callback(run.close)
     return run
 
