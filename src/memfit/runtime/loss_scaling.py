@@ -37,7 +37,7 @@ class LossScaler:
 
     Attributes:
         scale: of the next step.
-        skipped: steps that overflowed so far.
+        skipped: steps that overflowed so far, in this process.
     """
 
     def __init__(
