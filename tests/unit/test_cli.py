@@ -134,3 +134,32 @@ def test_help_answers_without_loading_transformers() -> None:
         "assert 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_an_interrupt_that_python_throws_away_comes_again() -> None:
+    program = """
+import signal, sys, time, weakref
+from memfit.cli.interrupted import hear_again
+
+class Thing:
+    pass
+
+def called(_):
+    signal.raise_signal(signal.SIGINT)  # KeyboardInterrupt, where nobody can catch it
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if sys.argv[1] == "again":
+    hear_again()
+thing = Thing()
+watch = weakref.ref(thing, called)
+try:
+    del thing
+    time.sleep(5 if sys.argv[1] == "again" else 0.5)
+    print("slept")
+except KeyboardInterrupt:
+    print("heard")
+"""
+    for how, wanted in (("again", "heard"), ("plain", "slept")):
+        found = subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == wanted
+        assert ("Exception ignored" in found.stderr) is (how == "plain")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli.interrupted import INTERRUPTED, leave_at_once
+from memfit.cli.interrupted import INTERRUPTED, hear_again, leave_at_once
 
 if TYPE_CHECKING:
     from memfit.cli.program import app
@@ -23,6 +23,8 @@ _RUNS_TORCH = frozenset({"profile", "plan", "train", "report"})
 def main() -> None:
     """The program `memfit`. As that, and only then, it may start itself again, once, with settings that libraries read when they are loaded."""
     try:
+        if _is_the_program():
+            hear_again()
         if _is_the_program() and _RUNS_TORCH.intersection(sys.argv) and "--help" not in sys.argv:
             from memfit.host import restart_with_settings
 

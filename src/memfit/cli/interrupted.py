@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 INTERRUPTED = 130
 """What shells report of a program that Ctrl-C ended: 128 and the signal's number."""
+_AGAIN_S = 0.02
+"""Until then whatever threw the interrupt away has mostly returned; if not, it comes once more."""
 
 
 def leave_at_once() -> None:
@@ -20,6 +23,30 @@ def leave_at_once() -> None:
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
         signal.signal(signal.SIGINT, _leave)
+
+
+def hear_again() -> None:
+    """From here on a Ctrl-C that the interpreter throws away is sent again, and nothing is printed of it.
+
+    Python raises `KeyboardInterrupt` wherever the main thread is; in a finalizer, or in what a weak reference calls, whatever is raised is told and
+    forgotten, so that the person who typed it would wait for nothing.
+    """
+    tell = sys.unraisablehook
+    main_thread = threading.main_thread().ident
+
+    def send_again() -> None:
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            timer = threading.Timer(_AGAIN_S, send_again)
+            timer.daemon = True
+            timer.start()
+        else:
+            tell(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _leave(_number: int, _frame: object) -> None:
