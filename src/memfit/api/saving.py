@@ -217,7 +217,12 @@ def _trainer_state(
 
 
 def _write_text(path: Path, text: str | bytes, operations: FileOperations) -> None:
-    content = text.encode() if isinstance(text, str) else text
+    try:
+        content = text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError as error:
+        raise StoreError(
+            f"{path.name} would have text that is none ({error}): what it was made from is damaged"
+        ) from error
     try:
         write_small_file(path, content, operations=operations, durable=True)
     except OSError as error:
