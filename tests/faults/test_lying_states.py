@@ -119,6 +119,10 @@ def file(*parts: Any, shape: Any = (64, 32)) -> Callable[[dict[str, Any]], objec
     return lambda state: state["model"].update(files={"x": {"shape": list(shape), "parts": list(parts)}})
 
 
+def setting(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state["optimizer"]["groups"][0]["settings"].update(values)
+
+
 UP = "layers.1.up.weight"
 EXPORTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "strides outside of the tensor": order(shape=[64, 32], stride=[1 << 40, 1]),
@@ -134,11 +138,14 @@ EXPORTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a shape of text": file([UP, 0, 2048], shape="ab"),
     "two tensors of one name": lambda state: state["model"]["names"].update({UP: "layers.1.up.bias"}),
     "a tensor named like a word of the format": lambda state: state["model"]["names"].update({UP: "__metadata__"}),
+    "a name that is no text": lambda state: state["model"]["names"].update({UP: "\ud800"}),
+    "a range of a text": lambda state: state["model"].update(files={"x": "ab"}),
     "a tie to a number": lambda state: state["model"]["tied"].update({"head": 3}),
     "a generator outside of its table": lambda state: state["random"].update(cpu=torch_state(624, 624)),
     "no step": lambda state: state.pop("step"),
     "groups that are none": lambda state: state["optimizer"].update(groups=[[]]),
     "settings without names": lambda state: state["optimizer"]["groups"][0].update(settings={3: 4}),
+    "counters beyond 64 bits": lambda state: state["optimizer"]["numbers"].update({UP: {"step": 1 << 63}}),
     "counters of text": lambda state: state["optimizer"]["numbers"].update({UP: {"step": "x"}}),
 }
 
@@ -173,10 +180,6 @@ def test_a_journal_whose_record_has_another_length_is_not_read(
     assert "damaged" in str(verify(tmp_path / "run").state_problem) or length == 1
 
 
-def setting(**values: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda state: state["optimizer"]["groups"][0]["settings"].update(values)
-
-
 RESUMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a rate of text": (setting(lr="x"), r"param_groups\[0\] has 'lr' = 'x'"),
     "no rate": (setting(lr=None), r"param_groups\[0\] has 'lr' = None"),
@@ -184,6 +187,8 @@ RESUMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "one beta": (setting(betas=(0.9,)), r"param_groups\[0\] has 'betas'"),
     "betas of text": (setting(betas=("x", "y")), r"param_groups\[0\] has 'betas'"),
     "parameters among the settings": (setting(params=[]), r"param_groups\[0\] has 'params'"),
+    "a rate beyond 64 bits": (setting(lr=-(1 << 63) - 1), r"param_groups\[0\] has 'lr'"),
+    "counters beyond 64 bits": (lambda state: state["optimizer"]["numbers"].update({UP: {"step": 1 << 63}}), "no number"),
     "counters in a list": (lambda state: state["optimizer"]["numbers"].update({UP: {"step": [1]}}), "no number"),
     "a generator outside of its table": (lambda state: state["random"].update(cpu=torch_state(624, 624)), "stands at"),
     "NumPy's outside of its table": (lambda state: state["random"].update(numpy=("MT19937", *state["random"]["numpy"][1:2], 2_000_000_000, 0, 0.0)), "stands at"),

@@ -70,12 +70,21 @@ def test_a_text_that_could_take_too_much_is_refused_before_it_is_read() -> None:
         ("tru", "Expecting value"),
         ("9" * 5000, "digits"),
         ("", "Expecting value"),
+        (r'["\ud800"]', "half of a surrogate pair"),
+        (r'{"a": [{"\uDFFF": 1}]}', "half of a surrogate pair"),
         (b"\xff\xfe\x00", "codec|Expecting|decode"),
     ],
 )
 def test_what_is_no_json_of_ours_is_refused(text: str | bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_json(text)
+
+
+def test_texts_that_utf_8_does_not_know_are_read_where_they_may_be() -> None:
+    for text in ("\ud800", "a\udc80b", "whole \U0001f600, \\ud800"):
+        assert parse_json(json.dumps({text: [text]}), any_text=True) == {text: [text]}
+    whole = "\U0001f600 \\ud800"
+    assert parse_json(json.dumps([whole])) == [whole]
 
 
 def test_only_plain_files_are_read_and_nothing_waits(tmp_path: Path) -> None:

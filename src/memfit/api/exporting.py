@@ -268,9 +268,10 @@ def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict
     }
 
 
-def _file_tensor(name: Any, found: Mapping[str, Any], kept: Mapping[str, TensorSource]) -> FileTensor:
+def _file_tensor(name: Any, found: Any, kept: Mapping[str, TensorSource]) -> FileTensor:
     """A tensor of the files: ranges of those of the model, inside of these, that together are as long as its shape says."""
-    shape, parts = found["shape"], [Range(name=part, first=first, count=count) for part, first, count in found["parts"]]
+    shape = part(found, "shape", list)
+    parts = [Range(name=own, first=first, count=count) for own, first, count in part(found, "parts", list)]
     is_inside = all(
         type(one.first) is int
         and type(one.count) is int

@@ -21,6 +21,7 @@ from memfit.runtime.states import BlockStates
 from memfit.runtime.store.state import decode_state
 
 _SHOWN = 5
+_LEAST, _LARGEST = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +258,8 @@ def _kind(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "flag"
+    if isinstance(value, int) and not _LEAST <= value <= _LARGEST:
+        return "number beyond 64 bits"  # which no kernel takes
     is_number = (
         isinstance(value, int | float | np.number)
         or (isinstance(value, torch.Tensor) and value.numel() == 1)
@@ -324,7 +327,9 @@ def check_numbers(numbers: Any) -> None:
     for name, values in numbers.items():
         for key, value in values.items():
             if not isinstance(key, str) or _kind(value) not in ("number", "flag", "none"):
-                raise StoreError(f"the counter {key!r:.80} of {name!r:.200} is {value!r:.80}, no number: it is damaged")
+                raise StoreError(
+                    f"the counter {key!r:.80} of {name!r:.200} is {value!r:.80}, no number of at most 64 bits: it is damaged"
+                )
 
 
 # --- the model ------------------------------------------------------------------------------------------------------------------

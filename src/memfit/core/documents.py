@@ -61,7 +61,12 @@ def read_document(path: Path, *, limit_bytes: int) -> bytes:
 
 
 def parse_json(
-    text: str | bytes, *, room_bytes: int = ROOM_BYTES, is_strict: bool = True, deepest: int = DEEPEST
+    text: str | bytes,
+    *,
+    room_bytes: int = ROOM_BYTES,
+    is_strict: bool = True,
+    deepest: int = DEEPEST,
+    any_text: bool = False,
 ) -> Any:
     """Reads one JSON value.
 
@@ -72,9 +77,12 @@ def parse_json(
         room_bytes: see above.
         is_strict: False takes what Python's own writer writes and JSON does not know: NaN, infinities (configurations of models have them).
         deepest: containers in containers.
+        any_text: takes texts that have no bytes in UTF-8 (half of a surrogate pair: how Python has file names that are not UTF-8). Else whoever
+            writes or prints such a text would fail.
 
     Raises:
-        ValueError: not JSON; not UTF-8; a repeated key; NaN or an infinity, be it as a number that is too large; nested too deep; or it could take more memory.
+        ValueError: not JSON; not UTF-8; half of a surrogate pair; a repeated key; NaN or an infinity, be it as a number that is too large;
+            nested too deep; or it could take more memory.
     """
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     needed = parsed_bytes(content)
@@ -92,6 +100,8 @@ def parse_json(
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     check_depth(value, deepest)
+    if not any_text and b"\\ud" in content.lower():
+        _check_texts(value)
     return value
 
 
@@ -121,6 +131,20 @@ def check_depth(value: Any, deepest: int) -> None:
                 break
         else:
             open_ones.pop()
+
+
+def _check_texts(value: Any) -> None:
+    """Refuses a JSON value that has a text with half of a surrogate pair. Raises `ValueError`. Its depth was checked."""
+    if isinstance(value, str):
+        if any("\ud800" <= one <= "\udfff" for one in value):
+            raise ValueError(f"{value!r:.80} is no text: it has half of a surrogate pair")
+    elif isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
+            _check_texts(key)
+            _check_texts(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[Any]", value):
+            _check_texts(inner)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -123,7 +123,10 @@ def lay_out(
         }
         placed.append((tensor, end))
         end += tensor.nbytes
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedError(f"the name of a tensor is no text ({error}): rename it") from error
     length = round_up(LENGTH_BYTES + len(text), alignment_bytes) - LENGTH_BYTES
     raw = length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
     return Header(

@@ -136,7 +136,7 @@ def read_text(path: Path) -> TrainerState:
     try:
         content = read_document(path, limit_bytes=_LIMIT_BYTES)
         saved_bytes = sum(file.lstat().st_size for file in path.parent.iterdir() if file.suffix == ".safetensors")
-        document = parse_json(content, room_bytes=_room_bytes(saved_bytes), deepest=_DEEPEST)
+        document = parse_json(content, room_bytes=_room_bytes(saved_bytes), deepest=_DEEPEST, any_text=True)
     except OSError as error:
         raise explain(error, doing="read the state of the training run", path=path) from error
     except ValueError as error:

@@ -95,7 +95,7 @@ def decode_state(content: bytes) -> dict[str, Any]:
             raise _damaged(f"it has {header.count(b'{')} tensors")
         tensors = safetensors.torch.load(content)
         text = tensors.pop(_TEXT_NAME).numpy().tobytes()
-        found = parse_json(text, room_bytes=room // _COPIES, deepest=_DEEPEST_TEXT)
+        found = parse_json(text, room_bytes=room // _COPIES, deepest=_DEEPEST_TEXT, any_text=True)
         state = _decode(found, tensors, 0)
     except StoreError:
         raise
