@@ -182,6 +182,7 @@ def test_a_journal_whose_record_has_another_length_is_not_read(
 
 RESUMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a rate of text": (setting(lr="x"), r"param_groups\[0\] has 'lr' = 'x'"),
+    "a first rate in a dictionary": (setting(initial_lr={}), r"param_groups\[0\] has 'initial_lr' = {}"),
     "no rate": (setting(lr=None), r"param_groups\[0\] has 'lr' = None"),
     "rates in a list": (setting(lr=[1, 2]), r"param_groups\[0\] has 'lr'"),
     "one beta": (setting(betas=(0.9,)), r"param_groups\[0\] has 'betas'"),

@@ -22,6 +22,8 @@ from memfit.runtime.store.state import decode_state
 
 _SHOWN = 5
 _LEAST, _LARGEST = -(2**63), 2**63 - 1
+_OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"))
+"""Settings that torch's schedulers put into groups, and count with: numbers, whether or not the optimizer here has met its scheduler yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +239,8 @@ def check_settings(settings: Sequence[Any], optimizer: torch.optim.Optimizer) ->
     for index, (own, live) in enumerate(zip(settings, optimizer.param_groups, strict=True)):
         for key, value in own.items():
             is_known = isinstance(key, str) and key != "params"
-            if not is_known or (key in live and not _may_replace(value, live[key])):
+            now = live.get(key, 0.0 if key in _OF_SCHEDULERS else value)
+            if not is_known or not _may_replace(value, now):
                 raise StoreError(
                     f"param_groups[{index}] has {key!r:.80} = {value!r:.80} in the run, which is no such setting of {type(optimizer).__name__} "
                     f"({live.get(key) if is_known else 'none'!r:.80} here): it is damaged, or build the optimizer as it was"
