@@ -43,7 +43,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -99,6 +99,12 @@ class Program:
     rows: int = small_run.ROWS
     hogs: tuple[tuple[int, int], ...] = ()
     growth: tuple[tuple[int, int], ...] = ()
+
+    def under(self, scheme: str) -> Program:
+        """As a store of the scheme takes it."""
+        if scheme != "journal":
+            return self
+        return replace(self, plan=replace(self.plan, update=UpdateTime.AFTER_BACKWARD))
 
     def rows_of(self, step: int) -> int:
         """Of the batch of a step."""
@@ -241,29 +247,39 @@ def kill_after(clock: int, seconds: float, number: int) -> None:
         raise OSError(ctypes.get_errno(), "timer_settime")
 
 
-def run_child(work: Callable[[Callable[[dict[str, Any]], None], Moment], None], moment: Moment) -> Child:
-    """Forks, works, and kills at the given moment, if the work is not done before."""
+Work = Callable[[Callable[[dict[str, Any]], None], Moment], None]
+"""What a process does: it tells lines, and may be killed at a moment."""
+
+
+def start_child(work: Work, moment: Moment) -> tuple[int, int]:
+    """Forks, and works there; the process, and where what it tells is read from."""
     reader, writer = os.pipe()
-    began = time.perf_counter()
     child = os.fork()
-    if child == 0:
-        os.close(reader)
-        status = 1
-        try:
-            faulthandler.register(signal.SIGUSR1, all_threads=True)
-            # Shells start what runs in their background with interrupts ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if moment.cpu_s is not None:
-                kill_after(time.CLOCK_PROCESS_CPUTIME_ID, moment.cpu_s, moment.signal)
-            work(lambda line: _write(writer, line), moment)
-            status = 0
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-        except BaseException:  # noqa: BLE001, a child must not go on as its parent
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writer)
+    if child:
+        os.close(writer)
+        return child, reader
+    os.close(reader)
+    status = 1
+    try:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        # Shells start what runs in their background with interrupts ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if moment.cpu_s is not None:
+            kill_after(time.CLOCK_PROCESS_CPUTIME_ID, moment.cpu_s, moment.signal)
+        work(lambda line: _write(writer, line), moment)
+        status = 0
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:  # noqa: BLE001, a child must not go on as its parent
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def run_child(work: Work, moment: Moment) -> Child:
+    """Forks, works, and kills at the given moment, if the work is not done before."""
+    began = time.perf_counter()
+    child, reader = start_child(work, moment)
     text = b""
     deadline = None if moment.wall_s is None else began + moment.wall_s
     while True:
@@ -283,14 +299,37 @@ def run_child(work: Callable[[Callable[[dict[str, Any]], None], Moment], None], 
             break
         text += part
     os.close(reader)
-    _, status, usage = os.wait4(child, 0)
     whole = text.rpartition(b"\n")[0].decode()
-    told = [json.loads(line) for line in whole.split("\n") if line]
+    return ended(child, [json.loads(line) for line in whole.split("\n") if line], began)
+
+
+def ended(child: int, told: list[dict[str, Any]], began: float) -> Child:
+    """A process that has told all that it will tell, when it has ended."""
+    _, status, usage = os.wait4(child, 0)
     return Child(told, status, time.perf_counter() - began, usage.ru_utime + usage.ru_stime)
 
 
 def _write(descriptor: int, line: dict[str, Any]) -> None:
     os.write(descriptor, (json.dumps(line) + "\n").encode())
+
+
+def scenarios_of(models: Sequence[str], plans: Sequence[str], schemes: Sequence[str]) -> list[Scenario]:
+    """Every kind of run that there can be."""
+    found = [
+        Scenario(model, plan, durability)
+        for durability in DURABILITIES
+        for plan in plans
+        for model in models
+        if "generations" in schemes
+        if plan not in PLANNED_ANEW or durability == "step"  # replanning needs the commit of the step before
+    ]
+    # A journal is for what rests on disk, and for updates after backward.
+    return found + [
+        Scenario(model, plan, "step", "journal")
+        for plan in plans
+        for model in models
+        if "journal" in schemes and plan not in ("resident", *PLANNED_ANEW)
+    ]
 
 
 def programs_of(models: list[str], plans: list[str]) -> dict[tuple[str, str], Program]:
@@ -357,7 +396,7 @@ def program_of(line: dict[str, Any]) -> Program:
     return Program(Plan(), options, rows, hogs)
 
 
-def training(scenario: Scenario, program: Program, directory: Path) -> Callable[..., None]:
+def training(scenario: Scenario, program: Program, directory: Path) -> Work:
     """A process of a run: it begins, or goes on, and trains to the end."""
 
     def work(tell: Callable[[dict[str, Any]], None], moment: Moment) -> None:
@@ -466,21 +505,7 @@ def main() -> None:
 def campaign(options: argparse.Namespace, chance: random.Random, place: Path) -> int:
     programs = programs_of(options.models, options.plans)
     began = time.monotonic()
-    scenarios = [
-        Scenario(model, plan, durability)
-        for durability in DURABILITIES
-        for plan in options.plans
-        for model in options.models
-        if "generations" in options.schemes
-        if plan not in PLANNED_ANEW or durability == "step"  # replanning needs the commit of the step before
-    ]
-    # A journal is for what rests on disk, and for updates after backward.
-    scenarios += [
-        Scenario(model, plan, "step", "journal")
-        for plan in options.plans
-        for model in options.models
-        if "journal" in options.schemes and plan not in ("resident", *PLANNED_ANEW)
-    ]
+    scenarios = scenarios_of(options.models, options.plans, options.schemes)
     chance.shuffle(scenarios)
     whole: dict[Scenario, Child] = {}
     kills = runs = 0
@@ -488,9 +513,7 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
     while kills < options.kills and (options.seconds is None or time.monotonic() - began < options.seconds):
         scenario = scenarios[runs % len(scenarios)]
         runs += 1
-        program = programs[scenario.model, scenario.plan]
-        if scenario.scheme == "journal":
-            program = replace(program, plan=replace(program.plan, update=UpdateTime.AFTER_BACKWARD))
+        program = programs[scenario.model, scenario.plan].under(scenario.scheme)
         if scenario not in whole:
             whole[scenario] = reference(scenario, program, place / "whole")
         number = signal.Signals[f"SIG{options.signal}"]

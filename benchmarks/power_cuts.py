@@ -30,16 +30,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import kill
-from memfit.core.plan import UpdateTime
 from memfit.core.units import MIB
 from memfit.runtime.store import FileOperations, verify
 
@@ -93,7 +92,7 @@ def clone(image: Path, target: Path) -> None:
 
 
 def run_and_cut(
-    work: Callable[..., None], image: Path, place: Path, count: int, whole: kill.Child, chance: random.Random
+    work: kill.Work, image: Path, place: Path, count: int, whole: kill.Child, chance: random.Random
 ) -> tuple[kill.Child, list[Cut]]:
     """A run to its end, and copies of its disk that were made meanwhile: `count`, or fewer where two fall together.
 
@@ -105,20 +104,10 @@ def run_and_cut(
         whole: the run with nobody watching: instants are drawn from its seconds and phases.
         chance: draws them.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        status = 1
-        try:
-            work(lambda line: os.write(writer, (json.dumps(line) + "\n").encode()), kill.Moment())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
     cuts: list[Cut] = []
     text, told = b"", list[dict[str, Any]]()
     began = time.perf_counter()
+    child, reader = kill.start_child(work, kill.Moment())
     moments = sorted(chance.random() * whole.seconds for _ in range(count // 2))
     entries = sum("at" in line and "left" not in line for line in whole.told)
     phases = {chance.randrange(entries) for _ in range(count - len(moments))}
@@ -155,8 +144,7 @@ def run_and_cut(
             time.sleep(chance.random() ** 2 * 0.01)
             cut()
     os.close(reader)
-    _, status, usage = os.wait4(child, 0)
-    return kill.Child(told, status, time.perf_counter() - began, usage.ru_utime + usage.ru_stime), cuts
+    return kill.ended(child, told, began), cuts
 
 
 def promised(durability: Any, cut: Cut) -> range:
@@ -221,23 +209,14 @@ def main() -> None:
 
 def campaign(kinds: Sequence[str], wanted: int, chance: random.Random, place: Path) -> None:
     programs = kill.programs_of(list(kill.small_run.MODELS), list(PLANS))
-    scenarios = [
-        kill.Scenario(model, plan, durability, scheme)
-        for scheme, durabilities in (("generations", kill.DURABILITIES), ("journal", ("step",)))
-        for durability in durabilities
-        for plan in PLANS
-        for model in kill.small_run.MODELS
-        if scheme == "generations" or plan != "resident"
-    ]
+    scenarios = kill.scenarios_of(list(kill.small_run.MODELS), PLANS, ("generations", "journal"))
     chance.shuffle(scenarios)
     phases, found_steps, number, began = Counter[str](), Counter[str](), 0, time.monotonic()
     runs = 0
     while number < wanted:
         scenario, kind = scenarios[runs % len(scenarios)], kinds[runs % len(kinds)]
         runs += 1
-        program = programs[scenario.model, scenario.plan]
-        if scenario.scheme == "journal":
-            program = replace(program, plan=replace(program.plan, update=UpdateTime.AFTER_BACKWARD))
+        program = programs[scenario.model, scenario.plan].under(scenario.scheme)
         whole = kill.reference(scenario, program, place / "whole")
         image, at, mount_options = place / "disk.img", place / "at", KINDS[kind][2]
         make_disk(kind, image)

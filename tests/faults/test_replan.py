@@ -10,51 +10,23 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from faults.tower import HARDWARE, Tower, loss
 from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
-from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.store.journal import Journal
 
-ROWS, WIDTH, LAYERS = 4096, 96, 6
+TOWER = Tower(width=96, layers=6, times=4, dropout=0.1, shape=(4096,))
 LIMIT = 200 * MIB
-FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
-HARDWARE = Hardware(
-    device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=FAST, disk_bytes=1 << 40, host=FAST, host_bytes=1 << 40
-)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(self.dropout(torch.relu(self.wide(x)))) / 8
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(ROWS, WIDTH, generator=generator) for name in ("x", "y")}
-
-
-def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    return (model(data["x"]) - data["y"]).square().mean()
 
 
 def start(directory: Path, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, memfit.Job]:
-    model = build()
+    model = TOWER.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     known: dict[str, Any] = {"limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan"}
     directory.mkdir(exist_ok=True)
-    job = memfit.fit(model, optimizer, loss, batch(0), store=directory / "run", **{**known, **options})
+    job = memfit.fit(model, optimizer, loss, TOWER.batch(0), store=directory / "run", **{**known, **options})
     return model, optimizer, job
 
 
@@ -64,12 +36,12 @@ def test_a_step_that_meets_the_limit_is_made_again_under_a_tighter_plan(tmp_path
     job.register("scheduler", scheduler)
     before = job.plan
     torch.manual_seed(1)
-    peak = job.step(batch(0)).peak_bytes
+    peak = job.step(TOWER.batch(0)).peak_bytes
     scheduler.step()
     # The user's own, from here on: a third of what the plan needs is not there any more.
     hog = torch.empty(LIMIT - peak * 2 // 3, dtype=torch.uint8)
     with pytest.warns(MemfitWarning, match="step 2 met the limit and was made again under a tighter plan. Cause:"):
-        found = job.step(batch(1))
+        found = job.step(TOWER.batch(1))
     scheduler.step()
     assert job.steps == 2
     (report,) = job.breaches
@@ -78,20 +50,20 @@ def test_a_step_that_meets_the_limit_is_made_again_under_a_tighter_plan(tmp_path
     assert report.after == job.plan != before
     assert report.foreign_bytes >= hog.nbytes
     assert report.in_words() in found.departures
-    last = job.step(batch(2))
+    last = job.step(TOWER.batch(2))
     assert not last.departures
     job.close()
     # The reference: the same steps, the later ones under the plan that came out, with the same random numbers.
-    reference = build()
+    reference = TOWER.build()
     other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
     torch.manual_seed(1)
     for steps, plan in ((range(1), before), (range(1, 3), report.after)):
-        with memfit.fit(reference, other, loss, batch(0), plan=plan, emulate_device=True) as plain:
+        with memfit.fit(reference, other, loss, TOWER.batch(0), plan=plan, emulate_device=True) as plain:
             for step in steps:
                 if step == 0:
                     torch.manual_seed(1)
-                assert plain.step(batch(step)).loss == (None, found.loss, last.loss)[step] or step == 0
+                assert plain.step(TOWER.batch(step)).loss == (None, found.loss, last.loss)[step] or step == 0
                 schedule.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -101,7 +73,7 @@ def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp
     model: Any
     model, _, job = start(tmp_path)
     torch.manual_seed(1)
-    job.step(batch(0))
+    job.step(TOWER.batch(0))
     keep = [torch.empty(MIB, dtype=torch.uint8) for _ in range(int(LIMIT * 0.55) // MIB)]
     more: list[Tensor] = []
 
@@ -109,16 +81,16 @@ def test_without_a_tighter_plan_the_breach_is_raised_and_the_commit_is_whole(tmp
         """Takes memory that no trace saw, more with each try."""
         more.append(torch.empty(LIMIT // 8, dtype=torch.uint8))
 
-    model[LAYERS - 1].dropout.register_forward_hook(eat)  # type: ignore[index, union-attr]
+    model[TOWER.layers - 1].dropout.register_forward_hook(eat)  # type: ignore[index, union-attr]
     with pytest.raises(LimitBreachError) as caught:
-        job.step(batch(1))
+        job.step(TOWER.batch(1))
     assert any("tighter plan" in note for note in caught.value.__notes__)
     with pytest.raises(UsageError, match="closed"):
-        job.step(batch(1))
+        job.step(TOWER.batch(1))
     del keep, more[:]
     _, _, again = start(tmp_path)
     assert again.steps == 1
-    again.step(batch(1))
+    again.step(TOWER.batch(1))
     again.close()
 
 
@@ -127,7 +99,7 @@ def test_a_store_that_cannot_be_gone_back_to_ends_the_job_with_the_breach(
 ) -> None:
     _, _, job = start(tmp_path, plan=Plan())
     torch.manual_seed(1)
-    peak = job.step(batch(0)).peak_bytes
+    peak = job.step(TOWER.batch(0)).peak_bytes
     hog = torch.empty(LIMIT - peak * 2 // 3, dtype=torch.uint8)
 
     def broken(_: RunStore) -> None:
@@ -136,10 +108,10 @@ def test_a_store_that_cannot_be_gone_back_to_ends_the_job_with_the_breach(
     with monkeypatch.context() as patched:
         patched.setattr(RunStore, "go_back", broken)
         with pytest.raises(LimitBreachError) as caught:
-            job.step(batch(1))
+            job.step(TOWER.batch(1))
     assert any("the disk is gone" in note for note in caught.value.__notes__)
     with pytest.raises(UsageError, match="closed"):
-        job.step(batch(1))
+        job.step(TOWER.batch(1))
     del hog
     _, _, again = start(tmp_path)
     assert again.steps == 1
@@ -147,8 +119,8 @@ def test_a_store_that_cannot_be_gone_back_to_ends_the_job_with_the_breach(
 
 
 def test_replan_wants_a_store_that_commits_each_step(tmp_path: Path) -> None:
-    model = build()
-    arguments = (model, torch.optim.AdamW(model.parameters()), loss, batch(0))
+    model = TOWER.build()
+    arguments = (model, torch.optim.AdamW(model.parameters()), loss, TOWER.batch(0))
     with pytest.raises(UsageError, match='store=, and keep durability="step"'):
         memfit.fit(*arguments, on_breach="replan")
     with pytest.raises(UsageError, match='store=, and keep durability="step"'):
@@ -165,11 +137,11 @@ def test_a_breach_among_the_updates_of_a_journal_is_finished_under_the_tighter_p
     wanted, _, job = start(tmp_path / "wanted", scheme="journal")
     plan = job.plan
     torch.manual_seed(1)
-    losses = [job.step(batch(step)).loss for step in range(2)]
+    losses = [job.step(TOWER.batch(step)).loss for step in range(2)]
     job.close()
     model, _, job = start(tmp_path / "found", scheme="journal", plan=plan)
     torch.manual_seed(1)
-    assert job.step(batch(0)).loss == losses[0]
+    assert job.step(TOWER.batch(0)).loss == losses[0]
     hogs: list[Tensor] = []
     moved = Journal.moved
 
@@ -183,7 +155,7 @@ def test_a_breach_among_the_updates_of_a_journal_is_finished_under_the_tighter_p
 
     monkeypatch.setattr(Journal, "moved", breach)
     with pytest.warns(MemfitWarning) as told:
-        found = job.step(batch(1))
+        found = job.step(TOWER.batch(1))
     assert [any(words in str(one.message) for one in told) for words in ("had been decided", "met the limit")] == [
         True
     ] * 2

@@ -16,48 +16,20 @@ from torch import Tensor, nn
 import memfit
 from equivalence.plain import PlainTrainer
 from equivalence.zoo import Case
+from faults.tower import HARDWARE, Tower, loss
 from memfit.api import breaches
 from memfit.api.assembly import Assembly
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, UsageError
-from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.runtime.allocator import Allocator, install
 
-WIDTH, LAYERS = 192, 4
 LIMIT = 96 * MIB
-FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
-HARDWARE = Hardware(
-    device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=FAST, disk_bytes=1 << 40, host=FAST, host_bytes=1 << 40
-)
 SAMPLE = (16, 32)
+TOWER = Tower(width=192, layers=4, times=4, dropout=0.1, shape=SAMPLE)
 IMPOSSIBLE = (1, 40_000)
 """A row whose own activations pass the limit."""
 SHAPES = (SAMPLE, (16, 192), (5, 32), (16, 384), SAMPLE, (2, 2048), (16, 384))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(self.dropout(torch.relu(self.wide(x)))) / 8
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-
-def batch(step: int, shape: tuple[int, int]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(*shape, WIDTH, generator=generator) for name in ("x", "y")}
-
-
-def mean_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    return (model(data["x"]) - data["y"]).square().mean()
 
 
 def mixed_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
@@ -68,29 +40,29 @@ def mixed_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 class Twins:
     """A job and plain PyTorch beside it, from the same weights and seed."""
 
-    def __init__(self, directory: Path, loss: Any = mean_loss, **options: Any) -> None:
+    def __init__(self, directory: Path, loss: Any = loss, **options: Any) -> None:
         self.store = directory / "run"
-        model = build()
+        model = TOWER.build()
         known: dict[str, Any] = {
             "limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan", "store": self.store,
         }  # fmt: skip
         self.model = model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.job = memfit.fit(model, optimizer, loss, batch(0, SAMPLE), **{**known, **options})
+        self.job = memfit.fit(model, optimizer, loss, TOWER.batch(0), **{**known, **options})
         with unlimited():
-            reference = build()
+            reference = TOWER.build()
         self.plain = PlainTrainer(
-            Case(model=reference, loss=loss, batch=lambda step: batch(step, SAMPLE)),
+            Case(model=reference, loss=loss, batch=TOWER.batch),
             torch.optim.AdamW(reference.parameters(), lr=1e-3),
         )
         torch.manual_seed(7)
 
     def step(self, number: int, shape: tuple[int, int]) -> Any:
         """The same step twice: loss by loss the same bits, and never above the limit."""
-        found = self.job.step(batch(number, shape))
+        found = self.job.step(TOWER.batch(number, shape))
         self.plain.microbatches = len(found.losses)
         # Plain has no limit.
-        data = batch(number, shape)
+        data = TOWER.batch(number, shape)
         with unlimited():
             self.plain.accumulate(data)
             self.plain.update()
@@ -166,7 +138,7 @@ def test_a_batch_that_no_plan_fits_is_refused_with_the_least_and_the_job_goes_on
     gc.disable()
     try:
         with pytest.raises(DoesNotFitError, match=r"(?s)1 rows .* No other plan fits .* goes on") as caught:
-            job.step(batch(1, IMPOSSIBLE))
+            job.step(TOWER.batch(1, IMPOSSIBLE))
         smallest = caught.value.smallest_limit_bytes
         del caught
         assert live_bytes() - live < MIB  # neither the error nor what it held is in a cycle
@@ -184,7 +156,7 @@ def test_under_error_the_refusal_tells_of_replan_and_the_job_goes_on(tmp_path: P
     twins = Twins(tmp_path, on_breach="error")
     before = twins.job.plan
     with pytest.raises(DoesNotFitError, match=r'fit\(store=\.\.\., on_breach="replan"\)'):
-        twins.job.step(batch(0, (16, 384)))
+        twins.job.step(TOWER.batch(0, (16, 384)))
     assert twins.job.plan == before
     twins.step(0, SAMPLE)
     twins.close()
@@ -201,7 +173,7 @@ def test_a_loss_that_does_not_add_up_is_never_cut(tmp_path: Path) -> None:
     # Some cut of it fits, as the other loss shows, but not the whole.
     for _ in range(2):
         with pytest.raises(DoesNotFitError, match="a loss and a model that allow the batch to be split"):
-            twins.job.step(batch(2, (64, 256)))
+            twins.job.step(TOWER.batch(2, (64, 256)))
     assert twins.job.plan == before
     twins.step(2, SAMPLE)
     twins.close()
@@ -240,7 +212,7 @@ def test_a_plan_that_cannot_be_taken_up_leaves_the_one_before(tmp_path: Path, mo
         with pytest.raises(
             DoesNotFitError, match=r"could not take its place \(StoreError: the disk is full\).* goes on"
         ):
-            twins.job.step(batch(1, (16, 384)))
+            twins.job.step(TOWER.batch(1, (16, 384)))
     assert twins.job.plan == before
     twins.step(1, SAMPLE)
     with pytest.warns(MemfitWarning):
@@ -257,9 +229,9 @@ def test_where_no_plan_can_be_taken_up_the_job_ends_and_the_commit_is_whole(
     with monkeypatch.context() as patched:
         broken_once(patched, 2)
         with pytest.raises(DoesNotFitError, match=r"The plan before could not be taken up again .* step 1 is whole"):
-            twins.job.step(batch(1, (16, 384)))
+            twins.job.step(TOWER.batch(1, (16, 384)))
     with pytest.raises(UsageError, match="closed"):
-        twins.job.step(batch(1, SAMPLE))
+        twins.job.step(TOWER.batch(1))
     again = Twins(tmp_path)
     assert again.job.steps == 1
     again.plain = twins.plain
@@ -272,16 +244,16 @@ def test_a_job_holds_no_batch_that_it_was_given(tmp_path: Path) -> None:
     given: list[weakref.ref[Tensor]] = []
 
     def new(step: int, shape: tuple[int, int]) -> dict[str, Tensor]:
-        made = batch(step, shape)
+        made = TOWER.batch(step, shape)
         given.extend(weakref.ref(part) for part in made.values())
         return made
 
-    model = build()
+    model = TOWER.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     known: dict[str, Any] = {
         "limit": LIMIT, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan", "store": tmp_path / "run",
     }  # fmt: skip
-    job = memfit.fit(model, optimizer, mean_loss, new(0, SAMPLE), **known)
+    job = memfit.fit(model, optimizer, loss, new(0, SAMPLE), **known)
     for number, shape in enumerate((SAMPLE, (5, 32), (16, 384), SAMPLE)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MemfitWarning)
@@ -303,10 +275,10 @@ def test_formats_that_bytes_rest_in_stay_what_they_are_and_a_run_that_goes_on_is
     given = Plan(compute_dtype="float16") if "fp16" in allowed else None  # type: ignore[arg-type]
 
     def start(name: str, plan: Plan | None) -> memfit.Job:
-        model = build()
+        model = TOWER.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         torch.manual_seed(7)
-        return memfit.fit(model, optimizer, mean_loss, batch(0, SAMPLE), plan=plan, store=tmp_path / name, **known)
+        return memfit.fit(model, optimizer, loss, TOWER.batch(0), plan=plan, store=tmp_path / name, **known)
 
     losses: dict[str, list[float]] = {"whole": [], "resumed": []}
     plans: dict[str, list[Plan]] = {"whole": [], "resumed": []}
@@ -315,7 +287,7 @@ def test_formats_that_bytes_rest_in_stay_what_they_are_and_a_run_that_goes_on_is
         for number, shape in enumerate((SAMPLE, (16, 192), SAMPLE, (16, 384))):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MemfitWarning)
-                losses[name].append(job.step(batch(number, shape)).loss)
+                losses[name].append(job.step(TOWER.batch(number, shape)).loss)
             plans[name].append(job.plan)
             if name == "resumed":
                 job.close(restore=False)

@@ -10,16 +10,11 @@ import torch
 
 import memfit
 from equivalence import plans
-from faults.tower import ROWS, Tower, adamw, loss
+from faults.tower import HARDWARE, ROWS, Tower, adamw, loss
 from memfit.core.errors import MemfitWarning
-from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import CallPlan, Plan, Saved, Tier
 
 TOWER = Tower(width=256)
-FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
-HARDWARE = Hardware(
-    device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=FAST, disk_bytes=1 << 40, host=FAST, host_bytes=1 << 40
-)
 
 
 def start(directory: Path, **options: Any) -> memfit.Job:

@@ -8,21 +8,34 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.core.hardware import Hardware, Link
 from memfit.core.profile import Profile
 
 ROWS = 64
 Batch = dict[str, Tensor]
+_FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
+HARDWARE = Hardware(
+    device="cpu",
+    flops_per_s=1e11,
+    device_bytes=1 << 40,
+    disk=_FAST,
+    disk_bytes=1 << 40,
+    host=_FAST,
+    host_bytes=1 << 40,
+)
+"""A machine that nobody probes, so that plans for it are the same wherever they are made."""
 
 
 class Layer(nn.Module):
     """Its hidden values take 512 bytes a unit of width (64 rows, fp32, twice the width)."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, times: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.wide, self.narrow = nn.Linear(width, times * width), nn.Linear(times * width, width)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.relu(self.wide(x))) / 8
+        return x + self.narrow(self.dropout(torch.relu(self.wide(x)))) / 8
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -39,14 +52,19 @@ class Tower:
 
     width: int
     layers: int = 3
+    times: int = 2
+    """Hidden values to inputs of a layer."""
+    dropout: float = 0.0
+    shape: tuple[int, ...] = (ROWS,)
+    """Of a batch, without the width."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(Layer(self.width) for _ in range(self.layers)))
+        return nn.Sequential(*(Layer(self.width, self.times, self.dropout) for _ in range(self.layers)))
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, shape: tuple[int, ...] | None = None) -> Batch:
         generator = torch.Generator().manual_seed(step)
-        return {name: torch.randn(ROWS, self.width, generator=generator) for name in ("x", "y")}
+        return {name: torch.randn(*(shape or self.shape), self.width, generator=generator) for name in ("x", "y")}
 
     def profile(self) -> Profile:
         model = self.build()

@@ -182,7 +182,7 @@ def _mutate_value(value: Any, chance: random.Random) -> Any:
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
-            holder[chance.choice(("x", "", "__class__", "$", "name", key + "x"))] = copy.deepcopy(
+            holder[chance.choice(("x", "", "__class__", "$", "name", f"{key}x"))] = copy.deepcopy(
                 chance.choice(HOSTILE)
             )
         case 2:

@@ -65,9 +65,7 @@ class RecordedPieces:
 
 
 def worker_of(pieces: RecordedPieces, *, is_beside: bool) -> UpdateWorker:
-    worker = UpdateWorker(SimpleNamespace(names=()), {}, SimpleNamespace(), is_beside=is_beside)  # pyright: ignore[reportArgumentType]
-    worker._pieces = pieces  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    return worker
+    return UpdateWorker(pieces, is_beside=is_beside)  # pyright: ignore[reportArgumentType]
 
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=8).map(tuple)

@@ -36,6 +36,7 @@ from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OwnerCallbacks
 from memfit.runtime.split import SplitMasters
 from memfit.runtime.states import BlockStates, StateRest, embedding_names
+from memfit.runtime.update_pieces import PieceUpdates
 from memfit.runtime.updates import UpdateWorker
 from memfit.runtime.weights import BlockWeights
 
@@ -175,13 +176,9 @@ class Assembly:
         is_journaled = parts.run is not None and parts.run.scheme == "journal"
         is_beside = machine.device.type != "cpu" or self.house.uses_disk or is_journaled
         self._running.enter_context(casting_inputs(parts.casts, torch.bfloat16 if self.is_bf16 else None))
-        self.updates = UpdateWorker(
-            parts.driver,
-            self.states,
-            self.house.gradients,
-            is_beside=is_beside,
-            noise=self.noise if self.plan.drops_masters else None,
-        )
+        noise = self.noise if self.plan.drops_masters else None
+        pieces = PieceUpdates(parts.driver, self.states, self.house.gradients, noise=noise)
+        self.updates = UpdateWorker(pieces, is_beside=is_beside)
         self._running.callback(self.updates.close)
         self.frames = CallFrames(parts.plan, self.blocks, self.house.tier_stores(), device=machine.device)
         self.engine = Engine(

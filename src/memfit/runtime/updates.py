@@ -18,15 +18,11 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.homes.base import DONE, Ticket, Tickets
-from memfit.runtime.noise import RoundingNoise
-from memfit.runtime.optimizers import OptimizerDriver
-from memfit.runtime.states import BlockStates
 from memfit.runtime.update_pieces import Coming, PieceUpdates
 from memfit.runtime.weights import BlockWeights
 
@@ -89,23 +85,12 @@ class UpdateWorker:
     Memory: three pieces of weight (if it is away), gradient (if it is away) and states (if they are away).
 
     Args:
-        driver: the optimizer.
-        states: by block index.
-        gradients: where gradients are.
+        pieces: updates one.
         is_beside: False runs each update inside `submit` (used where overlapping cannot help).
-        noise: weights are rounded stochastically from what the update made; None: to nearest.
     """
 
-    def __init__(
-        self,
-        driver: OptimizerDriver,
-        states: Mapping[int, BlockStates],
-        gradients: GradientHomes,
-        *,
-        is_beside: bool = True,
-        noise: RoundingNoise | None = None,
-    ) -> None:
-        self._pieces = PieceUpdates(driver, states, gradients, noise=noise)
+    def __init__(self, pieces: PieceUpdates, *, is_beside: bool = True) -> None:
+        self._pieces = pieces
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_beside = is_beside

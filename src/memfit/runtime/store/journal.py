@@ -95,7 +95,6 @@ class Journal:
         self._blocks = {name: tuple(regions) for name, regions in blocks.items()}
         self._gradients = tuple(gradients)
         self._memory: Memory | None = None
-        self._used_bytes = 0
 
     @property
     def step(self) -> int | None:
@@ -208,10 +207,8 @@ class Journal:
             )
         if self._memory is None:
             self._memory = aligned_memory(region.nbytes)
-            self._used_bytes = region.nbytes
         view, end = self._memory.view(), _LENGTH_BYTES + len(content)
         view[:_LENGTH_BYTES] = len(content).to_bytes(_LENGTH_BYTES, "little")
         view[_LENGTH_BYTES:end] = content
-        view[end : self._used_bytes] = bytes(max(0, self._used_bytes - end))
-        self._used_bytes = end
+        view[end:] = bytes(len(view) - end)
         region.write(0, region.nbytes, self._memory).wait()
