@@ -156,6 +156,8 @@ class Average:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state["value"], float):
+            raise TypeError(f"the average is {state['value']!r:.80}, no number")
         self.value = state["value"]
 
 
