@@ -72,7 +72,7 @@ fuzz: install
 	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 $(TEST_ARGS)
 
 train: install
-	$(PYTHON) -m memfit.cli train --recipe $(TRAIN_RECIPE) --limit $(TRAIN_LIMIT) --steps $(TRAIN_STEPS) $(if $(TRAIN_STORE),--store $(TRAIN_STORE)) $(TRAIN_ARGS)
+	$(PYTHON) -m memfit train --recipe $(TRAIN_RECIPE) --limit $(TRAIN_LIMIT) --steps $(TRAIN_STEPS) $(if $(TRAIN_STORE),--store $(TRAIN_STORE)) $(TRAIN_ARGS)
 
 vocabulary: install
 	$(PYTHON) benchmarks/train_vocabulary.py

@@ -94,7 +94,7 @@ def command(place: Path) -> list[str]:
     options = ["--batch", "2", "--sequence", "16", "--steps", str(STEPS), "--limit", "8GiB", "--rate", "0.001"]
     options += ["--save", str(place / "saved")]
     return [
-        sys.executable, "-m", "memfit.cli", "train", "--model", str(model), "--data", str(text), "--store", str(place / "run"), *options,
+        sys.executable, "-m", "memfit", "train", "--model", str(model), "--data", str(text), "--store", str(place / "run"), *options,
     ]  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def problem_of_run(found: Typed, place: Path, told_before: int) -> str | None:
     if step is None:
         return None
     verified = subprocess.run(
-        [sys.executable, "-m", "memfit.cli", "verify", str(place / "run")],
+        [sys.executable, "-m", "memfit", "verify", str(place / "run")],
         capture_output=True,
         text=True,
         check=False,

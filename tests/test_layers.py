@@ -47,6 +47,7 @@ ARROWS: dict[str, frozenset[str]] = {
     ),
     "integrations": frozenset({"api"}),
     "memfit": frozenset({"core", "api", "runtime"}),
+    "__main__": frozenset({"cli"}),
     "cli": frozenset({"core", "host", "formats", "api", "report", "recipes"}),
 }
 

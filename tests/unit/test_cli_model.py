@@ -47,7 +47,7 @@ def test_the_program_trains_a_saved_directory_on_files_and_saves_what_from_pretr
     text.write_text("To be, or not to be, that is the question.\n" * 40, encoding="utf-8")
     arguments = ["train", "--model", str(tmp_path / "model"), "--data", str(text), *OPTIONS, "--allow", "bf16"]
     done = subprocess.run(
-        [sys.executable, "-m", "memfit.cli", *arguments, "--save", str(tmp_path / "out")],
+        [sys.executable, "-m", "memfit", *arguments, "--save", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         check=False,

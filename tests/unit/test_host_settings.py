@@ -395,6 +395,7 @@ def as_program(**facts: Any) -> types.ModuleType:
 
 STARTED_BY: dict[str, tuple[Callable[[], types.ModuleType], bool]] = {
     "memfit": (lambda: as_program(__file__="/opt/venv/bin/memfit", __spec__=None), True),
+    "python -m memfit": (lambda: as_program(__spec__=types.SimpleNamespace(name="memfit.__main__")), True),
     "python -m memfit.cli": (lambda: as_program(__spec__=types.SimpleNamespace(name="memfit.cli.__main__")), True),
     "a program of the user's": (lambda: as_program(__file__="/home/me/train.py", __spec__=None), False),
     "python -c": (lambda: as_program(__spec__=None), False),
@@ -425,7 +426,7 @@ def test_openmp_itself_says_that_the_settings_arrived(tmp_path: Path) -> None:
     (tmp_path / "parts_of_mine.py").write_text("def build():\n    import torch\n    return torch.get_num_threads()\n")
     one = min(os.sched_getaffinity(0))
     done = subprocess.run(
-        [sys.executable, "-m", "memfit.cli", "profile", "parts_of_mine:build"],
+        [sys.executable, "-m", "memfit", "profile", "parts_of_mine:build"],
         env={**BARE, "OMP_DISPLAY_ENV": "TRUE"},  # the OpenMP library prints what it has read when it is loaded
         cwd=tmp_path,
         capture_output=True,

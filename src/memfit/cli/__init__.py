@@ -22,10 +22,11 @@ _RUNS_TORCH = frozenset({"profile", "plan", "train", "report"})
 
 def main() -> None:
     """The program `memfit`. As that, and only then, it may start itself again, once, with settings that libraries read when they are loaded."""
+    is_program = _is_the_program()
     try:
-        if _is_the_program():
+        if is_program:
             hear_again()
-        if _is_the_program() and _RUNS_TORCH.intersection(sys.argv) and "--help" not in sys.argv:
+        if is_program and _RUNS_TORCH.intersection(sys.argv) and "--help" not in sys.argv:
             from memfit.host import restart_with_settings
 
             restart_with_settings()
@@ -38,17 +39,20 @@ def main() -> None:
         sys.exit(INTERRUPTED)
     finally:
         # All is done and said. What libraries do while the interpreter shuts down would answer Ctrl-C with their tracebacks.
-        if _is_the_program():
+        if is_program:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             leave_at_once()
 
 
 def _is_the_program() -> bool:
-    """Whether the interpreter was started for memfit, by `memfit` or `python -m memfit.cli`, and not by a program that calls `main`."""
+    """Whether the interpreter was started for memfit, by `memfit` or `python -m memfit`, and not by a program that calls `main`."""
     started = sys.modules["__main__"]
     module = getattr(getattr(started, "__spec__", None), "name", None)
-    return module == "memfit.cli.__main__" or Path(getattr(started, "__file__", None) or "").name == "memfit"
+    return (
+        module in ("memfit.__main__", "memfit.cli.__main__")
+        or Path(getattr(started, "__file__", None) or "").name == "memfit"
+    )
 
 
 def __getattr__(name: str) -> Any:
