@@ -77,6 +77,11 @@ class Typed:
         return max((int(n) for n in re.findall(r"(?m)^.*?\bstep (\d+)\b.*loss", self.text)), default=0)
 
     @property
+    def is_silent(self) -> bool:
+        """It did not say that it was interrupted."""
+        return _SAID.search(self.text) is None
+
+    @property
     def went_on_at(self) -> int | None:
         """The step that it said it goes on at."""
         found = _GOES_ON.search(self.text)
@@ -183,7 +188,8 @@ def problem_of_words(found: Typed) -> str | None:
     """What is wrong with how it ended."""
     # A key that comes while the interpreter starts or shuts down ends it by the signal itself, which shells call 130 too.
     if found.status == -signal.SIGINT and f"{os.sep}memfit{os.sep}" not in found.text:
-        return None
+        is_up = any(mark in found.text for mark in _MARKS) and "committed: step" not in found.text
+        return "it said nothing" if is_up and found.is_silent else None
     if found.status not in (0, INTERRUPTED, -signal.SIGINT):
         return f"it ended with status {found.status}"
     if "Traceback" in found.text or "Exception ignored" in found.text or "Error" in found.text:
@@ -290,7 +296,7 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
             told = max(told, found.steps)
             if found.status:
                 interrupts += 1
-                silent += found.status != INTERRUPTED
+                silent += found.is_silent
                 slowest = max(slowest, found.leaving_s or 0.0)
                 last = [mark for mark in _MARKS if mark in found.text]
                 where[f"{'after ' + last[-1] if last else 'before anything was told'}"] += 1
@@ -308,7 +314,7 @@ def campaign(options: argparse.Namespace, chance: random.Random, place: Path) ->
     print(
         f"{interrupts} interrupts in {runs} runs, {time.monotonic() - began:.0f} s: each left a whole commit, and the same command went on. "
         f"They came {', '.join(f'{what} {count} times' for what, count in where.most_common())}; it took {slowest:.1f} s at most to leave; "
-        f"{silent} ended by the signal, before or after Python was up."
+        f"{silent} ended without a word, before or after Python was up."
     )
     return 0
 
