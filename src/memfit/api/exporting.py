@@ -17,7 +17,7 @@ import torch
 from memfit.api.run_state import check_numbers, numbers_in_record, part
 from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
 from memfit.core.documents import read_document
-from memfit.core.errors import MemfitError, StoreError, UnsupportedError
+from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.states import StateFormat, moment_of, records_of
 from memfit.core.units import parse_bytes
 from memfit.runtime.export.conversions import FileTensor, Range
@@ -26,6 +26,7 @@ from memfit.runtime.export.format import is_shape
 from memfit.runtime.export.sources import HomeSource, TensorSource
 from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, write_text
 from memfit.runtime.homes import ByteHome, DiskHome
+from memfit.runtime.loss_scaling import LossScaler
 from memfit.runtime.random_states import check_torch
 from memfit.runtime.run_store import BUFFERS, FORMAT
 from memfit.runtime.state_codecs import codec_of
@@ -158,7 +159,20 @@ def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[st
         "step": found.step,
         "optimizer": {**optimizer, "groups": groups, "numbers": numbers_in_record(found.record)},
         "random": part(found.record, "random", dict),
+        "loss scale": _scale(state, is_decided=True),
     }
+
+
+def _scale(state: Mapping[str, Any], *, is_decided: bool = False) -> dict[str, Any] | None:
+    """The loss scale, compared; or, where a step was decided, which is one without an overflow, that after it."""
+    if state.get("loss scale") is None:
+        return None
+    scaler = LossScaler()
+    try:
+        scaler.load_state_dict(part(state, "loss scale", dict))
+    except UsageError as error:
+        raise _damaged(str(error)) from error
+    return (scaler.after_a_step() if is_decided else scaler).state_dict()
 
 
 def _check_plain(identity: Mapping[str, str], directory: str | Path) -> None:
@@ -329,5 +343,7 @@ def _trainer_state(state: Mapping[str, Any]) -> TrainerState:
         numbers=optimizer["numbers"],
         random_cpu=bytes(random["cpu"].tolist()),
         random_cuda=bytes(cuda[0].tolist()) if cuda else None,
+        noise_seed=part(state, "noise seed", int),
+        loss_scale=_scale(state),
         extra={},
     )

@@ -356,6 +356,10 @@ class Job:
         """
         self._check_usable()
         self._assembly.keep_changes()
+        # Weights and states are those of the step that waits for its `job.step`, if one does.
+        journal = self._assembly.journal
+        waiting = journal if journal is not None and journal.is_waiting else None
+        scaler = self.loss_scaler
         with self._machine.phases("save"):
             return save_job(
                 directory,
@@ -363,14 +367,18 @@ class Job:
                 optimizer=self._assembly.parts.optimizer,
                 blocks=self._assembly.blocks,
                 states=self._assembly.states,
-                # Weights and states are those of the step that waits for its `job.step`, if one does.
-                steps=self.steps + (self._assembly.journal is not None and self._assembly.journal.is_waiting),
+                steps=self.steps + (waiting is not None),
+                scaler=scaler.after_a_step() if scaler is not None and waiting is not None else scaler,
+                noise=self._assembly.noise,
+                random=None if waiting is None else waiting.random(),
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
             )
 
     def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
-        """Takes the weights of files. Where `save` wrote them, also the optimizer's states and settings and the count of steps: the run goes on from there.
+        """Takes the weights of files, and where `save` wrote them all that continues a run: it goes on from there.
+
+        That is the optimizer's states and settings, the loss scale, the count of steps, random numbers.
 
         All is compared with the model and the optimizer before anything is changed.
 
@@ -378,7 +386,7 @@ class Job:
 
         Args:
             source: what `fit(weights=...)` takes.
-            restore_random: torch's default generators go on where they were; only with a save.
+            restore_random: torch's default generators, and the noise of stochastic rounding, go on where they were; only with a save.
 
         Returns:
             The steps and the `extra` of a save; else the steps made so far, and nothing.
@@ -396,6 +404,8 @@ class Job:
                 driver=assembly.parts.driver,
                 fill=assembly.fill,
                 scatter=assembly.scatter_state,
+                scaler=self.loss_scaler,
+                noise=assembly.noise,
                 restore_random=restore_random,
             )
         return LoadResult(steps=self.steps, extra={}) if found is None else assembly.count_on(found)
@@ -405,7 +415,7 @@ class Job:
 
         Args:
             directory: that `save` wrote.
-            restore_random: torch's default generators go on where they were.
+            restore_random: torch's default generators, and the noise of stochastic rounding, go on where they were.
 
         Raises:
             StoreError: a file that is missing, damaged or not memfit's. UsageError: an optimizer that the save does not fit (nothing was changed then).
@@ -418,6 +428,8 @@ class Job:
                 driver=assembly.parts.driver,
                 named={name: slot.parameter for name, (_, slot) in assembly.place.items()},
                 scatter=assembly.scatter_state,
+                scaler=self.loss_scaler,
+                noise=assembly.noise,
                 restore_random=restore_random,
             )
         return assembly.count_on(found)

@@ -152,6 +152,10 @@ class StepJournal:
         finally:
             self._driver.abandon_step()
 
+    def random(self) -> dict[str, Any]:
+        """Where the generators stand after the step that is waiting. Raises `StoreError` for a record that cannot be used."""
+        return part(self._journal.read(), "random", dict)
+
     def give(self) -> Outcome:
         """What the step that is waiting came to; generators stand where it had left them. Its updates must be made.
 

@@ -8,7 +8,8 @@ In: a job's parts. Out: a directory that transformers' `from_pretrained` and pla
 | `model.safetensors.index.json`               | tensors once                                                             |
 | `config.json`, `generation_config.json`      | of a transformers model                                                  |
 | `optimizer.safetensors`                      | state tensors as `<parameter>.<key>`                                     |
-| `trainer_state.json`                         | settings of the groups, scalar states, steps, random numbers, `extra`    |
+| `trainer_state.json`                         | settings of the groups, scalar states, steps, random numbers, loss       |
+|                                              | scale, `extra`                                                           |
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from memfit.api.run_state import (
     give_settings,
     groups_by_parameter,
     placed_numbers,
+    take_random,
 )
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
@@ -62,6 +64,8 @@ from memfit.runtime.export.trainer import (
     write_text,
 )
 from memfit.runtime.export.writer import Pieces, write_tensors
+from memfit.runtime.loss_scaling import LossScaler
+from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OptimizerDriver
 from memfit.runtime.optimizers.interception import AwayStates
 from memfit.runtime.optimizers.structure import check_whole_state
@@ -92,10 +96,17 @@ class SaveResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """What came with the weights: steps made before the save, and the `extra` that `save` was given."""
+    """What came with the weights.
+
+    Attributes:
+        steps: made before the save.
+        extra: what `save` was given along.
+        loss_scale: where losses were scaled (fp16): what `torch.amp.GradScaler.load_state_dict` takes. A job's own scale goes on by itself.
+    """
 
     steps: int
     extra: Mapping[str, Any]
+    loss_scale: Mapping[str, Any] | None = None
 
 
 def save_job(
@@ -106,6 +117,9 @@ def save_job(
     blocks: Sequence[BlockWeights],
     states: Mapping[int, BlockStates],
     steps: int,
+    scaler: LossScaler | None = None,
+    noise: RoundingNoise | None = None,
+    random: Mapping[str, Any] | None = None,
     max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
     extra: Mapping[str, Any] | None = None,
     operations: FileOperations | None = None,
@@ -123,6 +137,9 @@ def save_job(
         blocks: where the bytes of the parameters are.
         states: where those of the optimizer's states are, by block index.
         steps: made so far.
+        scaler: of losses, in fp16.
+        noise: of stochastic rounding.
+        random: as `run_state.take_random` gives it; None: of now.
         max_shard_bytes: of one file of weights.
         extra: kept along: numbers, texts, lists, dictionaries, small tensors (a scheduler's `state_dict()`, for example).
         operations: the system calls; tests make them fail.
@@ -137,7 +154,9 @@ def save_job(
     settle(blocks)
     weights, index = weight_files(model, blocks, parse_bytes(max_shard_bytes))
     files = [*weights, optimizer_file(blocks, states)]
-    trainer = write_text(_trainer_state(optimizer, blocks, states, steps, extra or {}))
+    trainer = write_text(
+        _trainer_state(optimizer, blocks, states, steps, scaler, noise, random or take_random(), extra or {})
+    )
     texts: dict[str, str | bytes] = {FILE_NAME: trainer}
     if index is not None:
         texts[INDEX_NAME] = index
@@ -194,11 +213,13 @@ def _trainer_state(
     blocks: Sequence[BlockWeights],
     states: Mapping[int, BlockStates],
     steps: int,
+    scaler: LossScaler | None,
+    noise: RoundingNoise | None,
+    random: Mapping[str, Any],
     extra: Mapping[str, Any],
 ) -> TrainerState:
     names = {id(slot.parameter): slot.name for block in blocks for slot in block.slots}
     device = blocks[0].slots[0].parameter.device
-    is_cuda = device.type == "cuda"
     return TrainerState(
         steps=steps,
         optimizer_class=class_name(optimizer),
@@ -210,10 +231,18 @@ def _trainer_state(
             for group in optimizer.param_groups
         ],
         numbers={slot.name: own.numbers[slot.name] for own, slot in trained_slots(blocks, states)},
-        random_cpu=bytes(torch.get_rng_state().tolist()),
-        random_cuda=bytes(torch.cuda.get_rng_state(device).tolist()) if is_cuda else None,
+        random_cpu=bytes(random["cpu"].tolist()),
+        random_cuda=bytes(random["cuda"][_index(device)].tolist())
+        if random["cuda"] and device.type == "cuda"
+        else None,
+        noise_seed=None if noise is None else noise.seed,
+        loss_scale=None if scaler is None else scaler.state_dict(),
         extra=extra,
     )
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _write_text(path: Path, text: str | bytes, operations: FileOperations) -> None:
@@ -288,9 +317,10 @@ def load(
         files = [stack.enter_context(TensorFile(source / name)) for name in weight_file_names(source, STALE)]
         weights = _match_weights(files, model, source)
         trainer = read_text(source / FILE_NAME)
+        scale = _scale_of(trainer, source)
         if optimizer is None:
             _copy(weights)
-            return LoadResult(steps=trainer.steps, extra=trainer.extra)
+            return LoadResult(steps=trainer.steps, extra=trainer.extra, loss_scale=scale)
         file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
         named = dict(model.named_parameters())
         states = _match_optimizer(file, trainer, named, optimizer, OptimizerDriver(optimizer, named), source)
@@ -298,7 +328,7 @@ def load(
         _copy(weights)
         _restore_optimizer(file, trainer, states, named, optimizer)
     _restore_random(random, source)
-    return LoadResult(steps=trainer.steps, extra=trainer.extra)
+    return LoadResult(steps=trainer.steps, extra=trainer.extra, loss_scale=scale)
 
 
 def _refuse_live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -428,6 +458,8 @@ def load_into_job(
     driver: OptimizerDriver,
     fill: Callable[[Mapping[int, Matched]], None],
     scatter: Callable[[str, dict[str, Any]], None],
+    scaler: LossScaler | None,
+    noise: RoundingNoise,
     restore_random: bool,
 ) -> LoadResult | None:
     """Puts weights of files where a job keeps them, and the states of a save beside them; see `Job.load`.
@@ -446,7 +478,9 @@ def load_into_job(
         states = None
         if (path / FILE_NAME).exists():
             named = dict(model.named_parameters())
-            states = _OpenStates(path, stack, named, optimizer, driver, restore_random=restore_random)
+            states = _OpenStates(
+                path, stack, named, optimizer, driver, scaler=scaler, noise=noise, restore_random=restore_random
+            )
         fill({id(found.tensor): found for found in matched.values() if isinstance(found.tensor, nn.Parameter)})
         _copy([found for found in matched.values() if not isinstance(found.tensor, nn.Parameter)])
         return None if states is None else states.give(optimizer, scatter)
@@ -468,6 +502,8 @@ def load_states(
     driver: OptimizerDriver,
     named: Mapping[str, nn.Parameter],
     scatter: Callable[[str, dict[str, Any]], None],
+    scaler: LossScaler | None,
+    noise: RoundingNoise,
     restore_random: bool,
 ) -> LoadResult:
     """Puts the optimizer's states of a save where a job keeps them, one parameter's at a time; see `Job.load_states`.
@@ -477,9 +513,10 @@ def load_states(
     """
     with ExitStack() as stack:
         path = Path(directory).expanduser()
-        return _OpenStates(path, stack, named, optimizer, driver, restore_random=restore_random).give(
-            optimizer, scatter
+        found = _OpenStates(
+            path, stack, named, optimizer, driver, scaler=scaler, noise=noise, restore_random=restore_random
         )
+        return found.give(optimizer, scatter)
 
 
 class _OpenStates:
@@ -493,14 +530,19 @@ class _OpenStates:
         optimizer: torch.optim.Optimizer,
         driver: OptimizerDriver,
         *,
+        scaler: LossScaler | None,
+        noise: RoundingNoise,
         restore_random: bool,
     ) -> None:
         self._source = source
         self._named = named
+        self._scaler = scaler
+        self._noise = noise
         self._trainer = read_text(source / FILE_NAME)
         self._file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
         self._entries = _match_optimizer(self._file, self._trainer, named, optimizer, driver, source)
         self._random = _random_of(self._trainer, source) if restore_random else None
+        self._scale = _scale_of(self._trainer, source)
 
     def give(self, optimizer: torch.optim.Optimizer, scatter: Callable[[str, dict[str, Any]], None]) -> LoadResult:
         """Reads them, one parameter's at a time."""
@@ -511,7 +553,21 @@ class _OpenStates:
             own = self._named[name]
             scatter(name, _read_state(self._file, trainer, name, entries, own, groups[id(own)]))
         _restore_random(self._random, self._source)
-        return LoadResult(steps=trainer.steps, extra=trainer.extra)
+        if self._random is not None and trainer.noise_seed is not None:
+            self._noise.seed = trainer.noise_seed
+        if self._scaler is not None and self._scale is not None:
+            self._scaler.load_state_dict(self._scale)
+        return LoadResult(steps=trainer.steps, extra=trainer.extra, loss_scale=self._scale)
+
+
+def _scale_of(trainer: TrainerState, source: Path) -> Mapping[str, Any] | None:
+    """The state of the loss scale, tried on a scaler of its own."""
+    if trainer.loss_scale is not None:
+        try:
+            LossScaler().load_state_dict(trainer.loss_scale)
+        except UsageError as error:
+            raise StoreError(f"{source / FILE_NAME} is damaged: {error}; take another save") from error
+    return trainer.loss_scale
 
 
 def _random_of(trainer: TrainerState, source: Path) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -78,6 +79,12 @@ class LossScaler:
             grown = _fp32(self.scale * self._growth_factor)
             self.scale = grown if math.isfinite(grown) else self.scale
             self._growth_tracker = 0
+
+    def after_a_step(self) -> LossScaler:
+        """Another one, which has had one more step, without an overflow."""
+        after = copy(self)
+        after.update(has_overflowed=False)
+        return after
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.amp.GradScaler.state_dict`: either loads the other's."""

@@ -48,6 +48,8 @@ class TrainerState:
         groups: in the optimizer's order.
         numbers: by parameter, the states that are not large tensors.
         random_cpu, random_cuda: states of torch's default generators.
+        noise_seed: of stochastic rounding.
+        loss_scale: `LossScaler.state_dict()`, which `torch.amp.GradScaler` takes as well; None where losses were not scaled.
         extra: what the user gave along.
     """
 
@@ -57,6 +59,8 @@ class TrainerState:
     numbers: Mapping[str, Mapping[str, Any]]
     random_cpu: bytes
     random_cuda: bytes | None = None
+    noise_seed: int | None = None
+    loss_scale: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,15 +88,18 @@ def write_text(state: TrainerState) -> str:
         name: {key: encode_value(value, f"state {key!r} of {name!r}") for key, value in values.items()}
         for name, values in state.numbers.items()
     }
-    random = {"cpu": base64.b64encode(state.random_cpu).decode()}
+    random: dict[str, Any] = {"cpu": base64.b64encode(state.random_cpu).decode()}
     if state.random_cuda is not None:
         random["cuda"] = base64.b64encode(state.random_cuda).decode()
+    if state.noise_seed is not None:
+        random["noise"] = state.noise_seed
     document = {
         "format": FORMAT,
         "made_by": "memfit",
         "steps": state.steps,
         "optimizer": {"class": state.optimizer_class, "groups": groups, "numbers": numbers},
         "random": random,
+        "loss_scale": None if state.loss_scale is None else dict(state.loss_scale),
         "extra": {key: encode_value(value, f"extra[{key!r}]") for key, value in state.extra.items()},
     }
     try:
@@ -159,6 +166,8 @@ def read_text(path: Path) -> TrainerState:
             },
             random_cpu=base64.b64decode(random["cpu"], validate=True),
             random_cuda=base64.b64decode(random["cuda"], validate=True) if "cuda" in random else None,
+            noise_seed=_noise_seed(random.get("noise")),
+            loss_scale=_loss_scale(document.get("loss_scale")),
             extra={str(key): decode_value(v, f"extra[{key!r}]") for key, v in document["extra"].items()},
         )
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -177,6 +186,19 @@ def _group(group: Any, index: int) -> GroupState:
             str(key): decode_value(value, f"param_groups[{index}][{key!r}]") for key, value in group["settings"].items()
         },
     )
+
+
+def _noise_seed(found: Any) -> int | None:
+    if found is not None and type(found) is not int:
+        raise TypeError("the seed of the noise is no integer")
+    return found
+
+
+def _loss_scale(found: Any) -> Mapping[str, Any] | None:
+    """Compared by who takes it."""
+    if found is not None and not isinstance(found, dict):
+        raise TypeError("the loss scale is no dictionary")
+    return found
 
 
 def _damaged(path: Path, why: str) -> StoreError:
