@@ -78,7 +78,7 @@ def export_run(
     A step that a journal has decided, with all its updates made, is what is copied, with the settings and random numbers that it had; registered objects
     are those of the step before, for what the loop did after the step is not in the store.
 
-    Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first.
+    Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first. Nothing is changed in the store, and no right to is needed.
 
     Args:
         directory: of the run; no job may have it open.
@@ -91,7 +91,7 @@ def export_run(
     """
     began = time.perf_counter()
     used = FileOperations()
-    with CommittedStore.open(directory, identity={"memfit run": FORMAT}) as store:
+    with CommittedStore.open(directory, identity={"memfit run": FORMAT}, reads_only=True) as store:
         _check_plain(store.disk.identity, directory)
         try:
             files, texts = _files_of(store, parse_bytes(max_shard_bytes))

@@ -125,6 +125,7 @@ class CommittedStore:
         durability: Durability = "step",
         verify: bool = True,
         verify_visits: bool = False,
+        reads_only: bool = False,
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> CommittedStore:
@@ -137,6 +138,7 @@ class CommittedStore:
             durability: how often a step is committed from now on.
             verify: read all that is committed and compare it with its checksums first.
             verify_visits: compare each visit too.
+            reads_only: see `DiskStore.open`.
             io: threads to share with others.
             operations: the system calls.
 
@@ -148,7 +150,13 @@ class CommittedStore:
         """
         check_durability(durability)
         disk = DiskStore.open(
-            directory, identity=identity, regions=regions, verifies=verify_visits, io=io, operations=operations
+            directory,
+            identity=identity,
+            regions=regions,
+            verifies=verify_visits,
+            reads_only=reads_only,
+            io=io,
+            operations=operations,
         )
         try:
             _refuse_working_home(disk)

@@ -200,18 +200,21 @@ def _data_bytes(directory: Path) -> int:
     return sum(path.lstat().st_size for path in directory.iterdir() if _DATA_FILE.fullmatch(path.name))
 
 
-def open_files(directory: Path, manifest: Manifest, *, operations: FileOperations) -> tuple[FileHandle, ...]:
+def open_files(
+    directory: Path, manifest: Manifest, *, operations: FileOperations, reads_only: bool = False
+) -> tuple[FileHandle, ...]:
     """Opens the files that a manifest speaks of: the data, then the small state.
 
     Raises:
-        StoreError: one is missing, not a plain file of this directory alone, or not as long as the manifest says.
+        StoreError: one is missing, not a plain file (of this directory alone, unless it is only read), or not as long as the manifest says.
     """
     handles: list[FileHandle] = []
     try:
         for name, size_bytes in files_of(manifest).items():
-            handle = open_file(directory / name, direct=_is_direct(name), operations=operations)
+            handle = open_file(directory / name, direct=_is_direct(name), operations=operations, reads_only=reads_only)
             handles.append(handle)
-            _check_single(handle)
+            if not reads_only:
+                _check_single(handle)
             if _is_direct(name):
                 _check_length(handle, size_bytes)
     except BaseException:

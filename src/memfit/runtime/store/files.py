@@ -227,6 +227,7 @@ def open_file(
     operations: FileOperations | None = None,
     create: bool = False,
     direct: bool = True,
+    reads_only: bool = False,
 ) -> FileHandle:
     """Opens a file for reading and writing at offsets, with direct I/O where the file system takes it.
 
@@ -235,13 +236,15 @@ def open_file(
         operations: the system calls; the plain ones by default.
         create: make the file; it must not exist yet.
         direct: try direct I/O. The answer is in `FileHandle.is_direct`.
+        reads_only: for reading alone, which read-only media and other people's files allow.
 
     Raises:
         StoreError: the file cannot be opened or made, or is no plain file.
     """
     name = Path(path)
     used = FileOperations() if operations is None else operations
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT | os.O_EXCL if create else 0)
+    access = os.O_RDONLY if reads_only else os.O_RDWR
+    flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT | os.O_EXCL if create else 0)
     try:
         descriptor = used.open(name, flags)
     except OSError as error:
@@ -256,18 +259,18 @@ def open_file(
             used.close(descriptor)
             raise explain(error, doing="prepare the file", path=name) from error
     if direct:
-        direct_descriptor = _open_direct(name, descriptor, used)
+        direct_descriptor = _open_direct(name, descriptor, access, used)
         if direct_descriptor is not None:
             used.close(descriptor)
             return FileHandle(path=name, descriptor=direct_descriptor, is_direct=True, operations=used)
     return FileHandle(path=name, descriptor=descriptor, is_direct=False, operations=used)
 
 
-def _open_direct(name: Path, descriptor: int, operations: FileOperations) -> int | None:
+def _open_direct(name: Path, descriptor: int, access: int, operations: FileOperations) -> int | None:
     """A second, direct descriptor of the file; None where direct I/O is refused, at opening or at the first read."""
     refusals = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
     try:
-        found = operations.open(_by_descriptor(descriptor), os.O_RDWR | os.O_DIRECT)
+        found = operations.open(_by_descriptor(descriptor), access | os.O_DIRECT)
     except OSError as error:
         if error.errno in refusals:
             return None

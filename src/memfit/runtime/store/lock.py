@@ -4,7 +4,8 @@ In: a directory. Out: a held lock, or `StoreInUseError` that names the owner.
 
 [Note: whose lock]
 `flock` decides; what is written in the file only explains. The kernel frees the lock at the end of the owner, however
-it ended, so a dead owner's lock is taken over without a guess. Forked children have no part in it ([Note: locks and forks] in
+it ended, so a dead owner's lock is taken over without a guess. Who only reads shares the lock with others who read, by a descriptor that only reads: a
+store on read-only media, or of somebody else, can be looked at. Forked children have no part in it ([Note: locks and forks] in
 `runtime.forked`).
 """
 
@@ -16,6 +17,7 @@ import fcntl
 import json
 import os
 import platform
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from memfit.runtime.store.files import FileOperations
 LOCK_NAME = "lock"
 _LIMIT_BYTES = 4096
 _MOST_PID = 1 << 32
+_CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,37 +82,58 @@ class DirectoryLock:
     Args:
         directory: an existing directory.
         operations: the system calls.
+        reads_only: shared with others that read; nothing is written. Where there is no lock file and none can be made, nobody can have written here: then nothing
+            is held.
 
     Raises:
         StoreInUseError: another live process, or another store of this one, holds it.
         StoreError: the lock file cannot be made, or the file system has no locks.
     """
 
-    def __init__(self, directory: Path, *, operations: FileOperations) -> None:
+    def __init__(self, directory: Path, *, operations: FileOperations, reads_only: bool = False) -> None:
         self.path = directory / LOCK_NAME
         self._operations = operations
+        self._reads_only = reads_only
         self._descriptor: int | None = None
         self._pid = os.getpid()
         self.dead_owner: LockOwner | None = None
         """The owner before, if it ended without releasing."""
         descriptor = self._lock_file()
+        if descriptor is None:
+            return
         self._descriptor = descriptor
         keep_from_children(descriptor)
         try:
             self.dead_owner = _read_owner(descriptor)
-            self._write_owner(descriptor)
+            if not reads_only:
+                self._write_owner(descriptor)
         except OSError as error:
             self.release(remove=True)
             raise explain(error, doing="write the lock file", path=self.path) from error
 
-    def _lock_file(self) -> int:
+    def _open_file(self) -> int | None:
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            if not self._reads_only:
+                return self._operations.open(self.path, flags | os.O_RDWR | os.O_CREAT)
+            with contextlib.suppress(FileNotFoundError):
+                return self._operations.open(self.path, flags | os.O_RDONLY)
+            return self._operations.open(self.path, flags | os.O_RDONLY | os.O_CREAT)
+        except OSError as error:
+            if self._reads_only and error.errno in _CANNOT_WRITE and not os.path.lexists(self.path):
+                return None
+            raise explain(error, doing="open the lock file", path=self.path) from error
+
+    def _lock_file(self) -> int | None:
         while True:
+            descriptor = self._open_file()
+            if descriptor is None:
+                return None
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                self._operations.close(descriptor)
+                raise store_error(f"the lock file {self.path} is not a plain file: remove it")
             try:
-                descriptor = self._operations.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError as error:
-                raise explain(error, doing="open the lock file", path=self.path) from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if self._reads_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 # The owner before may have removed the file between our opening and our locking: then we hold nothing.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), self.path.lstat()):
@@ -166,9 +190,10 @@ class DirectoryLock:
         if os.getpid() != self._pid:
             self._close()
             return
-        with contextlib.suppress(OSError):
-            # An empty file says that the owner left in order. Failing to say so does no harm: the lock itself is free.
-            os.ftruncate(self._descriptor, 0)
+        if not self._reads_only:
+            with contextlib.suppress(OSError):
+                # An empty file says that the owner left in order. Failing to say so does no harm: the lock itself is free.
+                os.ftruncate(self._descriptor, 0)
         try:
             if remove:
                 self._operations.unlink(self.path)

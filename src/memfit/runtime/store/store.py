@@ -67,6 +67,7 @@ class DiskStore:
         operations: FileOperations,
         verifies: bool = False,
         is_new: bool = False,
+        reads_only: bool = False,
     ) -> None:
         self.directory = directory
         self.identity = dict(manifest.identity)
@@ -83,7 +84,7 @@ class DiskStore:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._is_closed = False
-        self._in_doubt: str | None = None
+        self._in_doubt: str | None = "it was opened to be looked at" if reads_only else None
         self._texts: dict[str, tuple[RegionEntry, str]] = {}
         self._verifies = verifies
         self._states = {
@@ -188,6 +189,7 @@ class DiskStore:
         regions: Mapping[str, RegionSpec] | None = None,
         durable: bool = True,
         verifies: bool = False,
+        reads_only: bool = False,
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> DiskStore:
@@ -199,6 +201,7 @@ class DiskStore:
             regions: the regions, with their tensors, that it must hold, no more and no fewer; any by default.
             durable: as in `create`. What is found is made durable first, see [Note: commit].
             verifies: as in `create`.
+            reads_only: to be looked at, by others too: nothing is written, not even what makes durable what is found.
             io: as in `create`.
             operations: as in `create`.
 
@@ -212,14 +215,14 @@ class DiskStore:
             raise store_error(
                 f"there is no store at {where}: no such directory; check the path, or create one", errno.ENOENT
             )
-        lock = DirectoryLock(where, operations=used)
+        lock = DirectoryLock(where, operations=used, reads_only=reads_only)
         try:
             manifest = read_manifest_file(where, operations=used)
             check_same(manifest.identity, identity or {}, where)
             if regions is not None:
                 check_regions({name: entry.spec for name, entry in manifest.regions.items()}, regions, where)
-            handles = open_files(where, manifest, operations=used)
-            if durable:
+            handles = open_files(where, manifest, operations=used, reads_only=reads_only)
+            if durable and not reads_only:
                 try:
                     settle(where, handles, manifest, operations=used)
                 except StoreError:
@@ -239,6 +242,7 @@ class DiskStore:
             made_directory=False,
             operations=used,
             verifies=verifies,
+            reads_only=reads_only,
         )
 
     @property

@@ -99,7 +99,7 @@ def verify(
 ) -> StoreReport:
     """Reads all that is committed in a store and compares it.
 
-    Costs one reading of half of the store, and memory for four reads of 4 MiB. Changes nothing but the lock file.
+    Costs one reading of half of the store, and memory for four reads of 4 MiB. Changes nothing, and needs no right to.
 
     Args:
         directory: of the store.
@@ -110,7 +110,7 @@ def verify(
         StoreInUseError: a live job owns it.
         StoreError: there is none, or what holds it together (manifest, lengths of files) is damaged.
     """
-    with DiskStore.open(directory, durable=False, operations=operations) as store:
+    with DiskStore.open(directory, reads_only=True, operations=operations) as store:
         return check_store(store, on_progress=on_progress)
 
 
