@@ -32,7 +32,7 @@ def _forbid_writing(directory: Path, patched: pytest.MonkeyPatch) -> None:
     opened = FileOperations.open
 
     def refuse(path: Path, flags: int) -> None:
-        named = Path(os.readlink(path)) if path.is_relative_to("/proc/self/fd") else path
+        named = path.readlink() if path.is_relative_to("/proc/self/fd") else path
         if named.is_relative_to(directory) and flags & _WRITES:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 

@@ -193,6 +193,30 @@ def test_a_rate_in_a_tensor_is_the_run_s_again_whatever_the_scheduler_s_construc
     assert seen[0] == seen[1]
 
 
+def test_groups_that_share_a_rate_s_tensor_share_it_where_the_run_goes_on(tmp_path: Path) -> None:
+    """torch gives one tensor to all groups that name none of their own: a scheduler that changes it for one changes it for all."""
+    seen: list[list[list[float]]] = []
+    for stops in ((), (2,)):
+        rates: list[list[float]] = []
+        for first, end in itertools.pairwise((0, *stops, 4)):
+            made = nn.Linear(4, 1)
+            groups = [{"params": [made.weight]}, {"params": [made.bias]}]
+            optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.01), foreach=False)
+            falls, stays = (lambda step: 1 / (1 + step)), (lambda _: 1.0)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [falls, stays])
+            with memfit.fit(
+                made, optimizer, lambda model, batch: model(batch).mean(), torch.ones(2, 4), store=tmp_path / str(stops)
+            ) as job:
+                job.register("scheduler", scheduler)
+                for _ in range(first, end):
+                    rates.append([float(group["lr"]) for group in optimizer.param_groups])
+                    job.step(torch.ones(2, 4))
+                    scheduler.step()
+            assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+        seen.append(rates)
+    assert seen[0] == seen[1]
+
+
 class Drawing:
     """Draws from the default generator when its state is first taken or given, as a loader does that makes an iterator for it."""
 

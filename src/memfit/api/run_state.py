@@ -214,20 +214,45 @@ def settings_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there. Copies: a rate in a tensor is changed in place.
+    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there.
+
+    Copies: a rate in a tensor is changed in place by schedulers. So a tensor that is here stays, with the new value: groups that were made with one rate share it, and
+    a scheduler that changes it for one group changes it for all.
 
     Raises:
         StoreError: they are of other groups, or a setting is of another kind than here; nothing was changed.
     """
     given = list(settings)
     check_settings(given, optimizer)
-    for own, live in zip(given, optimizer.param_groups, strict=True):
+    pairs = list(zip(given, optimizer.param_groups, strict=True))
+    wanted: dict[int, list[Any]] = {}
+    for own, live in pairs:
+        for key, now in live.items():
+            if isinstance(now, torch.Tensor):
+                wanted.setdefault(id(now), []).append(own.get(key))
+    for own, live in pairs:
         for key, value in own.items():
-            now, own_value = live.get(key), copy.deepcopy(value)
-            if isinstance(now, torch.Tensor) and isinstance(own_value, torch.Tensor):
-                live[key] = own_value.to(now.device)  # a rate held in a tensor stays on its device
+            now = live.get(key)
+            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+                if _may_hold(now, wanted[id(now)]):
+                    with torch.no_grad():
+                        now.copy_(value)
+                else:
+                    live[key] = copy.deepcopy(value).to(now.device)  # a rate held in a tensor stays on its device
             else:
-                live[key] = own_value
+                live[key] = copy.deepcopy(value)
+
+
+def _may_hold(now: torch.Tensor, values: Sequence[Any]) -> bool:
+    """One tensor can be what all who share it are to have."""
+    first = values[0]
+    return all(
+        isinstance(value, torch.Tensor)
+        and value.dtype == now.dtype
+        and value.shape == now.shape
+        and torch.equal(value, first)
+        for value in values
+    )
 
 
 def check_settings(settings: Sequence[Any], optimizer: torch.optim.Optimizer) -> None:
