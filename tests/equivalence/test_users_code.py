@@ -233,10 +233,22 @@ def test_what_a_live_job_has_in_hand_is_not_fitted_again() -> None:
     case = case_of()
     optimizer = sgd()(case.model)
     with memfit.fit(case.model, optimizer, case.loss, batch_of(0)) as job:
-        with pytest.raises(UsageError, match=r"live job.*job\.close\(\)"):
-            memfit.fit(case.model, optimizer, case.loss, batch_of(0))
+        for again in (optimizer, sgd()(case.model)):
+            with pytest.raises(UsageError, match=r"live job.*job\.close\(\)"):
+                memfit.fit(case.model, again, case.loss, batch_of(0))
+        with pytest.raises(UsageError, match=r"live job.*job\.close\(\)"), memfit.infer(case.model):
+            pass
         assert job.step(batch_of(0)).is_finite
+    with memfit.infer(case.model), pytest.raises(UsageError, match=r"session of memfit\.infer"):
+        memfit.fit(case.model, optimizer, case.loss, batch_of(0))
     memfit.fit(case.model, optimizer, case.loss, batch_of(0)).close()
+
+
+def test_a_job_that_nobody_can_reach_any_more_has_nothing_in_hand() -> None:
+    case = case_of()
+    memfit.fit(case.model, sgd()(case.model), case.loss, batch_of(0))
+    with memfit.fit(case.model, sgd()(case.model), case.loss, batch_of(0)) as job:
+        assert job.step(batch_of(0)).is_finite
 
 
 def test_a_complex_loss_is_refused_as_such() -> None:

@@ -419,7 +419,9 @@ def test_files_of_others_stay_and_files_of_an_older_save_do_not(tmp_path: Path, 
     ]  # fmt: skip
 
 
-def test_directories_that_cannot_be_replaced_are_refused_and_untouched(tmp_path: Path, two: Trained) -> None:
+def test_directories_that_cannot_be_replaced_are_refused_and_untouched(
+    tmp_path: Path, two: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "with" / "inside").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds the directory 'inside'"):
         two.save(tmp_path / "with")
@@ -427,6 +429,13 @@ def test_directories_that_cannot_be_replaced_are_refused_and_untouched(tmp_path:
     with pytest.raises(StoreError, match="is a file"):
         two.save(tmp_path / "file")
     assert (tmp_path / "with" / "inside").is_dir()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_mount", lambda path: path == tmp_path / "volume")
+        (tmp_path / "volume").mkdir()
+        with pytest.raises(UsageError, match="root of a file system"):
+            two.save(tmp_path / "volume")
+        assert not list((tmp_path / "volume").iterdir())
+        two.save(tmp_path / "volume" / "model")
 
 
 def test_the_directory_of_disk_homes_is_refused(tmp_path: Path) -> None:

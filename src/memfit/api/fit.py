@@ -16,6 +16,7 @@ from torch import nn
 
 from memfit.api.choosing import microbatch_counts
 from memfit.api.commits import check_run, stored_reason
+from memfit.api.held import refuse_held
 from memfit.api.job import Job
 from memfit.api.machine import Machine, device_of
 from memfit.api.plan_checks import lacks_tier, other_sums
@@ -132,6 +133,7 @@ def fit(
         difference; StoreInUseError: a live job has the store.
     """
     check_arguments(model, loss, allow, max_grad_norm)
+    refuse_held(model)
     limits = Limits.read(limit, host_limit, disk_limit)
     stated = read_hardware(hardware)
     machine = Machine(device_of(model), limits, is_emulated=emulate_device)

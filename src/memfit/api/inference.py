@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.api.held import Session, refuse_held
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine, device_of
 from memfit.api.sources import bring_from, open_sources
@@ -161,6 +162,7 @@ def infer(
     if not isinstance(model, nn.Module):
         weights = model if weights is None else weights
         model = build_empty(pretrained_builder(model), draws=False)
+    refuse_held(model)
     machine = Machine(device_of(model), Limits.read(limit, None, None), is_emulated=False)
     block_map = find_blocks(model, blocks)
     parts = [BlockWeights(i, block.name, block.parameters) for i, block in enumerate(block_map.blocks)]
@@ -171,6 +173,7 @@ def infer(
     interrupts = Interrupts()
     with ExitStack() as stack:
         stack.callback(machine.disarm)
+        stack.callback(Session(model).end)
         with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as loading:
             house = House(
                 plan, parts, {}, device=machine.device, directory=directory, keeps_gradients=False, keeps_norms=False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from memfit.api.assembly import Assembly
 from memfit.api.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
 from memfit.api.commits import CommitReport
+from memfit.api.held import note_holder
 from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.parts import JobParts, Replan
@@ -27,6 +28,7 @@ from memfit.core.errors import (
     DoesNotFitError,
     LimitBreachError,
     MemfitWarning,
+    StoreError,
     TornStepError,
     UsageError,
 )
@@ -57,6 +59,15 @@ class Job:
         self._interrupts = Interrupts()
         self.breaches: list[BreachReport] = []
         self._assembly = Assembly(parts, scaler=self.loss_scaler, interrupts=self._interrupts)
+        note_holder(self)
+
+    def holds(self, parameters: Collection[int]) -> str | None:
+        """See `held.Holder`."""
+        if self._assembly.has_ended or not any(
+            id(slot.parameter) in parameters for _, slot in self._assembly.place.values()
+        ):
+            return None
+        return f"a live job, at step {self.steps}, (job.close() ends it)"
 
     def begin_run(self) -> None:
         """For `fit`, at its end: commits a new run's first version, or puts the random numbers of a resumed one where they were."""
@@ -533,7 +544,14 @@ class Job:
             and self._assembly.commits is not None
         ):
             self._assembly.keep_changes()
-            self._seal(force=True)
+            try:
+                self._seal(force=True)
+            except StoreError as error:
+                failure = StoreError(
+                    f"{error}. The job is not closed: repeat job.close() when that is mended, or give up step {self.steps} with job.close(commit=False)"
+                )
+                failure.errno = error.errno
+                raise failure from error
         self._is_closed = True
         with self._interrupts.held():
             self._assembly.end(restore=restore)

@@ -216,8 +216,8 @@ def settings_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there.
 
-    Copies: a rate in a tensor is changed in place by schedulers. So a tensor that is here stays, with the new value: groups that were made with one rate share it, and
-    a scheduler that changes it for one group changes it for all.
+    Copies: a rate in a tensor is changed in place by schedulers. So a tensor that is here stays, with the new value: groups that were made with one rate share
+    it, and a scheduler that changes it for one group changes it for all.
 
     Raises:
         StoreError: they are of other groups, or a setting is of another kind than here; nothing was changed.

@@ -49,12 +49,16 @@ def check_target(target: Path, *, needed_bytes: int, operations: FileOperations)
         operations: the system calls.
 
     Raises:
-        UsageError: the target is a store of disk homes, or holds directories, which cannot be carried over.
+        UsageError: the target is a store of disk homes, is the root of a file system, or holds directories, which cannot be carried over.
         StoreError: the target is no directory, or the disk has too little room (the old save is kept until the new one is whole).
     """
     if target.exists():
         if not target.is_dir():
             raise StoreError(f"{target} is a file; name a directory to save into")
+        if target.is_mount():
+            raise UsageError(
+                f"{target} is the root of a file system, and a save replaces its directory in one step: name a directory inside of it, such as {target / 'model'}"
+            )
         if (target / MANIFEST_NAME).exists():
             raise UsageError(f"{target} holds the disk homes of a job; save into another directory")
         for entry in sorted(target.iterdir()):
