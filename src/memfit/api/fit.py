@@ -42,9 +42,12 @@ from memfit.core.units import format_bytes
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
 from memfit.runtime.aside import WeightsAside
+from memfit.runtime.export.trainer import FILE_NAME as TRAINER_STATE_NAME
 from memfit.runtime.guard import is_away
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.store import Durability
+from memfit.runtime.store.directory import is_there
+from memfit.runtime.store.manifest import MANIFEST_NAME
 
 
 def fit(
@@ -105,7 +108,8 @@ def fit(
         store: a directory that the run is committed to, step by step, and that it goes on from if it holds a run already: then weights, optimizer states,
             settings, random numbers and the state of registered objects are the run's (`job.steps` says how far it is), and so is the plan, where none is
             given and it still fits. The model's own values are given up. Takes two slots of every weight and state on disk, claimed now.
-        resume: the same, and a directory without a run is refused.
+        resume: the same, and a directory without a run is refused. Or a directory that `Job.save` or `memfit export` wrote: then as `weights`, and optimizer
+            states, settings, loss scale, steps and torch's random numbers are the save's too (`job.extra` is what it was given along); nothing is committed.
         durability: "step": each step survives a kill and a power cut from the moment on that the next one begins. N: every N-th does. "exit": only what
             `close` commits, and the beginning.
         scheme: how a new store keeps a whole step on disk at every instant; a store that is there keeps its own. "generations" (None): two slots of every
@@ -134,6 +138,9 @@ def fit(
     """
     check_arguments(model, loss, allow, max_grad_norm)
     refuse_held(model)
+    saved = None if store is not None else _save_in(resume)
+    if saved is not None:
+        weights, resume = saved, None
     limits = Limits.read(limit, host_limit, disk_limit)
     stated = read_hardware(hardware)
     machine = Machine(device_of(model), limits, is_emulated=emulate_device)
@@ -181,12 +188,22 @@ def fit(
         job = _plan_job(task, given, budget)
         try:
             task.check_claim()
+            if saved is not None:
+                job.extra = job.load_states(saved).extra
             job.begin_run()
         except BaseException:
             job.undo()
             raise
         giving_up.pop_all()  # the directory is the job's now
         return job
+
+
+def _save_in(directory: str | Path | None) -> Path | None:
+    """The directory, if it holds no run but what `Job.save` writes."""
+    if directory is None:
+        return None
+    path = Path(directory).expanduser()
+    return path if (path / TRAINER_STATE_NAME).is_file() and not is_there(path / MANIFEST_NAME) else None
 
 
 def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:

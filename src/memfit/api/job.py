@@ -56,6 +56,8 @@ class Job:
         self._was_whole = not any(is_away(p) for p in parts.model.parameters())
         self.loss_scaler = LossScaler() if parts.plan.scales_losses else None
         """The dynamic loss scale of a plan that computes in fp16; part of every commit. None for other plans."""
+        self.extra: Mapping[str, Any] = {}
+        """What a save was given along that `fit(resume=...)` went on from."""
         self._interrupts = Interrupts()
         self.breaches: list[BreachReport] = []
         self._assembly = Assembly(parts, scaler=self.loss_scaler, interrupts=self._interrupts)
