@@ -208,6 +208,7 @@ class Assembly:
             return
         self.journal = StepJournal(
             self.house,
+            model=parts.model,
             driver=parts.driver,
             optimizer=parts.optimizer,
             updates=self.updates,

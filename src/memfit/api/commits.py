@@ -116,6 +116,7 @@ class Commits:
         self.run = run
         self._house = house
         self._machine = machine
+        self._model = model
         self._optimizer = optimizer
         self._states = states
         self._plan = plan
@@ -160,10 +161,11 @@ class Commits:
             warnings.warn(f"since step {step} of the run in {self.run.directory}: {told}", MemfitWarning, stacklevel=2)
 
     def take_up(self) -> None:
-        """Settings and counters of the optimizer become the run's. Raises `StoreError` for a state that cannot be used."""
+        """Settings and counters of the optimizer, and what modules keep beside buffers, become the run's. Raises `StoreError` for a state that cannot be used."""
         optimizer = part(self.run.state, "optimizer", dict)
         run_state.give_numbers(optimizer.get("numbers"), self._states, self._optimizer)
         run_state.give_settings(run_state.settings_of(optimizer), self._optimizer)
+        run_state.give_extra(self.run.state.get("extra state", {}), self._model)
         self._noise.seed = part(self.run.state, "noise seed", int)
         if self._scaler is not None:
             self._scaler.load_state_dict(part(self.run.state, "loss scale", dict))
@@ -311,6 +313,7 @@ class Commits:
             "clip": {"max_norm": self._max_grad_norm, "coefficient": self.clip},
             # What waits for its object is not lost by a commit that comes before.
             "registered": {**self._waiting, **now, **self._positions},
+            "extra state": run_state.take_extra(self._model),
             "model": self._facts,
         }
 

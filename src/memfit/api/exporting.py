@@ -23,7 +23,7 @@ from memfit.core.units import parse_bytes
 from memfit.runtime.export.conversions import FileTensor, Range
 from memfit.runtime.export.files import INDEX_NAME, SaveFile, join, pack_states, pack_weights
 from memfit.runtime.export.format import is_shape
-from memfit.runtime.export.sources import HomeSource, TensorSource
+from memfit.runtime.export.sources import HomeSource, ResidentSource, TensorSource
 from memfit.runtime.export.trainer import FILE_NAME, GroupState, TrainerState, write_text
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.loss_scaling import LossScaler
@@ -115,7 +115,8 @@ def _files_of(store: CommittedStore, max_shard_bytes: int) -> tuple[list[SaveFil
     state = _with_journal(store, store.read_state())
     facts = part(state, "model", dict)
     weights, states = _sources(store, facts)
-    chosen = _kept(weights, facts)
+    extra = part(state, "extra state", dict) if "extra state" in state else {}
+    chosen = _kept(weights | {name: ResidentSource(value) for name, value in extra.items()}, facts)
     numbers = part(part(state, "optimizer", dict), "numbers", dict)
     check_numbers(numbers)
     trained = {name: source for name, source in states.items() if name.rpartition(".")[0] in numbers}
@@ -160,6 +161,7 @@ def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[st
         "optimizer": {**optimizer, "groups": groups, "numbers": numbers_in_record(found.record)},
         "random": part(found.record, "random", dict),
         "loss scale": _scale(state, is_decided=True),
+        "extra state": found.record.get("extra state", {}),
     }
 
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.api import run_state
 from memfit.api.run_state import part
@@ -44,6 +45,7 @@ class StepJournal:
 
     Args:
         house: with a run whose scheme is "journal".
+        model: the user's.
         driver: the optimizer.
         optimizer: the user's.
         updates: the worker.
@@ -55,6 +57,7 @@ class StepJournal:
         self,
         house: House,
         *,
+        model: nn.Module,
         driver: OptimizerDriver,
         optimizer: torch.optim.Optimizer,
         updates: UpdateWorker,
@@ -64,6 +67,7 @@ class StepJournal:
         assert house.run is not None
         self._house = house
         self._directory = house.run.directory
+        self._model = model
         self._driver = driver
         self._optimizer = optimizer
         self._updates = updates
@@ -100,6 +104,7 @@ class StepJournal:
             "scale": None if gradients.scale is None else float(gradients.scale),
             "noise step": self._noise.step,
             "random": run_state.take_random(),
+            "extra state": run_state.take_extra(self._model),
             "losses": [float(loss) for loss in outcome.losses],
             "shares": [float(share) for share in outcome.shares],
             "norm": None if outcome.norm is None else float(outcome.norm),
@@ -115,6 +120,7 @@ class StepJournal:
         """
         if self.is_waiting:
             self.finish()
+            run_state.give_extra(self._journal.read().get("extra state", {}), self._model)
             warnings.warn(
                 f"step {self._house.step + 1} of the run in {self._directory} had been decided when the process ended: its updates are made now, and "
                 "the next job.step gives its result without computing it again. Until then weights are already those of that step",

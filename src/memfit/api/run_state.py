@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from memfit.core.errors import StoreError, UsageError
+from memfit.runtime.export.names import extra_states
 from memfit.runtime.export.trainer import class_name
 from memfit.runtime.random_states import check_numpy, check_python, check_torch
 from memfit.runtime.states import BlockStates
@@ -358,6 +360,32 @@ def check_numbers(numbers: Any) -> None:
                 raise StoreError(
                     f"the counter {key!r:.80} of {name!r:.200} is {value!r:.80}, no number of at most 64 bits: it is damaged"
                 )
+
+
+def take_extra(model: nn.Module) -> dict[str, Any]:
+    """What modules keep beside parameters and buffers, by its name in the state dict."""
+    return {name: copy.deepcopy(module.get_extra_state()) for name, module in extra_states(model).items()}
+
+
+def give_extra(found: Any, model: nn.Module) -> None:
+    """Gives it back.
+
+    Raises:
+        StoreError: it is that of other modules, or none that they take.
+    """
+    modules = extra_states(model)
+    if not isinstance(found, dict) or found.keys() != modules.keys():
+        there = sorted(found) if isinstance(found, dict) else "no modules"
+        raise StoreError(
+            f"the run has the extra state of {there!s:.400}, and this model wants that of {sorted(modules)}: build it as it was"
+        )
+    for name, module in modules.items():
+        try:
+            module.set_extra_state(copy.deepcopy(found[name]))
+        except Exception as error:  # whatever somebody's module makes of what somebody's file says
+            raise StoreError(
+                f"{name!r} of the run does not fit the module ({type(error).__name__}: {str(error)[:400]}): build the model as it was"
+            ) from error
 
 
 # --- the model ------------------------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ def _compare(what: str, entry: TensorEntry, dtype: torch.dtype, shape: tuple[int
 
 def _copy(weights: Sequence[Matched]) -> None:
     for found in weights:
-        found.read(found.tensor.detach())
+        found.fill()
 
 
 def _match_optimizer(

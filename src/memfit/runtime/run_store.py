@@ -24,6 +24,7 @@ from memfit.core.errors import UsageError
 from memfit.core.layout import Scheme, flat_layout
 from memfit.core.plan import Plan
 from memfit.runtime.homes import DiskHome, MemoryHome
+from memfit.runtime.shared_elements import copy_shared
 from memfit.runtime.split import rest_nbytes, rest_tensors
 from memfit.runtime.states import BlockStates, StateSlot
 from memfit.runtime.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
@@ -340,8 +341,12 @@ class RunStore:
             return
         for place in self._regions[BUFFERS].tensors:
             value = self.committed.read_tensor(BUFFERS, place.name)
-            with torch.no_grad():
-                model.get_buffer(place.name).copy_(value)
+            try:
+                copy_shared(model.get_buffer(place.name), value)
+            except ValueError as error:
+                raise store_error(
+                    f"{place.name!r} is a buffer {error} of the run in {self.directory}: build the model as it was"
+                ) from error
 
     def keep_buffers(self, model: nn.Module) -> list[str]:
         """Writes the model's buffers to where the next commit finds them; the region's name if it must flip.

@@ -63,7 +63,7 @@ class WeightFiles:
         """
         while self._buffers:
             found = self._buffers[-1]
-            found.read(found.tensor)
+            found.fill()
             self._buffers.pop()
         for parameter in parameters:
             found = self._parameters.get(id(parameter))

@@ -17,8 +17,9 @@ from memfit.core.errors import StoreError, UsageError
 from memfit.runtime.export.conversions import Conversion, loading_conversions
 from memfit.runtime.export.format import TensorEntry
 from memfit.runtime.export.moves import Piece, row_major_range
-from memfit.runtime.export.names import keep_names
+from memfit.runtime.export.names import extra_states, keep_names
 from memfit.runtime.export.reader import TensorFile
+from memfit.runtime.shared_elements import copy_shared, shares_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,11 @@ class Matched:
 
     Attributes:
         name: in the model's state dict.
-        tensor: the model's own; its bytes may be away.
+        tensor: the model's own; its bytes may be away. Of an extra state, one to read it into.
         target: the name among its conversion's targets.
         conversion: makes it.
         held: the conversion's inputs.
+        extra_of: the module whose extra state it is.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Matched:
     target: str
     conversion: Conversion
     held: Mapping[str, Held]
+    extra_of: nn.Module | None = None
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -70,6 +73,25 @@ class Matched:
         for piece in pieces:
             _read_piece(self.held[piece.name], piece, piece.place(into))
 
+    def fill(self) -> None:
+        """Gives a tensor that is here its values: a buffer, or a module its extra state.
+
+        Raises:
+            StoreError: a file cannot be read. UsageError: values that elements of the buffer which share memory cannot have.
+        """
+        tensor = self.tensor.detach()
+        if shares_elements(tensor):
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            self.read(values)
+            try:
+                copy_shared(tensor, values)
+            except ValueError as error:
+                raise UsageError(f"{self.name!r} is a buffer {error}: build the model as it was") from error
+        else:
+            self.read(tensor)
+        if self.extra_of is not None:
+            self.extra_of.set_extra_state(tensor)
+
 
 def match(files: Sequence[TensorFile], model: nn.Module, source: Path) -> tuple[dict[str, Matched], tuple[str, ...]]:
     """All tensors that the model saves, by the name under which it does, and names in the files that it has no use for.
@@ -85,6 +107,7 @@ def match(files: Sequence[TensorFile], model: nn.Module, source: Path) -> tuple[
     names = [*kept.tensors, *kept.tied]
     conversions, unused = loading_conversions(model, names, {name: h.entry.shape for name, h in held.items()})
     made = {target: c for c in conversions for target in c.targets}
+    extra = extra_states(model)
     matched: dict[str, Matched] = {}
     missing: list[str] = []
     for name, tensor in kept.tensors.items():
@@ -94,7 +117,13 @@ def match(files: Sequence[TensorFile], model: nn.Module, source: Path) -> tuple[
             if isinstance(tensor, nn.Parameter) or not _may_be_missing(model, name):
                 missing.append(name)
             continue
-        found = [Matched(name=name, tensor=tensor, target=alias, conversion=made[alias], held=held) for alias in here]
+        if name in extra:  # of any shape and dtype: what it means is the module's
+            entry = held[made[here[0]].inputs[0]].entry
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)  # noqa: PLW2901
+        found = [
+            Matched(name=name, tensor=tensor, target=alias, conversion=made[alias], held=held, extra_of=extra.get(name))
+            for alias in here
+        ]
         _check(found[0], source)
         for other in found[1:]:
             _check_same(found[0], other, source)

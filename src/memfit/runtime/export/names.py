@@ -22,6 +22,10 @@ STALE = re.compile(
 """Files that a new save replaces even where it has no file of that name."""
 
 
+_EXTRA_STATE = "_extra_state"
+"""As `torch.nn.modules.module` has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeptNames:
     """The entries of a state dict.
@@ -41,7 +45,7 @@ def keep_names(model: nn.Module) -> KeptNames:
     Reads no values of parameters.
 
     Raises:
-        UnsupportedError: an entry that is not a dense tensor (extra state of a module).
+        UnsupportedError: an entry that is not a dense tensor (extra state of a module, say).
     """
     # keep_vars gives the parameters themselves; without it each would be detached, which needs its bytes to be here.
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -62,6 +66,15 @@ def keep_names(model: nn.Module) -> KeptNames:
         tensors={name: entries[name] for name in entries if name in chosen},
         tied={other: name for name, names in chosen.items() for other in names if other != name},
     )
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """By name in the state dict, the modules that have state beside parameters and buffers (`get_extra_state`)."""
+    return {
+        f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _identity(tensor: torch.Tensor) -> object:
