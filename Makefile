@@ -39,7 +39,7 @@ install: $(STAMP)
 
 # A dangling link (the interpreter went away) counts as missing, so --clear builds the environment anew.
 $(PYTHON):
-	@for candidate in python3.11 python3.12 python3.13 python3 python; do \
+	@for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	    if command -v "$$candidate" >/dev/null && \
 	       "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        echo "creating $(VENV) with $$($$candidate --version)"; \

@@ -6,7 +6,7 @@ takes more memory than the file's own size and the room.
 [Note: what JSON takes in memory]
 Two bytes of text can become a hundred bytes of Python: `[],` takes 64 and a place in its list, `"a":{},` a dictionary's slot, a pair and a key besides. So before a
 text is read, its marks are counted, which costs no memory, and each is charged what the values that it stands for take at most while they are read
-(CPython 3.11 to 3.13, 64 bits; `tests/unit/test_documents.py` measures the worst texts of each kind). Marks inside of texts are charged too: that
+(CPython 3.11 to 3.14, 64 bits; `tests/unit/test_documents.py` measures the worst texts of each kind). Marks inside of texts are charged too: that
 errs on the safe side, and a long text without marks, such as a manifest's checksums, costs its own length.
 """
 
