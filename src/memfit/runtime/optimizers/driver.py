@@ -13,6 +13,7 @@ update a plan runs on the host gets the CPU's bits; whether that is allowed is t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from memfit.runtime.optimizers.hooks import run_post_hooks, run_pre_hooks
 from memfit.runtime.optimizers.interception import Interception, OwnerCallbacks
 from memfit.runtime.optimizers.kinds import UpdateKind, Verdict, known_verdict, narrowed
 from memfit.runtime.optimizers.layout import StateTensor, learn_layout
+from memfit.runtime.optimizers.scratch import scratch_per_element
 from memfit.runtime.optimizers.shadow import Part, Shadow, State
 from memfit.runtime.optimizers.validation import Entry, validated_entries
 
@@ -61,6 +63,7 @@ class OptimizerDriver:
         self._verdicts: dict[int, Verdict] = decided or detect(optimizer, list(self._entries.values()))
         self._master_dtype: torch.dtype | None = None
         self._layouts: dict[tuple[str, torch.dtype], tuple[StateTensor, ...]] = {}
+        self._scratch: dict[tuple[Any, ...], float] = {}
         self._adopted_shapes: dict[str, State] = {}
         self._structure = structure.group_structure(optimizer)
         self._interception: Interception | None = None
@@ -114,6 +117,28 @@ class OptimizerDriver:
             kind = self._verdicts[entry.group].kind
             self._layouts[key] = learn_layout(self._optimizer, entry, kind, chosen, live)
         return self._layouts[key]
+
+    def scratch_bytes(self, name: str, elements: int, dtype: torch.dtype | None = None) -> int:
+        """What the class makes for itself while `elements` of this parameter are updated at once, beside weight, gradient and states.
+
+        Args:
+            name: of the parameter.
+            elements: all of it, unless its update may be cut.
+            dtype: of the weight that will be updated, where it is not the parameter's own (a float32 master).
+
+        Raises:
+            UnsupportedError: as `state_layout`.
+        """
+        entry = self._entry(name)
+        chosen = dtype or self._dtype_of(entry)
+        kind = self.verdict(name, chosen).kind
+        # Equal for parameters that look alike to the class.
+        looks = (kind is UpdateKind.ELEMENTWISE) or tuple(entry.parameter.shape)
+        key = (entry.group, kind, chosen, looks)
+        if key not in self._scratch:
+            layout = self.state_layout(name, chosen)
+            self._scratch[key] = scratch_per_element(self._optimizer, entry, kind, chosen, layout)
+        return math.ceil(self._scratch[key] * elements)
 
     # The step.
 

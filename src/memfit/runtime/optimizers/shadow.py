@@ -151,7 +151,7 @@ class Shadow:
         self.instance.state = defaultdict(dict)
         self.instance.param_groups = []
         self.used_groups: list[dict[str, Any]] = []
-        """The group dicts of the latest `run`, as the class left them."""
+        """The group dicts of the latest `run` without their parameters, as the class left them."""
 
     def run(self, parts: Sequence[Part], *, every_group: bool = False) -> list[State]:
         """One step of the user's class on these parts, in place; returns each part's new state, in order.
@@ -195,14 +195,15 @@ class Shadow:
                     for part, proxy in zip(parts, proxies, strict=True)
                 ]
         finally:
-            self.used_groups = instance.param_groups
+            # Without the proxies: the last ones would keep what they were lent alive until the next run, such as a whole gradient.
+            self.used_groups = [{k: v for k, v in g.items() if k != "params"} for g in instance.param_groups]
             instance.state = defaultdict(dict)
             instance.param_groups = []
 
     def write_back(self, optimizer: Optimizer) -> None:
         """Keeps what the class wrote into its groups and attributes in a run over every group (say, a counter)."""
         for live, used in zip(optimizer.param_groups, self.used_groups, strict=True):
-            changed = {k: v for k, v in used.items() if k not in ("params", "param_names", "foreach")}
+            changed = {k: v for k, v in used.items() if k not in ("param_names", "foreach")}
             live.update({k: v for k, v in changed.items() if live.get(k) is not v})
         own = ("state", "param_groups", *_HOOK_ATTRIBUTES)
         vars(optimizer).update({k: v for k, v in vars(self.instance).items() if k not in own})
