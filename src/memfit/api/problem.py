@@ -5,7 +5,7 @@ In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
 from memfit.core.hardware import Hardware
 from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
-from memfit.core.profile import Profile
+from memfit.core.profile import Profile, UpdateProfile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB
 from memfit.profiling.batch import batch_rows
@@ -35,6 +35,7 @@ from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.runtime.states import embedding_names, stored_bytes
 from memfit.runtime.trees import tensors_in
+from memfit.runtime.weights import PIECE_ELEMENTS
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
 ALLOWANCES = frozenset(
@@ -124,7 +125,9 @@ class Problem:
                 f"the plan cuts a batch into {max(counts)} microbatches, this one has {rows} rows: give a larger batch or a plan with fewer microbatches"
             )
         is_bf16 = compute is ComputeDtype.BFLOAT16
-        states = {name: nbytes for name, (nbytes, _) in self._state_sizes(compute, StateFormat.GIVEN).items()}
+        sizes_of_states = self._state_sizes(compute, StateFormat.GIVEN)
+        states = {name: nbytes for name, (nbytes, _) in sizes_of_states.items()}
+        updates = self._updates(compute, sizes_of_states)
         if compute is ComputeDtype.FLOAT16:
             loss = in_half(loss, device_of(self.model).type)
         arguments = (self.model, first_of(loss), batch, self.block_map)
@@ -134,12 +137,13 @@ class Problem:
             casting_inputs(self.casts, torch.bfloat16 if is_bf16 else None),
         ):
             try:
-                return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+                found = profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
             except AwayError:
                 if self.aside is None:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
-                return profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+                found = profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+        return replace(found, updates=updates)
 
     def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
         """The same profile, with states that rest in a format."""
@@ -151,14 +155,41 @@ class Problem:
             profile,
             state_bytes={name: sum(nbytes for nbytes, _ in own) for name, own in found.items()},
             encoded_elements={name: sum(encoded for _, encoded in own) for name, own in found.items()},
+            updates=self._updates(compute, sizes),
         )
 
     def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, tuple[int, int]]:
         """By parameter, bytes of its states at home and how many of their elements are encoded."""
-        master = torch.float32 if compute is ComputeDtype.BFLOAT16 else None
+        master = _master_dtype(compute)
         kept = embedding_names(self.model)
         driver = self.driver
         return {name: stored_bytes(chosen, kept, name, driver.state_layout(name, master)) for name in driver.names}
+
+    def _updates(self, compute: ComputeDtype, sizes: Mapping[str, tuple[int, int]]) -> dict[str, UpdateProfile]:
+        """By parameter, what its update works on at once.
+
+        Args:
+            compute: of the plan.
+            sizes: as `_state_sizes` gives them.
+        """
+        driver, master = self.driver, _master_dtype(compute)
+        numels = {name: p.numel() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        found: dict[str, UpdateProfile] = {}
+        for name, (state_bytes, encoded) in sizes.items():
+            is_cut = driver.verdict(name, master).kind is UpdateKind.ELEMENTWISE
+            elements = min(PIECE_ELEMENTS, numels[name]) if is_cut else numels[name]
+            found[name] = UpdateProfile(
+                piece_elements=elements,
+                scratch_bytes=driver.scratch_bytes(name, elements, master),
+                state_bytes=state_bytes,
+                encoded_elements=encoded,
+            )
+        return found
+
+
+def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:
+    """Of what is updated, where it is not the weight itself."""
+    return torch.float32 if compute is ComputeDtype.BFLOAT16 else None
 
 
 def first_of(loss: Loss) -> Loss:

@@ -12,6 +12,8 @@ from memfit.core.units import MIB, round_up
 
 # A page: direct I/O moves whole pages, and a tensor that begins on one is read and written without its neighbours.
 ALIGNMENT_BYTES = 4096
+# What is updated, widened or added is so by pieces: 2 MiB of fp32 fit a core's cache with gradient and moments, and are a whole number of pages.
+PIECE_ELEMENTS = 1 << 19
 
 Scheme = Literal["generations", "journal"]
 """How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""

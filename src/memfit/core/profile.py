@@ -32,6 +32,23 @@ class TensorProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateProfile:
+    """What the update of one parameter works on at once.
+
+    Attributes:
+        piece_elements: elements that are updated at once; the last piece may have fewer.
+        scratch_bytes: what the optimizer's class makes for itself for a piece of that many.
+        state_bytes: of all states of the parameter, as they rest.
+        encoded_elements: elements of states that rest encoded, by state and element: 2 for each element of two encoded moments.
+    """
+
+    piece_elements: int
+    scratch_bytes: int = 0
+    state_bytes: int = 0
+    encoded_elements: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockProfile:
     """Parameters that travel together.
 
@@ -192,6 +209,7 @@ class Profile:
         traces: by rows of a microbatch; always holds at least one entry. All have the same calls.
         state_bytes: optimizer state bytes at home by block name, once the states exist.
         encoded_elements: by block name, elements of states that an update decodes and encodes.
+        updates: by name of each parameter that the optimizer updates.
         reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
         unsplittable_buffers: names of the buffers that the forward changes in a way that would tell microbatches from the whole batch (running ranges of
             activations, power iterations): the batch must not be split.
@@ -207,6 +225,7 @@ class Profile:
     traces: Mapping[int, TraceProfile]
     state_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     encoded_elements: Mapping[str, int] = field(default_factory=dict[str, int])
+    updates: Mapping[str, UpdateProfile] = field(default_factory=dict[str, UpdateProfile])
     reads_batch_statistics: bool = False
     unsplittable_buffers: tuple[str, ...] = ()
     written_weights: tuple[str, ...] = ()

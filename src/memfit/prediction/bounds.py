@@ -17,7 +17,7 @@ from typing import Any
 from memfit.core.plan import Order, Plan, Tier
 from memfit.core.profile import Profile
 from memfit.core.shape import StepShape, describe_step
-from memfit.prediction.bytes import flat_gradient_bytes, flat_weight_bytes, master_home_bytes, trace_of
+from memfit.prediction.bytes import flat_gradient_bytes, flat_weight_bytes, master_home_bytes, trace_of, uses_disk
 from memfit.prediction.lifetimes import Event, Lifetimes
 from memfit.prediction.segments import SegmentFacts
 
@@ -53,12 +53,9 @@ class PeakBounds:
         """Bytes that the step's predicted device peak is not below. See [Note: why it is a bound]."""
         shape = describe_step(plan, self._profile)
         resting = self._resting_bytes(plan, shape)
-        homes = [plan.block(shape.blocks[b]) for b in shape.trainable]
-        streams = any({h.weight_home, h.gradient_home, h.state_home} != {Tier.DEVICE} for h in homes)
-        # Pieces of streamed updates are there all the time; otherwise they are an update's scratch.
-        staging, updating = (self._staging_bytes, 0) if streams else (0, self._staging_bytes if homes else 0)
+        staging = self._staging_bytes if uses_disk(plan, shape) else 0
         found = (m.least_bytes + self._visiting_bytes(m, shape) for m in self._moments(plan, shape))
-        return resting + staging + max(updating, *found)
+        return resting + staging + max(found)
 
     def _resting_bytes(self, plan: Plan, shape: StepShape) -> int:
         profile, total = self._profile, self._profile.buffer_bytes

@@ -5,9 +5,10 @@ In: `Schedule`, `Plan`, `Profile`. Out: `ActionBytes` an action, host and disk p
 What is counted, by category: *weight*, flat buffers (`core.layout`) of blocks on the device, the model's buffers and
 the batch; *gradient*, of parameters, from the first backward that adds to them to the clear or, for an accumulate, to
 the end of the compute action after it; *state*, of the optimizer, and masters, where their home is the device; *activation* and
-*transient*, see `lifetimes`, a transient also holds the gradient that is about to be added to another; *staging*,
-pieces of what is updated away from its home. Not modelled: scratch that no trace sees (the reserve of a limit), loss
-chunking (the trace must have been taken with it).
+*transient*, see `lifetimes`, a transient also holds the gradient that is about to be added to another; *staging*, what updates hold
+of the pieces that they work on and of what the optimizer makes (`pieces`), from an update to the action that waits for it; pieces of gradients that
+are widened or added at home; the disk's bounce buffers. Not modelled: scratch that no trace sees (the reserve of a limit), loss chunking (the trace must
+have been taken with it).
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ from memfit.core.schedule import (
 from memfit.core.shape import StepShape, describe_step
 from memfit.core.units import MIB, round_up
 from memfit.prediction.lifetimes import Event, EventCost, Lifetimes
+from memfit.prediction.pieces import Line, Pieces, added_bytes, widened_bytes
 from memfit.prediction.segments import SegmentFacts
 
-# Two pieces of weight, gradient and two states each, 4 MiB a piece: one is worked on while the next is read.
-STAGING_BYTES = 32 * MIB
+# Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: with an accelerator they lie beside the device.
+STAGING_BYTES = 4 * MIB
+# What was not written of a new version is copied by as much at a time (`runtime.homes.disk`).
+_COMPLETING_BYTES = 4 * MIB
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
 
@@ -130,7 +134,6 @@ class DeviceBytes:
         self.trace = trace_of(profile, microbatches)
         self.facts = SegmentFacts(self.trace, plan, self.shape, profile)
         self.is_training = any(isinstance(a, Seed) for a in schedule)
-        self.staging_bytes = staging_bytes
         self.weights = {i: flat_weight_bytes(b) for i, b in enumerate(profile.blocks) if i not in self.shape.visiting}
         self.states = {
             i: profile.state_bytes.get(b.name, 0) + master_home_bytes(plan, b)
@@ -156,7 +159,9 @@ class DeviceBytes:
         self._input_bytes = profile.buffer_bytes + sum(
             s.nbytes * schedule.microbatches for s in self.trace.storages if s.is_input and not s.is_buffer
         )
-        self._resident_staging = staging_bytes if self.is_training and self._streams() else 0
+        self._line = Line(Pieces(plan, profile, is_summed=self._is_summed))
+        self._resident_staging = staging_bytes if uses_disk(plan, self.shape) else 0
+        self._at_home: set[int] = set()
         self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._totals.update(
             weight=sum(self.weights.values()) + self._input_bytes,
@@ -188,21 +193,47 @@ class DeviceBytes:
             case Start() | Forward() | Backward() | Seed() | Offload() | Drop() | Reload():
                 return self._compute_or_move(action)
             case Fetch(block=b):
+                self._line.wait(b)
                 self.weights[b] = flat_weight_bytes(self.profile.blocks[b])
                 self._totals["weight"] += self.weights[b]
             case Release(block=b):
+                self._line.wait(b)
                 self._totals["weight"] -= self.weights.pop(b, 0)
             case Accumulate(block=b):
-                self.leaving[b] = self.leaving.get(b, 0) + self.gradients.pop(b, 0)
+                self._flush()
+                before["staging"] += self._accumulate(b)
             case Clear(block=b):
+                self._line.wait(b)
                 self._totals["gradient"] -= self.gradients.pop(b, 0)
-            case Update():
-                before["staging"] = self.staging_bytes
-            case Norm() | Unscale() | Check() | Commit():
+            case Update(block=b):
+                self._flush()
+                self._line.submit(b, is_here=b in self.weights)
+            case Commit():
+                self._flush()
+                self._line.wait_for_all()
+                before["staging"] += self._completing_bytes()
+            case Norm() | Unscale() | Check():
                 self._flush()
             case Scale():
                 pass
+        self._totals["staging"] = self._resident_staging + self._line.peak_bytes
         return self._moment(before)
+
+    def _accumulate(self, block: int) -> int:
+        """A block's gradient goes home; returns what is made of it for that, beside what leaves."""
+        profile = self.profile.blocks[block]
+        held = self.gradients.pop(block, 0)
+        is_narrow = not self._is_summed and held
+        leaving, passing = widened_bytes(profile) if is_narrow else (0, 0)
+        # The widened pieces take the place of the narrow gradient, which is given up parameter by parameter.
+        self.leaving[block] = max(held, leaving)
+        self._totals["gradient"] += self.leaving[block] - held
+        is_added = block in self._at_home
+        self._at_home.add(block)
+        return max(leaving + passing, added_bytes(profile) if is_added else 0)
+
+    def _completing_bytes(self) -> int:
+        return _COMPLETING_BYTES if self.plan.is_atomic and self._resident_staging else 0
 
     def _compute_or_move(self, action: Action) -> ActionBytes:
         if isinstance(action, Seed):
@@ -272,8 +303,9 @@ class DeviceBytes:
                 self._totals["gradient"] += self.gradients[b]
         if is_tail:
             tail = {b for gets in self.shape.contributes[self.shape.tail_segment :] for b in gets}
-            return sum(flat_gradient_bytes(profiled[b], is_summed=False) for b in tail)
-        return max((profiled[b].largest_gradient_bytes for b in blocks), default=0)
+            arrived = sum(flat_gradient_bytes(profiled[b], is_summed=False) for b in tail)
+            return arrived + max((added_bytes(profiled[b]) for b in tail), default=0)
+        return max((profiled[b].largest_gradient_bytes + added_bytes(profiled[b]) for b in blocks), default=0)
 
     def _flush(self) -> None:
         self._totals["gradient"] -= sum(self.leaving.values())
@@ -295,16 +327,19 @@ class DeviceBytes:
             most, peak = dict(self._totals), after
         return ActionBytes(peak_bytes=peak, after_bytes=after, by_category=most)
 
-    def _streams(self) -> bool:
-        homes = (self.plan.block(self.shape.blocks[b]) for b in self.shape.trainable)
-        return any({h.weight_home, h.gradient_home, h.state_home} != {Tier.DEVICE} for h in homes)
-
     def _all_costs(self) -> list[tuple[EventCost, ...]]:
         known: dict[tuple[tuple[Event, int], ...], tuple[EventCost, ...]] = {}
         for events in self._events:
             if events not in known:
                 known[events] = Lifetimes(self.facts, is_training=self.is_training).follow(events)
         return [known[events] for events in self._events]
+
+
+def uses_disk(plan: Plan, shape: StepShape) -> bool:
+    """Something rests on disk, or leaves to it."""
+    homes = (plan.block(name) for name in shape.blocks)
+    rests = any(Tier.DISK in (h.weight_home, h.gradient_home, h.state_home) for h in homes)
+    return rests or Tier.DISK in shape.leaves
 
 
 def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:

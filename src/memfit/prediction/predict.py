@@ -46,8 +46,7 @@ def predict(
         profile: with a trace of the rows that a microbatch has.
         hardware: None: bytes only, all seconds are 0.
         clips_norm: given, it is checked that the schedule does just that.
-        staging_bytes: device bytes for the pieces of streamed updates; resident if something that trains rests away,
-            otherwise counted while an update runs (its scratch).
+        staging_bytes: of the disk's threads, held all the time where something rests on disk or leaves to it.
         microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a forward-only pass may run
             fewer than that at a time).
 

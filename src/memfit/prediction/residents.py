@@ -46,7 +46,7 @@ def residents_at(
     found += _activations(memory, schedule.microbatches)
     peak = next(moments)
     if staging := peak.by_category["staging"]:
-        found.append(Resident(category="staging", name="streamed updates", nbytes=staging))
+        found.append(Resident(category="staging", name="updates and disk buffers", nbytes=staging))
     running = peak.peak_bytes - sum(r.nbytes for r in found)
     found.append(Resident(category="transient", name=str(schedule.actions[index]), nbytes=running))
     return tuple(sorted((r for r in found if r.nbytes), key=lambda r: (-r.nbytes, r.category, r.name)))

@@ -22,15 +22,12 @@ from dataclasses import dataclass
 import torch
 
 from memfit.core.errors import UnsupportedError
-from memfit.core.layout import flat_layout
+from memfit.core.layout import PIECE_ELEMENTS, flat_layout
 from memfit.core.plan import Tier
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.runtime.guard import mark_away, mark_present
 from memfit.runtime.homes.base import ByteHome, Ticket, Tickets, write_tensor
 from memfit.runtime.trees import new_storage, typed_view
-
-# 2 MiB of fp32: fits a core's cache with its gradient and moments, and is a whole number of pages.
-PIECE_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True)

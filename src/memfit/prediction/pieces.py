@@ -1,0 +1,190 @@
+"""What updates hold for a moment: pieces that come from their homes, are worked on, and go back.
+
+In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces.
+
+[Note: three pieces]
+Updates are made one after the other, piece by piece (`runtime.updates`). While a piece is updated, the next one comes and the one before it leaves, also
+from one block to the next. So at the worst there are at once: what leaves of one piece, all of the next, and what comes of the one after it. What rests on the
+device, and the weights of a block that visits, are worked on where they lie and take nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.core.layout import PIECE_ELEMENTS
+from memfit.core.plan import Plan, Tier
+from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
+
+_WIDE_BYTES = 4
+# Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment what encoding makes. Source: `runtime.state_codecs`.
+_DECODED_BYTES = 4
+_ENCODING_BYTES = 10
+# Noise (4) and what is rounded with it (4), its result (2), where it was not a number (1). Source: `runtime.noise`.
+_ROUNDING_BYTES = 11
+# Of a split master (`runtime.split`), by parameter: the difference, and a mark of one bit.
+_DIFFERENCE_BYTES = 2 + 1 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceBytes:
+    """One piece's bytes on the device.
+
+    Attributes:
+        coming: memory that it is brought into, until it has been worked on.
+        working: made while it is worked on.
+        leaving: what is on its way home while the next piece is worked on.
+    """
+
+    coming: int
+    working: int
+    leaving: int
+
+
+class Pieces:
+    """The pieces of a plan's updates, by block.
+
+    Args:
+        plan: the decisions.
+        profile: with `updates`; a parameter without an entry is not updated.
+        is_summed: gradients on the device are in the masters' dtype.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, *, is_summed: bool) -> None:
+        self._plan = plan
+        self._profile = profile
+        self._is_summed = is_summed
+        self._found: dict[tuple[int, bool], tuple[PieceBytes, ...]] = {}
+
+    def of(self, block: int, *, is_here: bool) -> tuple[PieceBytes, ...]:
+        """The pieces of a block in order; of a long row of equal ones no more than tell its most.
+
+        Args:
+            block: by index.
+            is_here: its weights are on the device while it is updated.
+        """
+        key = block, is_here
+        if key not in self._found:
+            profile = self._profile.blocks[block]
+            updates = self._profile.updates
+            self._found[key] = tuple(
+                self._piece(profile, parameter, updates[parameter.name], elements, is_here=is_here)
+                for parameter in profile.parameters
+                if parameter.name in updates and parameter.requires_grad
+                for elements in _cut(parameter, updates[parameter.name])
+            )
+        return self._found[key]
+
+    def _piece(
+        self, block: BlockProfile, parameter: TensorProfile, update: UpdateProfile, elements: int, *, is_here: bool
+    ) -> PieceBytes:
+        plan, homes = self._plan, self._plan.block(block.name)
+        numel = math.prod(parameter.shape)
+        has_master = bool(parameter.master_nbytes)
+        whole = parameter.master_nbytes or parameter.nbytes
+
+        def share(nbytes: float) -> int:
+            return math.ceil(nbytes * elements / numel)
+
+        coming = working = leaving = 0
+        made = 0  # at the end of the work: what goes home and is not what came
+        # The master, or the weight where it is its own.
+        rounded = share(parameter.nbytes) if has_master and not is_here else 0
+        has_state_away = homes.state_home is not Tier.DEVICE
+        if has_master and (plan.splits_masters or plan.drops_masters):
+            # Made of the weight, and of what is kept beside it.
+            kept = share(_DIFFERENCE_BYTES * numel) if plan.splits_masters else 0
+            coming += share(whole) + rounded + kept
+            made += kept
+            leaving += kept if has_state_away else 0
+        elif has_state_away if has_master else not is_here:
+            coming += share(whole)
+            leaving += share(whole)
+        if rounded and not plan.drops_masters:
+            made += rounded
+        leaving += rounded if homes.weight_home is not Tier.DEVICE else 0
+        # The gradient.
+        if homes.gradient_home is not Tier.DEVICE:
+            coming += share(whole)
+        elif whole != parameter.nbytes and not self._is_summed:
+            working += share(whole)
+        # States: what is encoded is decoded to work on it, and encoded into other memory.
+        coming += share(update.state_bytes) if has_state_away else 0
+        leaving += share(update.state_bytes) if has_state_away else 0
+        working += share(_DECODED_BYTES * update.encoded_elements)
+        encoded = share(update.state_bytes) if update.encoded_elements and has_state_away else 0
+        # One after the other: the optimizer's class, encoding state by state, rounding.
+        scratch = math.ceil(update.scratch_bytes * elements / max(update.piece_elements, 1))
+        encoding = encoded + share(_ENCODING_BYTES * numel) if update.encoded_elements else 0
+        rounding = share(_ROUNDING_BYTES * numel) if plan.drops_masters else 0
+        working += max(scratch, encoding, encoded + rounding + made)
+        return PieceBytes(coming=coming, working=working, leaving=leaving)
+
+
+def _cut(parameter: TensorProfile, update: UpdateProfile) -> Sequence[int]:
+    """Elements of a parameter's pieces; of whole ones, all alike, three at most."""
+    numel, size = math.prod(parameter.shape), update.piece_elements
+    if not numel or not size:
+        return ()
+    whole = (numel - 1) // size
+    return [size] * min(whole, 3) + [numel - whole * size]
+
+
+class Line:
+    """Updates under way, in order, and the most that their pieces take. See [Note: three pieces]."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._waiting: list[tuple[int, bool]] = []
+        self._last: list[PieceBytes] = []
+        self.peak_bytes = 0
+
+    def submit(self, block: int, *, is_here: bool) -> None:
+        """A block's update begins."""
+        self._waiting.append((block, is_here))
+        self._join(self._pieces.of(block, is_here=is_here))
+
+    def wait(self, block: int) -> None:
+        """A block's update is through, and with it those that began before."""
+        blocks = [waiting for waiting, _ in self._waiting]
+        if block in blocks:
+            self._restart(self._waiting[blocks.index(block) + 1 :])
+
+    def wait_for_all(self) -> None:
+        """Nothing is under way any more."""
+        self._restart([])
+
+    def _restart(self, left: list[tuple[int, bool]]) -> None:
+        self._waiting, self._last, self.peak_bytes = [], [], 0
+        for block, is_here in left:
+            self.submit(block, is_here=is_here)
+
+    def _join(self, pieces: tuple[PieceBytes, ...]) -> None:
+        row = [*self._last, *pieces]
+        for index, piece in enumerate(row):
+            before = row[index - 1].leaving if index else 0
+            after = row[index + 1].coming if index + 1 < len(row) else 0
+            self.peak_bytes = max(self.peak_bytes, before + piece.coming + piece.working + after)
+        self._last = row[-2:]
+
+
+def added_bytes(block: BlockProfile) -> int:
+    """The largest piece that a gradient of a block is added by: what comes from its home, or is widened to be added here."""
+    largest = max((math.prod(p.shape) for p in block.parameters if p.requires_grad), default=0)
+    return _WIDE_BYTES * min(largest, PIECE_ELEMENTS)
+
+
+def widened_bytes(block: BlockProfile) -> tuple[int, int]:
+    """What taking a block's gradients home makes where they are narrower here than there: a parameter's pieces are widened one by one.
+
+    Returns:
+        Bytes of the last piece of each parameter, which leave together, and of the largest piece before these.
+    """
+    sizes = [
+        (_WIDE_BYTES * ((math.prod(p.shape) - 1) % PIECE_ELEMENTS + 1), math.prod(p.shape) > PIECE_ELEMENTS)
+        for p in block.parameters
+        if p.requires_grad and p.nbytes < p.master_nbytes
+    ]
+    return sum(size for size, _ in sizes), _WIDE_BYTES * PIECE_ELEMENTS * any(is_cut for _, is_cut in sizes)
