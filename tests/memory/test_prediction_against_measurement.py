@@ -7,6 +7,7 @@ nothing of schedules. Both count bytes of tensors, so that they may be compared 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +27,8 @@ from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, S
 from memfit.core.timeline import Timeline
 from memfit.prediction.predict import predict
 from memfit.runtime.allocator import Allocator, install
+from memfit.runtime.homes import DiskHome, Ticket
+from memfit.runtime.update_pieces import PieceUpdates
 
 MIB = 1 << 20
 BF16 = ComputeDtype.BFLOAT16
@@ -173,12 +176,15 @@ def measure_step(
         if isinstance(action, Seed):
             return  # observed when all its backwards are done; they have been observed one by one
         index = _position(actions, action, position)
-        if index is None:  # put off by the tail: it runs while a later action is the last that is done
+        is_past = index is None
+        if (
+            index is None
+        ):  # put off by the tail, or the pass is over: it runs while a later action is the last that is done
             index = position - 1
         first, position = position, max(position, index + 1)
         # A backward is observed when it begins: it runs in the interval that ends with the observation after it.
         begun = max(first - 1, 0) if first and isinstance(actions[first - 1], Backward) else first
-        last = index - 1 if isinstance(action, Backward) else index
+        last = index - 1 if isinstance(action, Backward) and not is_past else index
         stats = allocator.stats()
         intervals.append(
             Interval(
@@ -215,16 +221,6 @@ def _position(actions: list[Action], action: Action, start: int) -> int | None:
     return None
 
 
-def update_bytes(profile: Profile) -> int:
-    """What the updating thread holds for moments: two states of one piece and of the next, and two temporaries of the optimizer.
-
-    With masters, also those of both pieces, the widened gradient and the rounded weight.
-    """
-    parameters = [p for b in profile.blocks for p in b.parameters]
-    pieces = 10 if any(p.master_nbytes for p in parameters) else 6
-    return pieces * min(2 * MIB, max(p.master_nbytes or p.nbytes for p in parameters))
-
-
 @cache
 def profile_of(name: str) -> Profile:
     """A subject's profile, traced once a process."""
@@ -235,7 +231,7 @@ def profile_of(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class Found:
-    """A steady step: its intervals, the prediction without staging, and what updates and kernels may hold beside it."""
+    """A steady step: its intervals, the prediction without the disk's own buffers, and what kernels may hold beside it."""
 
     intervals: list[Interval]
     timeline: Timeline
@@ -261,7 +257,7 @@ def measure(name: str, variant: str, directory: Path) -> Found:
         timeline = predict(job.schedule, plan, job.profile, staging_bytes=0)
         job.step(batch)
         intervals = measure_step(job, batch, timeline, allocator, before_bytes)
-        return Found(intervals, timeline, update_bytes(job.profile) + SMALL_BYTES + subject.workspace_bytes)
+        return Found(intervals, timeline, SMALL_BYTES + subject.workspace_bytes)
     finally:
         job.close(restore=False)
 
@@ -322,8 +318,48 @@ def test_no_action_holds_more_than_predicted_and_the_peak_is_near(name: str, var
     found = measure(name, variant, tmp_path)
     texts = deviations(found)
     assert not texts, "\n".join([f"{len(texts)} deviations:", *texts[:20]])
-    predicted, measured = found.timeline.peak_bytes, found.peak_bytes
+    highest, measured = found.timeline.peak, found.peak_bytes
+    assert highest is not None
+    # An update beside backward may be through before backward comes to its highest.
+    predicted = highest.peak_bytes - highest.by_category["staging"]
     assert predicted <= measured * MOST_BELOW_PREDICTION + SMALL_BYTES, f"predicted {predicted}, measured {measured}"
+
+
+class _Late:
+    """A write that happens when it is waited for, and holds its source until then."""
+
+    def __init__(self, begin: Callable[[], Ticket]) -> None:
+        self._begin: Callable[[], Ticket] | None = begin
+
+    def wait(self) -> None:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin().wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("gpt2", "disk"), ("vit", "disk-recompute-4"), ("gpt2", "bf16-disk"), ("vit", "microbatch-major-4")],
+)
+def test_no_action_holds_more_than_predicted_where_the_disk_is_slow(
+    name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mostly an update is through before backward comes to its highest, and what leaves has left: here both take as long as they may."""
+    write, apply = DiskHome.write, PieceUpdates.apply
+
+    def write_late(self: DiskHome, *where: Any) -> Ticket:
+        return _Late(lambda: write(self, *where))
+
+    def apply_slowly(self: PieceUpdates, *piece: Any) -> list[Ticket]:
+        time.sleep(0.01)
+        return apply(self, *piece)
+
+    monkeypatch.setattr(DiskHome, "write", write_late)
+    monkeypatch.setattr(PieceUpdates, "apply", apply_slowly)
+    found = measure(name, variant, tmp_path)
+    texts = deviations(found)
+    assert not texts, "\n".join([f"{len(texts)} deviations:", *texts[:20]])
+    assert found.timeline.peak_bytes <= found.peak_bytes * MOST_BELOW_PREDICTION + SMALL_BYTES
 
 
 def test_the_comparison_sees_a_tensor_that_nobody_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,8 @@ class DeviceBytes:
         self.away_bytes: Counter[Tier] = Counter()
         self.away_peaks: Counter[Tier] = Counter()
         self._from_tail: set[int] = set()
+        self._held_before: set[int] = set()
+        self._arrived_bytes = 0
         self._done = [0] * schedule.microbatches
         self._events = _split(schedule, self.shape)
         self._costs = self._all_costs()
@@ -188,6 +190,9 @@ class DeviceBytes:
             yield self._take(action)
 
     def _take(self, action: Action) -> ActionBytes:
+        if self._arrived_bytes and not self._is_of_tail(action):
+            self._totals["gradient"] -= self._arrived_bytes
+            self._arrived_bytes = 0
         before = dict(self._totals)
         match action:
             case Start() | Forward() | Backward() | Seed() | Offload() | Drop() | Reload():
@@ -237,6 +242,7 @@ class DeviceBytes:
 
     def _compute_or_move(self, action: Action) -> ActionBytes:
         if isinstance(action, Seed):
+            self._held_before = set(self.gradients)
             # Glue after the last call may hand over gradients before the first call's backward begins.
             self._contribute(self.shape.loose)
             microbatches = range(action.first, action.last + 1)
@@ -262,6 +268,9 @@ class DeviceBytes:
             self._flush()
         return self._moment(before)
 
+    def _is_of_tail(self, action: Action) -> bool:
+        return isinstance(action, Backward) and self._segment[action.first] >= self.shape.tail_segment
+
     def _contribute(self, blocks: frozenset[int] | set[int], segment: int | None = None) -> int:
         """Gradients begin; returns the bytes of the largest one that is made beside the one it is added to.
 
@@ -272,6 +281,12 @@ class DeviceBytes:
         is_tail = segment is not None and segment >= self.shape.tail_segment
         if self._adds_apart:
             return self._contribute_apart(blocks, is_tail=is_tail)
+        if is_tail:
+            # They are added when the tail is through: until then they lie beside what earlier microbatches gave.
+            come = self._held_before & blocks
+            self._held_before -= come
+            self._arrived_bytes += sum(self._held_bytes(b) for b in come)
+            self._totals["gradient"] += sum(self._held_bytes(b) for b in come)
         for b in blocks:
             if is_tail:
                 self._from_tail.add(b)
@@ -285,7 +300,7 @@ class DeviceBytes:
             if b in self.gradients:
                 if segment is not None and self.facts.has_waited(self.shape.blocks[b], segment):
                     continue
-                added = max(added, self.profile.blocks[b].largest_gradient_bytes)
+                added = max(added, 0 if is_tail else self.profile.blocks[b].largest_gradient_bytes)
             else:
                 self.gradients[b] = self._held_bytes(b)
                 self._totals["gradient"] += self.gradients[b]

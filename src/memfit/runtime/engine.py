@@ -399,6 +399,7 @@ class Engine:
             self._departures.append(f"{action}: microbatch {action.microbatch} did not make this call")
             return
         self._resume(coroutine)
+        self._settling.end_compute()
 
     def _resume(self, coroutine: Coroutine) -> None:
         self._running = coroutine
@@ -615,6 +616,7 @@ class Engine:
         assert self._schedule is not None
         position = self._position_of.get(action)
         self._finish_frames()
+        self._settling.end_compute()
         if position is None or position < self._next:
             self._departures.append(f"{action} came where the schedule had passed it")
         else:

@@ -76,6 +76,11 @@ class Settling:
                 for b in tuple(self._updating):
                     self.wait(b)
 
+    def end_compute(self) -> None:
+        """A forward or backward has ended: gradients that left before it have no bytes on the device any more."""
+        if self._gradients is not None:
+            self._gradients.wait()
+
     def gather(self) -> bool:
         """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""
         assert self._gradients is not None
