@@ -32,6 +32,8 @@ _PROBE_SIZE = 768
 _PROBE_LINK_BYTES = 32 * MIB
 # An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
 _PROBE_EMULATED_LINK_BYTES = 4 * MIB
+# Two matrices of the probe, tracing, and a block that moves home.
+_EMULATED_LOAD_SCRATCH_BYTES = 8 * MIB
 # Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 62 MiB seen.
 _LOAD_SCRATCH_BYTES = 64 * MIB
 # Where less than that is left, weights are put aside first: more than was seen, since other models are larger.
@@ -119,14 +121,15 @@ class Machine:
         return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + room
 
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
-        """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds.
+        """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds
+        (with scratch, where it is emulated and small).
 
         Args:
             model: still whole, or built empty: then its weights come one at a time.
             leaves: its weights are put aside before there is scratch (see `runtime.aside`).
         """
         if not self.counts_process:
-            return self.meter.live_bytes()
+            return self.meter.live_bytes() + (_EMULATED_LOAD_SCRATCH_BYTES if self.is_emulated else 0)
         weights = sum(p.nbytes for p in model.parameters() if not is_away(p))
         weights += max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         foreign = max(0, weights - self.meter.live_bytes())
