@@ -84,6 +84,15 @@ def test_what_cannot_be_is_one_clear_message(arguments: tuple[str, ...], message
     assert "Traceback" not in text
 
 
+def test_a_place_that_nothing_can_be_saved_to_is_known_before_training(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for place, message in (("notes", "is a file"), ("", "holds the directory")):
+        (tmp_path / "inside").mkdir(exist_ok=True)
+        text = run("train", *RECIPE, "--limit", "8GiB", "--steps", "1", "--save", str(tmp_path / place), code=2)
+        assert message in text
+        assert "reading text" not in text
+
+
 def test_traceback_shows_where_an_error_was_raised() -> None:
     result = CliRunner().invoke(app, ["--traceback", "plan", "--recipe", "nothing"])
     assert isinstance(result.exception, UsageError)

@@ -168,6 +168,15 @@ def save_job(
     )
 
 
+def check_save(directory: str | Path) -> None:
+    """Refuses a directory that nothing can be saved into, whatever it will be.
+
+    Raises:
+        UsageError: it cannot be replaced in one step. StoreError: it is no directory, or its disk is full.
+    """
+    check_target(Path(directory).expanduser().resolve(), needed_bytes=0, operations=FileOperations())
+
+
 def write_save(
     target: Path,
     files: Sequence[SaveFile],

@@ -64,10 +64,13 @@ def train(
     """
     from memfit.api import fit
     from memfit.api.machine import prepare_process
+    from memfit.api.saving import check_save
     from memfit.core.units import parse_bytes
     from memfit.report.progress import TrainingProgress
 
     limit_bytes = parse_bytes(limit)
+    if save is not None:
+        check_save(save)  # now, and not when all is trained
     process = prepare_process()
     chosen = _chosen(recipe, model, data, batch, sequence, rate)
     store = _open_store(store, fresh=fresh)
