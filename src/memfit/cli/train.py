@@ -64,13 +64,11 @@ def train(
     """
     from memfit.api import fit
     from memfit.api.machine import prepare_process
-    from memfit.api.saving import check_save
     from memfit.core.units import parse_bytes
     from memfit.report.progress import TrainingProgress
 
     limit_bytes = parse_bytes(limit)
-    if save is not None:
-        check_save(save)  # now, and not when all is trained
+    _check_save(save)
     process = prepare_process()
     chosen = _chosen(recipe, model, data, batch, sequence, rate)
     store = _open_store(store, fresh=fresh)
@@ -176,6 +174,14 @@ def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
         remove_run(store)
     store.parent.mkdir(parents=True, exist_ok=True)
     return store
+
+
+def _check_save(save: Path | None) -> None:
+    """Refuses a place that nothing can be saved to, now and not when all is trained."""
+    from memfit.api.saving import check_save
+
+    if save is not None:
+        check_save(save)
 
 
 def _tell(job: Any, losses: list[float], seconds: float, tokens_per_step: int) -> None:
