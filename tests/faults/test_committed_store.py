@@ -481,9 +481,10 @@ def test_what_would_need_pickling_is_refused_by_its_place() -> None:
     for _ in range(120):
         deep = [deep]
     cases: dict[str, Any] = {
-        r"state\['a'\]\[1\] is a builtins\.function|state\['a'\]\[1\] is a .*function": {"a": [1, lambda: 0]},
+        r"^state\['a'\]\[1\] is a builtins\.function|^state\['a'\]\[1\] is a .*function": {"a": [1, lambda: 0]},
         r"state\['m'\] is a torch\.nn": {"m": torch.nn.Linear(1, 1)},
         r"tensor of layout": {"s": torch.eye(3).to_sparse()},
+        r"tensor without values": {"t": torch.empty(2, device="meta")},
         r"state\['c'\] has the dtype torch.complex128": {"c": torch.zeros(2, dtype=torch.complex128)},
         r"NumPy array of object": {"o": np.array([{}], dtype=object)},
         r"nested more than 100 deep": {"d": deep},

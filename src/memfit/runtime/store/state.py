@@ -62,6 +62,8 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     try:
         text = json.dumps(_encode(dict(state), _Place("state"), tensors), separators=(",", ":"), allow_nan=False)
+    except UnsupportedError:
+        raise
     except ValueError as error:  # A whole number of more than some 4300 digits.
         raise UnsupportedError(f"the state has a number that cannot be written: {error}") from error
     needed = _COPIES * parsed_bytes(text.encode()) + _TENSOR_BYTES * len(tensors)
@@ -171,6 +173,8 @@ def _encode_numbers(value: Any, where: _Place, tensors: dict[str, torch.Tensor])
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnsupportedError(f"{where} is a tensor of layout {value.layout}: keep a dense one there")
+        if value.is_meta:
+            raise UnsupportedError(f"{where} is a tensor without values (of the meta device): give it some")
         tensor = value.detach().cpu().contiguous()
         found: dict[str, Any] = {_TAG: "tensor"}
     else:
