@@ -108,24 +108,24 @@ def test_a_new_process_goes_on(tmp_path: Path) -> None:
     assert child.stdout.split() == ["2", whole.digest()]
 
 
-def test_a_run_goes_on_under_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, wrongpatch: pytest.MonkeyPatch) -> None:
     """With one microbatch, homes change no bit."""
     whole = train("tied-and-frozen", "resident", tmp_path / "whole")
     train("tied-and-frozen", "resident", tmp_path / "parts", stop=2)
     on_disk = Plan(blocks=small_run.plans.on_disk(profile("tied-and-frozen")), is_atomic=True)
-    monkeypatch.setitem(small_run.PLANS, "resident", lambda _: (on_disk, {}))
+    wrongpatch.setitem(small_run.PLANS, "resident", lambda _: (on_disk, {}))
     assert_same(train("tied-and-frozen", "resident", tmp_path / "parts"), whole)
 
 
 def test_bf16_weights_come_back_from_their_masters_where_homes_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wrongpatch: pytest.MonkeyPatch
 ) -> None:
     whole = train("tied-and-frozen", "bf16", tmp_path / "whole")
     disk, options = small_run.PLANS["bf16"](profile("tied-and-frozen"))
     resident = small_run.replace(disk, blocks={})
     found = Result()
     for stop, plan in ((1, resident), (2, disk), (3, resident), (None, disk)):
-        monkeypatch.setitem(small_run.PLANS, "bf16", lambda _, plan=plan: (plan, options))
+        wrongpatch.setitem(small_run.PLANS, "bf16", lambda _, plan=plan: (plan, options))
         found = train("tied-and-frozen", "bf16", tmp_path / "parts", stop=stop)
     assert_same(found, whole)
 
@@ -230,6 +230,33 @@ class Drawing:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.drawn = state["drawn"] + torch.rand(()).item()
+
+
+class Looking(Average):
+    """Looks at what it was given when it is asked for its state, as a loader does that makes an iterator for it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.value < 0:
+            raise RuntimeError("the data may have changed")
+        return super().state_dict()
+
+
+def test_an_object_that_finds_its_state_wrong_later_is_refused_as_one_that_finds_it_at_once(tmp_path: Path) -> None:
+    made = nn.Linear(4, 1)
+    optimizer = adamw(made)
+    for is_resumed in (False, True):
+        with memfit.fit(
+            made, optimizer, lambda model, batch: model(batch).mean(), torch.ones(2, 4), store=tmp_path / "run"
+        ) as job:
+            if is_resumed:
+                with pytest.raises(StoreError, match="state of 'kept'.*the data may have changed"):
+                    job.register("kept", Looking())
+                job.register("kept", None)
+            else:
+                kept = Average()
+                kept.value = -1.0
+                job.register("kept", kept)
+                job.step(torch.ones(2, 4))
 
 
 def test_what_draws_while_it_is_registered_moves_no_generator_of_the_run(tmp_path: Path) -> None:

@@ -202,17 +202,19 @@ class Commits:
             return
         kept = registered(name, thing)
         if is_waiting and not is_new:
-            self._give(name, kept)
+            state = self._give(name, kept)
         elif self._is_late(is_new=is_new):
             raise UsageError(
                 f"the run in {self.run.directory}, at step {self._house.step}, has no state of {name!r} (it has {sorted(self._waiting) or 'none'}): register it "
                 "under the name that it had, or say register(..., is_new=True) if it joins the run now"
             )
-        encode_state({name: taken(kept)})  # what cannot be kept is told now, not when the first step is sealed
+        else:
+            state = taken(kept)
+        encode_state({name: state})  # what cannot be kept is told now, not when the first step is sealed
         self._waiting.pop(name, None)
         self._registered[name] = kept
         if kept.is_position:
-            self._positions[name] = taken(kept)
+            self._positions[name] = state
         if is_waiting and not is_new:
             # Building it, giving it its state and asking for it may draw: a loader makes its iterator then, which the run has behind it.
             run_state.give_random(part(self.run.state, "random", dict))
@@ -221,9 +223,11 @@ class Commits:
         """The object has a past in the run that is not in the store."""
         return self.run.is_resumed and self._house.step > 0 and not is_new
 
-    def _give(self, name: str, kept: Registered) -> None:
+    def _give(self, name: str, kept: Registered) -> Any:
+        """Gives an object the state that the run has; what it makes of it."""
         try:
             kept.give(self._waiting[name])
+            state = taken(kept)  # a loader looks at what it was given when it is asked for it
         except Exception as error:  # whatever somebody's object makes of what somebody's file says
             raise StoreError(
                 f"the state of {name!r} in {self.run.directory} does not fit the object that is registered ({type(error).__name__}: {str(error)[:400]}): "
@@ -231,6 +235,7 @@ class Commits:
             ) from error
         # Schedulers set rates while they are built; the run's own come back.
         run_state.give_settings(run_state.settings_of(part(self.run.state, "optimizer", dict)), self._optimizer)
+        return state
 
     def check_registered(self) -> None:
         """Refuses to go on while states of the run have no object. Raises `UsageError`."""
