@@ -18,7 +18,7 @@ import torch
 
 from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware, Link
-from memfit.core.limits import RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, Limits
+from memfit.core.limits import DEVICE_RESERVE_BYTES, RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, Limits
 from memfit.core.units import MIB, format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame_malloc
 from memfit.runtime.guard import is_away
@@ -110,8 +110,7 @@ class Machine:
             live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
         )
         base = max(0, self.base_bytes() + others)
-        reserve = self.reserve_bytes() if self.counts_process else 0
-        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
+        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=self.reserve_bytes())
 
     @property
     def lacks_room(self) -> bool:
@@ -121,8 +120,9 @@ class Machine:
         return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + room
 
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
-        """What is there when `fit` begins to move weights home: of a process the base, with the whole model, and scratch; of a device what it holds
-        (with scratch, where it is emulated and small).
+        """What is there when `fit` begins to move weights home.
+
+        Of a process the base, with the whole model, and scratch; of a device what it holds, with scratch where it is emulated and small.
 
         Args:
             model: still whole, or built empty: then its weights come one at a time.
@@ -137,7 +137,9 @@ class Machine:
         return max(0, self.base_bytes() - foreign) + weights + scratch
 
     def reserve_bytes(self) -> int:
-        """Scratch of kernels and libraries that no trace sees."""
+        """Scratch of kernels and libraries that no trace sees; none of an emulated device, whose meter counts tensors alone."""
+        if not self.counts_process:
+            return 0 if self.is_emulated else DEVICE_RESERVE_BYTES
         return RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
 
     @property
@@ -145,7 +147,7 @@ class Machine:
         """What plans may take under the armed limit: without the reserve, as at `fit`; None while no limit is armed."""
         if self.armed_bytes is None:
             return None
-        return self.armed_bytes - (self.reserve_bytes() if self.counts_process else 0)
+        return self.armed_bytes - self.reserve_bytes()
 
     def arm(self) -> None:
         """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError` before the limit is passed.
