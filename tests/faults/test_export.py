@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import memfit
 from faults import small_run
 from faults.small_run import adamw, build, loss, profile
-from memfit.api.exporting import export_run, read_registered, remove_run
+from memfit.api.exporting import export_run, read_registered, remove_run, verify_run
 from memfit.api.saving import load
 from memfit.cli import app
 from memfit.core.errors import StoreError, UnsupportedError
@@ -54,6 +54,15 @@ def test_plain_pytorch_makes_the_next_step_of_an_exported_run(tmp_path: Path) ->
         assert torch.equal(p, q), name
         for key, value in wanted_optimizer.state[p].items():
             assert torch.equal(value, optimizer.state[q][key]), (name, key)
+
+
+def test_a_run_below_the_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train("tied-and-frozen", "resident", Path("~/run"), until=1)
+    assert verify_run("~/run").is_whole
+    assert export_run("~/run", "~/out").directory == tmp_path / "out"
+    assert remove_run("~/run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_from_pretrained_reads_an_exported_run(tmp_path: Path) -> None:

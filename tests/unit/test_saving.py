@@ -438,6 +438,21 @@ def test_directories_that_cannot_be_replaced_are_refused_and_untouched(
         two.save(tmp_path / "volume" / "model")
 
 
+def test_a_save_into_the_working_directory_leaves_the_process_in_it(
+    tmp_path: Path, two: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("notes").write_text("mine")
+    two.save(Path())
+    two.save(Path())
+    assert Path.cwd() == tmp_path / "here"
+    Path("more").write_text("mine")
+    assert {file.name for file in (tmp_path / "here").iterdir()} >= {"notes", "more", "model.safetensors"}
+    two.save(Path("deeper"))
+    assert Path.cwd() == tmp_path / "here"
+
+
 def test_the_directory_of_disk_homes_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = adamw(model)

@@ -44,7 +44,7 @@ _CONFIGS = {"config": "config.json", "generation_config": "generation_config.jso
 
 def verify_run(directory: str | Path, *, on_progress: Callable[[int, int], None] | None = None) -> StoreReport:
     """Reads all that a run has committed and compares it with its checksums; see `runtime.store.verify`."""
-    return verify(directory, on_progress=on_progress)
+    return verify(Path(directory).expanduser(), on_progress=on_progress)
 
 
 def remove_run(directory: str | Path) -> bool:
@@ -91,7 +91,7 @@ def export_run(
     """
     began = time.perf_counter()
     used = FileOperations()
-    with CommittedStore.open(directory, identity={"memfit run": FORMAT}, reads_only=True) as store:
+    with CommittedStore.open(Path(directory).expanduser(), identity={"memfit run": FORMAT}, reads_only=True) as store:
         _check_plain(store.disk.identity, directory)
         try:
             files, texts = _files_of(store, parse_bytes(max_shard_bytes))

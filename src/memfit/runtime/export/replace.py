@@ -7,8 +7,8 @@ one as it was.
 Everything is written and synced under a hidden sibling's name. Where the target exists, Linux exchanges the two names in one step
 (renameat2), so that at no instant there is none or a mixture; file systems that cannot do that get two renames, between which the old
 directory stands, whole, under the sibling name `.NAME.previous-*`. Files of others in the old directory are carried over as hard links before
-the exchange. A sibling that a killed process left behind is unlocked (locks die with their process): the next save of that target
-removes it.
+the exchange. A process that stands in the target stands in the new one afterwards. A sibling that a killed process left behind is unlocked (locks
+die with their process): the next save of that target removes it.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def _put_in_place(new: Path, target: Path, stale: re.Pattern[str], operations: F
         if not entry.is_symlink():
             _sync(entry, operations)
     sync_directory(new, operations=operations)
+    stands_in_it = _stands_in(target)
     if not target.exists():
         operations.rename(new, target)
     elif not _exchange(new, target):
@@ -134,7 +135,17 @@ def _put_in_place(new: Path, target: Path, stale: re.Pattern[str], operations: F
             raise
         sync_directory(target.parent, operations=operations)
         shutil.rmtree(previous, ignore_errors=True)
+    if stands_in_it:
+        os.chdir(target)
     sync_directory(target.parent, operations=operations)
+
+
+def _stands_in(target: Path) -> bool:
+    """It is the process's working directory: by name it stays so, or the process would stand in one that is gone."""
+    try:
+        return target.samefile(".")
+    except OSError:
+        return False
 
 
 def _carry_over(entry: Path, to: Path) -> None:
