@@ -135,6 +135,11 @@ class CallProfile:
         output_bytes: bytes of distinct new storages that the call returns.
         select_bytes: bytes of the outputs of matrix products and attention inside the call: what SELECT holds beyond
             the arguments; None: not traced, SELECT is then priced as if it held everything.
+        select_unneeded_bytes: the part of them that running the call alone again does not come to, and that is not held then.
+        select_peak_bytes: as `inside_peak_bytes`, above what SELECT holds; None: not traced.
+        gradient_bytes: of parameters, made in its backward segment.
+        backward_fresh_peak_bytes: as `backward_peak_bytes` below, with gradients of parameters, each from its making on; None: not traced.
+        backward_adding_peak_bytes: the same, each until it has been added to the gradient that is there.
         backward_peak_bytes: most bytes alive at once above those at the backward segment's entry, gradients of parameters excluded,
             with everything saved kept (its release during the segment is already subtracted).
         backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry (gradients of parameters excluded):
@@ -155,6 +160,11 @@ class CallProfile:
     inside_peak_bytes: int = 0
     output_bytes: int = 0
     select_bytes: int | None = None
+    select_unneeded_bytes: int = 0
+    select_peak_bytes: int | None = None
+    gradient_bytes: int = 0
+    backward_fresh_peak_bytes: int | None = None
+    backward_adding_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
     backward_leaves_bytes: int = 0
     forward_flops: int = 0

@@ -91,7 +91,7 @@ def _rises(facts: SegmentFacts) -> tuple[_Moment, ...]:
         found.append(_Moment(segment=segment, is_backward=False, least_bytes=facts.forward_rise(segment)))
         if has_backward:
             reloaded = facts.copy_bytes(segment) if shape.leaves[segment] is not None else 0
-            least = reloaded + facts.backward_rise(segment)
+            least = reloaded + facts.least_backward_rise(segment)
             found.append(_Moment(segment=segment, is_backward=True, least_bytes=least))
     return tuple(found)
 
@@ -112,6 +112,8 @@ def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
         meets = (event, segment) == meeting and plan.order is Order.LAYER_MAJOR
         times = plan.microbatches if meets and (shape.tail_segment == count or event is Event.BACKWARD) else 1
         least = times * before + cost.rise_bytes
+        if event is Event.BACKWARD:
+            least -= facts.backward_rise(segment) - facts.least_backward_rise(segment)
         found.append(_Moment(segment=segment, is_backward=event is Event.BACKWARD, least_bytes=least))
         before = cost.after_bytes
     return tuple(found)

@@ -46,7 +46,7 @@ from memfit.core.shape import StepShape, describe_step
 from memfit.core.units import MIB, round_up
 from memfit.prediction.lifetimes import Event, EventCost, Lifetimes
 from memfit.prediction.pieces import Line, Pieces, added_bytes, widened_bytes
-from memfit.prediction.segments import SegmentFacts
+from memfit.prediction.segments import Arrival, SegmentFacts
 
 # Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: with an accelerator they lie beside the device.
 STAGING_BYTES = 4 * MIB
@@ -153,6 +153,7 @@ class DeviceBytes:
         self._from_tail: set[int] = set()
         self._held_before: set[int] = set()
         self._arrived_bytes = 0
+        self._reliefs: dict[tuple[int, Arrival], int] = {}
         self._done = [0] * schedule.microbatches
         self._events = _split(schedule, self.shape)
         self._costs = self._all_costs()
@@ -249,24 +250,49 @@ class DeviceBytes:
         else:
             assert isinstance(action, Start | Forward | Backward | Offload | Drop | Reload)
             microbatches = range(action.microbatch, action.microbatch + 1)
-        added = 0
+        added = relief = 0
         if isinstance(action, Backward):
-            contributors = {*self.shape.contributes[self._segment[action.first]], *self.shape.loose}
-            added = self._contribute(contributors, self._segment[action.first])
+            segment = self._segment[action.first]
+            relief = self._relief_bytes(segment, self._arrival(segment))
+            contributors = {*self.shape.contributes[segment], *self.shape.loose}
+            added = self._contribute(contributors, segment)
         before = dict(self._totals)
-        rise = 0
+        rises: list[int] = []
         for m in microbatches:
             cost = self._costs[m][self._done[m]]
             self._done[m] += 1
             # A seed of several losses goes through them one by one: each rises above what the earlier ones left.
-            rise = max(rise, self._totals["activation"] - before["activation"] + cost.rise_bytes)
+            rises.append(self._totals["activation"] - before["activation"] + cost.rise_bytes - relief)
             self._totals["activation"] += cost.after_bytes - self.live[m]
             self.live[m] = cost.after_bytes
             self._account_away(action, m, cost)
-        before["transient"] = rise + added
+        rise = max(rises) + added
+        # Below zero where activations go while gradients, counted from the begin on, come.
+        before["transient"] = max(0, rise)
+        before["gradient"] += min(0, rise)
         if isinstance(action, Forward | Backward):
             self._flush()
         return self._moment(before)
+
+    def _arrival(self, segment: int) -> Arrival:
+        """How the gradients of a segment's backward come, before they are counted."""
+        blocks = self.shape.contributes[segment]
+        is_shared = any(self.shape.blocks[b] in self.facts.shared_by for b in blocks)
+        # What glue makes of loose ones comes at no known time.
+        if self._adds_apart or is_shared or not blocks or self.shape.loose:
+            return Arrival.UNKNOWN
+        if not self.gradients.keys() & {*blocks}:
+            return Arrival.FRESH
+        is_adding = self.gradients.keys() >= {*blocks} and segment < self.shape.tail_segment
+        return Arrival.ADDING if is_adding else Arrival.UNKNOWN
+
+    def _relief_bytes(self, segment: int, arrival: Arrival) -> int:
+        """What a backward rises less by, because gradients come later than they are counted."""
+        key = segment, arrival
+        if key not in self._reliefs:
+            facts = self.facts
+            self._reliefs[key] = facts.backward_rise(segment) - facts.backward_rise(segment, arrival)
+        return self._reliefs[key]
 
     def _is_of_tail(self, action: Action) -> bool:
         return isinstance(action, Backward) and self._segment[action.first] >= self.shape.tail_segment

@@ -13,10 +13,16 @@ drops what plain forward saves only at its end, so both bounds use the plain run
 gradient of a weight that several calls share waits inside autograd until the last of them has added to it, and the
 trace counts it as an activation meanwhile; here it is a gradient from its first part on, so it is taken out of
 activations and of the rise of the backward that begins it.
+
+[Note: gradients come one by one]
+A block's gradient is counted from the begin of its backward to its end. But while the highest activations are alive, the gradients of the weights that
+backward comes to later are not there yet, and while a segment is run again, none are. The trace knows both peaks, with gradients and without, so what cannot be
+there at the same time is taken off the rise. Only for weights that no other call reads: of the others the trace cannot tell.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import cached_property
 
 from memfit.core.plan import Plan, Saved
@@ -27,6 +33,18 @@ from memfit.core.shape import StepShape
 END = -2
 # Stands for the segment of glue that lets go as soon as backward begins.
 SEED = -3
+
+
+class Arrival(Enum):
+    """How the gradients of a segment's parameters come. See [Note: gradients come one by one].
+
+    FRESH: they are the first of the step, and counted whole from the segment's backward on. ADDING: all are added to gradients that are there, and the
+    largest is counted beside them. UNKNOWN: neither, or shared with other calls.
+    """
+
+    FRESH = "fresh"
+    ADDING = "adding"
+    UNKNOWN = "unknown"
 
 
 class SegmentFacts:
@@ -126,8 +144,11 @@ class SegmentFacts:
         first, last = self.shape.segments[segment]
         if self.plan.call(first).saved is not Saved.SELECT or not self.shape.has_backward[segment]:
             return 0
+        is_alone = first == last
         return sum(
-            self.trace.saved_bytes(c.index) if c.select_bytes is None else c.select_bytes
+            self.trace.saved_bytes(c.index)
+            if c.select_bytes is None
+            else c.select_bytes - is_alone * c.select_unneeded_bytes
             for c in self.trace.calls[first : last + 1]
         )
 
@@ -236,20 +257,80 @@ class SegmentFacts:
         rise = max(self.inner_bytes(first, c) + self.trace.calls[c].forward_peak_bytes for c in range(first, last + 1))
         return rise + self.extra_held_bytes(segment)
 
-    def backward_rise(self, segment: int) -> int:
-        """Rise of a segment's backward, without what the plan still holds of saved tensors."""
+    def backward_rise(self, segment: int, arrival: Arrival = Arrival.UNKNOWN) -> int:
+        """Rise of a segment's backward, without what the plan still holds of saved tensors.
+
+        Args:
+            segment: by index.
+            arrival: of its gradients. Those that are counted from its begin on, and come later, are taken off; see [Note: gradients come one by one].
+        """
         first, last = self.shape.segments[segment]
         calls = self.trace.calls
+        counted = self._counted_bytes(first, last, arrival)
         if self.plan.call(first).saved not in (Saved.RECOMPUTE, Saved.SELECT):
-            return self._backward_peak(first)
+            return max(self._backward_peak(first) - self._late_bytes(first, first, arrival), -counted)
         before = self.gradient_bytes[last + 1]
+        held, handed = 0, [0] * (last + 1 - first)
+        if self.plan.call(first).saved is Saved.SELECT and all(
+            c.select_peak_bytes is not None for c in calls[first : last + 1]
+        ):
+            held = self.selected_bytes(segment)
+            handed = [c.inside_peak_bytes - (c.select_peak_bytes or 0) for c in calls[first : last + 1]]
+        # What selection holds is counted already, and is handed out in the order in which it was made.
+        out = [sum(c.select_bytes or 0 for c in calls[first:call]) if held else 0 for call in range(first, last + 1)]
         # A gradient of the output's size may already have been passed on when the first saved tensor is asked for.
         replay = max(
-            self.inner_bytes(first, c) + calls[c].inside_peak_bytes + calls[c].output_bytes
+            self.inner_bytes(first, c)
+            - out[c - first]
+            + calls[c].inside_peak_bytes
+            - handed[c - first]
+            + calls[c].output_bytes
             for c in range(first, last + 1)
         )
         back = max(
-            self.replayed_bytes(first, c) + self.gradient_bytes[c + 1] - before + self._backward_peak(c)
+            self.replayed_bytes(first, c)
+            + self.gradient_bytes[c + 1]
+            - before
+            + self._backward_peak(c)
+            - self._late_bytes(first, c, arrival)
             for c in range(first, last + 1)
         )
-        return max(0, replay, back)
+        return max(0, replay - counted, back - held)
+
+    def least_backward_rise(self, segment: int) -> int:
+        """The same above what lies there and the segment's gradients, however these come."""
+        first, last = self.shape.segments[segment]
+        adding = self.backward_rise(segment, Arrival.ADDING) + self._largest_bytes(first, last)
+        return min(self.backward_rise(segment), self.backward_rise(segment, Arrival.FRESH), adding)
+
+    def _counted_bytes(self, first: int, last: int, arrival: Arrival) -> int:
+        """What is counted of a segment's gradients from its begin on, and is not there before its first backward."""
+        calls = self.trace.calls[first : last + 1]
+        match arrival:
+            case Arrival.FRESH:
+                return sum(c.gradient_bytes for c in calls)
+            case Arrival.ADDING:
+                return self._largest_bytes(first, last)
+            case Arrival.UNKNOWN:
+                return 0
+
+    def _late_bytes(self, first: int, call: int, arrival: Arrival) -> int:
+        """Of these, what is not there either when this call's backward is at its highest."""
+        found = self.trace.calls[call]
+        match arrival:
+            case Arrival.FRESH:
+                peak, begun = found.backward_fresh_peak_bytes, found.gradient_bytes
+                later = sum(c.gradient_bytes for c in self.trace.calls[first:call])
+            case Arrival.ADDING:
+                peak, begun = found.backward_adding_peak_bytes, self._largest_bytes(first, self._last_of(call))
+                later = 0
+            case Arrival.UNKNOWN:
+                return 0
+        return 0 if peak is None else later + max(0, begun + found.backward_peak_bytes - peak)
+
+    def _last_of(self, call: int) -> int:
+        return self.shape.segments[self.segment_of[call]][1]
+
+    def _largest_bytes(self, first: int, last: int) -> int:
+        names = {name for c in self.trace.calls[first : last + 1] for name in c.blocks}
+        return max((self.profile.block(name).largest_gradient_bytes for name in names), default=0)

@@ -52,11 +52,12 @@ class Role(Enum):
 
 
 class Event(Enum):
-    """What happened: bytes came, bytes left, an operation held bytes inside itself."""
+    """What happened: bytes came, bytes left, an operation held bytes inside itself, a gradient has been added to its parameter's."""
 
     ALLOCATED = "allocated"
     FREED = "freed"
     WORKSPACE = "workspace"
+    ARRIVED = "arrived"
 
 
 @dataclass(eq=False)
@@ -78,6 +79,7 @@ class StorageRecord:
     freed_in: int | None = None
     freed_in_backward: bool = False
     is_trusted: bool = True
+    selected_in: int = -1
     origins: int = 0
     is_written: bool = False
 
@@ -101,7 +103,8 @@ class CallRecord:
     mutates_inputs: bool = False
     changes_arguments: bool = False
     output_bytes: int = 0
-    select_bytes: int = 0
+    saves: int = 0
+    selected: dict[int, tuple[StorageRecord, int]] = field(default_factory=dict)
     arguments: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     received: Any = None
     held_at_entry: frozenset[int] = frozenset()
@@ -207,7 +210,10 @@ class Recorder(TorchDispatchMode):
             self._origins.follow(func, args, kwargs, found, made)
         self._note_operation(func, args, kwargs, out)
         if self._active and not self.is_backward and is_selected(func, args, kwargs):
-            self._active.select_bytes += sum(r.nbytes for r in {id(r): r for r in made}.values() if r.role is Role.MADE)
+            for record in made:
+                if record.role is Role.MADE:
+                    record.selected_in = self._active.index
+                    self._active.selected.setdefault(id(record), (record, self._active.saves))
         if self.is_backward and func is aten.add.Tensor and _is_called_by_autograd():
             self._note_sum(args, made)
         return out
@@ -343,11 +349,13 @@ class Recorder(TorchDispatchMode):
         if parameter.grad is not None:
             record = self._record_of(parameter.grad, Role.GRADIENT)
             record.role = Role.GRADIENT
+            self.events.append((Event.ARRIVED, record, record.nbytes))
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""
         record = self._record_of(tensor, Role.INPUT)
         if self._active:
+            self._active.saves += 1
             record.saved_inside.add(self._active.index)
         else:
             record.saved_outside.add(self.segment)

@@ -40,18 +40,19 @@ def summarize(step: Recorder, forward_only: Recorder, rows: int, block_names: Se
     held = _held_until(step, forward_only)
     ends = _forward_ends(step)
     storages = _storages(step, held)
-    backward = _backward_ranges(step)
+    backward = _backward_ranges(step, _activations)
+    gradients = _backward_ranges(step, _with_gradients), _backward_ranges(step, _until_added)
     prologue = _forward_range(step, -1, ends[-1])
     seed = backward.get(-1, _Range(peak_bytes=0, end_bytes=0))
     return TraceProfile(
         rows=rows,
-        calls=tuple(_call(step, call, ends, backward, block_names) for call in step.calls),
+        calls=tuple(_call(step, call, ends, backward, gradients, block_names) for call in step.calls),
         storages=storages,
         prologue_peak_bytes=prologue.peak_bytes,
         seed_peak_bytes=seed.peak_bytes,
         seed_leaves_bytes=seed.end_bytes,
-        whole_peak_bytes=_range(step, 0, len(step.events), _is_activation).peak_bytes,
-        plain_peak_bytes=_range(step, 0, len(step.events), lambda _: True).peak_bytes,
+        whole_peak_bytes=_range(step, 0, len(step.events), _activations).peak_bytes,
+        plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
         largest_saved=_largest_saved(step),
     )
 
@@ -61,9 +62,11 @@ def _call(
     call: CallRecord,
     ends: Mapping[int, int],
     backward: Mapping[int, _Range],
+    gradients: tuple[Mapping[int, _Range], Mapping[int, _Range]],
     block_names: Sequence[str],
 ) -> CallProfile:
     gone = backward.get(call.index)
+    fresh, adding = (ranges.get(call.index) for ranges in gradients)
     own = [block_names[index] for index in call.site.blocks]
     return CallProfile(
         index=call.index,
@@ -78,7 +81,13 @@ def _call(
         inside_peak_bytes=_forward_range(step, call.index, call.returned).peak_bytes,
         changes_arguments=call.changes_arguments,
         output_bytes=call.output_bytes,
-        select_bytes=call.select_bytes,
+        select_bytes=sum(record.nbytes for record, _ in call.selected.values()),
+        # Made after the last tensor was saved: nobody will ask for it.
+        select_unneeded_bytes=sum(r.nbytes for r, saves in call.selected.values() if saves == call.saves),
+        select_peak_bytes=_selected_range(step, call).peak_bytes,
+        gradient_bytes=fresh.end_bytes - gone.end_bytes if fresh and gone else 0,
+        backward_fresh_peak_bytes=fresh.peak_bytes if fresh else None,
+        backward_adding_peak_bytes=adding.peak_bytes if adding else None,
         backward_peak_bytes=gone.peak_bytes if gone else 0,
         backward_leaves_bytes=gone.end_bytes if gone else 0,
         forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
@@ -86,18 +95,33 @@ def _call(
     )
 
 
-def _is_activation(record: StorageRecord) -> bool:
-    return record.role is Role.MADE
+_SIGNS = {Event.ALLOCATED: 1, Event.FREED: -1, Event.ARRIVED: 0}
+Weigh = Callable[[Event, StorageRecord], int]
+"""What an event of a storage does to the bytes that are counted: 1 they come, -1 they go, 0 nothing."""
 
 
-def _range(step: Recorder, start: int, stop: int, counts: Callable[[StorageRecord], bool]) -> _Range:
-    """Peak and end of the bytes of the counted storages over events start..stop, relative to the start."""
+def _activations(event: Event, record: StorageRecord) -> int:
+    return _SIGNS[event] if record.role is Role.MADE else 0
+
+
+def _with_gradients(event: Event, record: StorageRecord) -> int:
+    """Gradients of parameters too, which stay."""
+    return _SIGNS[event] if record.role in (Role.MADE, Role.GRADIENT) else 0
+
+
+def _until_added(event: Event, record: StorageRecord) -> int:
+    """Gradients of parameters too, until they have been added to those that are there."""
+    return -1 if event is Event.ARRIVED else _with_gradients(event, record)
+
+
+def _range(step: Recorder, start: int, stop: int, weigh: Weigh) -> _Range:
+    """Peak and end of the bytes that are counted over events start..stop, relative to the start."""
     now = peak = 0
     for event, record, nbytes in step.events[start:stop]:
         if event is Event.WORKSPACE:
             peak = max(peak, now + nbytes)
-        elif record is not None and counts(record):
-            now += nbytes if event is Event.ALLOCATED else -nbytes
+        elif record is not None:
+            now += weigh(event, record) * nbytes
             peak = max(peak, now)
     return _Range(peak_bytes=peak, end_bytes=now)
 
@@ -105,7 +129,18 @@ def _range(step: Recorder, start: int, stop: int, counts: Callable[[StorageRecor
 def _forward_range(step: Recorder, segment: int, stop: int) -> _Range:
     """Only what the segment made counts: what older storages give up during it is told by their own lifetimes."""
     start = next(s.began for s in step.forward if s.call == segment)
-    return _range(step, start, stop, lambda r: _is_activation(r) and r.segment == segment and not r.is_backward)
+    return _range(step, start, stop, lambda e, r: _activations(e, r) * (r.segment == segment and not r.is_backward))
+
+
+def _selected_range(step: Recorder, call: CallRecord) -> _Range:
+    """The call run again with its selected results at hand: they were there before, and go when the call lets go of them."""
+
+    def weigh(event: Event, record: StorageRecord) -> int:
+        is_of_call = record.segment == call.index and not record.is_backward
+        is_handed_out = record.selected_in == call.index and event is Event.ALLOCATED
+        return 0 if is_handed_out or not is_of_call else _activations(event, record)
+
+    return _range(step, call.began, call.returned, weigh)
 
 
 def _forward_ends(step: Recorder) -> dict[int, int]:
@@ -113,10 +148,10 @@ def _forward_ends(step: Recorder) -> dict[int, int]:
     return {segment.call: begins[i + 1].began for i, segment in enumerate(step.forward)}
 
 
-def _backward_ranges(step: Recorder) -> dict[int, _Range]:
+def _backward_ranges(step: Recorder, weigh: Weigh) -> dict[int, _Range]:
     stops = [segment.began for segment in step.backward[1:]] + [len(step.events)]
     return {
-        segment.call: _range(step, segment.began, stop, _is_activation)
+        segment.call: _range(step, segment.began, stop, weigh)
         for segment, stop in zip(step.backward, stops, strict=True)
     }
 
