@@ -36,6 +36,8 @@ BF16 = ComputeDtype.BFLOAT16
 SMALL_BYTES = MIB // 2
 MOST_ABOVE_PREDICTION = 1.02
 MOST_BELOW_PREDICTION = 1.25
+# Where no update runs beside backward and no microbatches meet, what is predicted is what is there.
+NEARLY_EXACT = {"resident": 1.05, "recompute": 1.05, "select": 1.05, "offload": 1.1}
 # Settings that transformers takes by keyword but does not declare on these classes.
 TEN_CLASSES: dict[str, Any] = {"num_labels": 10}
 BEGINS_WITH_PAD: dict[str, Any] = {"decoder_start_token_id": 0}
@@ -322,7 +324,8 @@ def test_no_action_holds_more_than_predicted_and_the_peak_is_near(name: str, var
     assert highest is not None
     # An update beside backward may be through before backward comes to its highest.
     predicted = highest.peak_bytes - highest.by_category["staging"]
-    assert predicted <= measured * MOST_BELOW_PREDICTION + SMALL_BYTES, f"predicted {predicted}, measured {measured}"
+    most = NEARLY_EXACT.get(variant, MOST_BELOW_PREDICTION)
+    assert predicted <= measured * most + SMALL_BYTES, f"predicted {predicted}, measured {measured}"
 
 
 class _Late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from memfit.core.errors import DoesNotFitError, PlanError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
-from memfit.core.profile import BlockProfile, Profile, StorageProfile, TraceProfile
+from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TraceProfile
 from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
@@ -77,6 +78,50 @@ def test_recompute_holds_arguments_and_one_replayed_layer() -> None:
     # Alive: the arguments of all layers and the gradient that arrives; replayed: 8 u saved and 2 u of transients.
     assert backward.by_category["activation"] == LAYERS * U + U
     assert backward.by_category["transient"] == 8 * U + 2 * U
+
+
+def with_layers(profile: Profile, change: Callable[[CallProfile], CallProfile]) -> Profile:
+    """The same profile, with other facts of its layers' calls."""
+    traces = {
+        rows: replace(trace, calls=tuple(change(c) if c.is_repeated else c for c in trace.calls))
+        for rows, trace in profile.traces.items()
+    }
+    return replace(profile, traces=traces)
+
+
+def test_a_gradient_that_comes_behind_the_highest_activations_is_not_counted_beside_them() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    gradient = profile.block("h.0").gradient_bytes
+
+    def come_late(c: CallProfile) -> CallProfile:
+        peak = c.backward_peak_bytes
+        return replace(c, gradient_bytes=gradient, backward_fresh_peak_bytes=peak, backward_adding_peak_bytes=peak)
+
+    late = with_layers(profile, come_late)
+    for plan, less in (
+        (Plan(), gradient),
+        (Plan(calls=recompute_layers(profile)), gradient),
+        # Of the first microbatch to come the gradient is new; to that the others add, the largest at most at once.
+        (Plan(microbatches=2, order=Order.MICROBATCH_MAJOR), profile.block("h.0").largest_gradient_bytes),
+    ):
+        last = plan.microbatches - 1
+        before, now = (
+            next(m for m in timeline_of(plan, each).moments if m.action == f"backward C2 m{last}")
+            for each in (profile, late)
+        )
+        assert before.peak_bytes - now.peak_bytes == less
+        assert before.after_bytes == now.after_bytes
+
+
+def test_what_selection_holds_is_not_made_again() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    # The trace says: of 8 u saved inside, 4 u are results of products; run again with these at hand, a layer rises by 5 u.
+    traced = with_layers(profile, lambda c: replace(c, select_peak_bytes=c.inside_peak_bytes - (c.select_bytes or 0)))
+    plan = Plan(calls=tuple(replace(c, saved=Saved.SELECT) for c in recompute_layers(profile)))
+    moment = next(m for m in timeline_of(plan, traced).moments if m.action == f"backward C{LAYERS} m0")
+    # Held: arguments and products of all layers, and the gradient that arrives; made: the other 4 u, and 2 u of transients.
+    assert moment.by_category["activation"] == LAYERS * (U + 4 * U) + U
+    assert moment.by_category["transient"] == 4 * U + 2 * U
 
 
 def test_the_tail_holds_the_logits_of_one_microbatch_only() -> None:
