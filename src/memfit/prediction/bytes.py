@@ -279,12 +279,12 @@ class DeviceBytes:
         blocks = self.shape.contributes[segment]
         is_shared = any(self.shape.blocks[b] in self.facts.shared_by for b in blocks)
         # What glue makes of loose ones comes at no known time.
-        if self._adds_apart or is_shared or not blocks or self.shape.loose:
+        if is_shared or not blocks or self.shape.loose:
             return Arrival.UNKNOWN
-        if not self.gradients.keys() & {*blocks}:
+        if not self._adds_apart and not self.gradients.keys() & {*blocks}:
             return Arrival.FRESH
-        is_adding = self.gradients.keys() >= {*blocks} and segment < self.shape.tail_segment
-        return Arrival.ADDING if is_adding else Arrival.UNKNOWN
+        is_adding = self._adds_apart or self.gradients.keys() >= {*blocks}
+        return Arrival.ADDING if is_adding and segment < self.shape.tail_segment else Arrival.UNKNOWN
 
     def _relief_bytes(self, segment: int, arrival: Arrival) -> int:
         """What a backward rises less by, because gradients come later than they are counted."""
