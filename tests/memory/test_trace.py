@@ -204,6 +204,22 @@ def test_calls_come_in_the_order_of_the_forward(name: str) -> None:
     assert [block.name for block in found.blocks] == list(dict.fromkeys(b for call in calls for b in call.blocks))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "perceptron"])
+def test_gradients_are_known_call_by_call_and_when_they_come(name: str) -> None:
+    found = traced(ZOO[name]())
+    calls = only(found).calls
+    readers = {b.name: [c.index for c in calls if b.name in c.blocks] for b in found.blocks}
+    own = [c for c in calls if all(readers[b] == [c.index] for b in c.blocks) and c.has_backward]
+    assert len(own) > 1
+    for call in own:
+        gradient = sum(found.block(b).gradient_bytes for b in call.blocks)
+        fresh, adding = call.backward_fresh_peak_bytes, call.backward_adding_peak_bytes
+        assert fresh is not None and adding is not None
+        assert call.gradient_bytes == gradient
+        assert call.backward_peak_bytes <= fresh <= call.backward_peak_bytes + gradient
+        assert call.backward_peak_bytes <= adding <= fresh
+
+
 def test_a_shared_layer_is_one_site_with_many_calls_and_t5_calls_both_stacks() -> None:
     calls = only(traced(ZOO["albert"]())).calls
     assert sum("albert_layers.0" in call.site for call in calls) == 3

@@ -105,8 +105,10 @@ def _activations(event: Event, record: StorageRecord) -> int:
 
 
 def _with_gradients(event: Event, record: StorageRecord) -> int:
-    """Gradients of parameters too, which stay."""
-    return _SIGNS[event] if record.role in (Role.MADE, Role.GRADIENT) else 0
+    """Gradients of parameters too, which stay: they are freed only with the stand-ins for the parameters, behind the last backward."""
+    if record.role is Role.GRADIENT:
+        return 1 if event is Event.ALLOCATED else 0
+    return _activations(event, record)
 
 
 def _until_added(event: Event, record: StorageRecord) -> int:
