@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,20 @@ class Drawing:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.drawn = state["drawn"] + torch.rand(()).item()
+
+
+def test_a_job_whose_store_is_gone_says_how_it_is_closed_and_gives_the_model_back(tmp_path: Path) -> None:
+    made = nn.Linear(4, 1)
+    job = memfit.fit(
+        made, adamw(made), lambda model, batch: model(batch).mean(), torch.ones(2, 4), store=tmp_path / "run"
+    )
+    job.step(torch.ones(2, 4))
+    trained = job.evaluate(torch.ones(2, 4)).loss
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(StoreError, match=r"was removed or replaced.*give up step 1 with job\.close\(commit=False\)"):
+        job.close()
+    job.close(commit=False)
+    assert made(torch.ones(2, 4)).mean().item() == trained
 
 
 class Looking(Average):
