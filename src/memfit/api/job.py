@@ -51,6 +51,7 @@ class Job:
     def __init__(self, parts: JobParts) -> None:
         self._machine = parts.machine
         self._steps_here = 0
+        self._has_told_passed = False
         self._census = Census(parts.machine.meter)
         self._is_closed = False
         self._was_whole = not any(is_away(p) for p in parts.model.parameters())
@@ -194,7 +195,16 @@ class Job:
         self._note()
         if self._census.note_step():
             self._census.warn_once(self.census())
-        return step_result(assembly, batch, outcome, time.perf_counter() - began)
+        result = step_result(assembly, batch, outcome, time.perf_counter() - began)
+        self._tell_passed(result.peak_bytes)
+        return result
+
+    def _tell_passed(self, peak_bytes: int) -> None:
+        """Warns, once, of a limit that was passed without an allocation that could be refused."""
+        passed = None if self._has_told_passed else self._machine.passed(peak_bytes)
+        if passed is not None:
+            self._has_told_passed = True
+            warnings.warn(f"step {self.steps}: {passed}", MemfitWarning, stacklevel=4)
 
     # --- beside training --------------------------------------------------------------------------------------------------------
 

@@ -266,6 +266,24 @@ class Machine:
             return 0
         return (last.process_peak_bytes or 0) if self.counts_process else last.held_peak_bytes
 
+    def passed(self, peak_bytes: int) -> str | None:
+        """What took the process past its limit where no allocation of a tensor did, in words; None while it is below.
+
+        The armed limit counts what tensors take; what else the process holds is what it held when the limit was armed.
+
+        Args:
+            peak_bytes: what was measured.
+        """
+        limit = self.limits.device_bytes
+        if limit is None or self.armed_bytes is None or not self.counts_process or peak_bytes <= limit:
+            return None
+        outside = self.base_bytes()
+        return (
+            f"the process took {format_bytes(peak_bytes)}, above the limit of {format_bytes(limit)}: {format_bytes(outside)} are outside of tensors now, and "
+            f"{format_bytes(limit - self.armed_bytes)} were when the limit was armed. What comes in between is not memfit's to refuse (NumPy's arrays, mapped "
+            "files, workers, libraries). Have it before memfit.fit, free it, or raise the limit"
+        )
+
     def measured_peak_bytes(self) -> int:
         """The largest peak over all phases: of the process, or of the device."""
         peaks = [(r.process_peak_bytes or 0) if self.counts_process else r.held_peak_bytes for r in self.phases.records]
