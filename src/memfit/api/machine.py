@@ -18,7 +18,14 @@ import torch
 
 from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware, Link
-from memfit.core.limits import DEVICE_RESERVE_BYTES, RESERVE_BYTES, RESERVE_BYTES_PER_THREAD, Budget, Limits
+from memfit.core.limits import (
+    DEVICE_RESERVE_BYTES,
+    EMULATED_RESERVE_BYTES,
+    RESERVE_BYTES,
+    RESERVE_BYTES_PER_THREAD,
+    Budget,
+    Limits,
+)
 from memfit.core.units import MIB, format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame_malloc
 from memfit.runtime.guard import is_away
@@ -137,9 +144,9 @@ class Machine:
         return max(0, self.base_bytes() - foreign) + weights + scratch
 
     def reserve_bytes(self) -> int:
-        """Scratch of kernels and libraries that no trace sees; none of an emulated device, whose meter counts tensors alone."""
+        """Scratch of kernels and libraries that no trace sees; little of it on an emulated device, whose meter counts tensors alone."""
         if not self.counts_process:
-            return 0 if self.is_emulated else DEVICE_RESERVE_BYTES
+            return EMULATED_RESERVE_BYTES if self.is_emulated else DEVICE_RESERVE_BYTES
         return RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
 
     @property

@@ -13,6 +13,8 @@ from memfit.core.units import MIB, parse_bytes
 # FACTS measured here: oneDNN and OpenMP scratch of 5 to 65 MB, absolute, not proportional; 2 MB a thread.
 RESERVE_BYTES = 64 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
+# Measured on models of 8 to 150 MiB: what no prediction counts (alignment, 0-d counters, losses, slices of the batch, scratch of small kernels).
+EMULATED_RESERVE_BYTES = 2 * MIB
 # Not measured: cuBLAS takes up to 32 MiB from torch's allocator as a workspace (Hopper), and that allocator holds segments of 2 and 20 MiB, the free parts
 # of which count against its limit.
 DEVICE_RESERVE_BYTES = 64 * MIB
