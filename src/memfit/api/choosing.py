@@ -194,12 +194,14 @@ def _refusal(refusals: Sequence[DoesNotFitError], budget: Budget, load_bytes: in
         words.append(
             f"Until its weights have moved home, the model as it was built makes that {format_bytes(load_bytes)}."
         )
-    if budget.base_bytes + budget.reserve_bytes:
+    if budget.base_bytes:
         sure = round_up(sure + _BASE_VARIATION_BYTES, MIB)
         words.append(
             f"Before any tensor, the process takes {format_bytes(budget.base_bytes)} (interpreter, libraries), which differs by a few MiB from one start "
             f"to the next, and {format_bytes(budget.reserve_bytes)} are kept for scratch of kernels."
         )
+    elif budget.reserve_bytes:
+        words.append(f"Of that {format_bytes(budget.reserve_bytes)} are kept for scratch of kernels.")
     if words:
         words.append(f"Give at least {format_bytes(sure)} ({sure} bytes).")
     return DoesNotFitError(" ".join([str(refusal), *words]), smallest_limit_bytes=sure)

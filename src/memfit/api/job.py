@@ -383,7 +383,8 @@ class Job:
         journal = self._assembly.journal
         waiting = journal if journal is not None and journal.is_waiting else None
         scaler = self.loss_scaler
-        with self._machine.phases("save"):
+        # What a save works on is host memory.
+        with self._machine.phases("save"), self._machine.host_ledger():
             return save_job(
                 directory,
                 model=self._assembly.parts.model,
