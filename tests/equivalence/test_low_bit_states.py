@@ -323,7 +323,7 @@ def test_a_format_is_chosen_where_it_is_allowed_and_faster_and_nowhere_else(tmp_
             torch.optim.AdamW(model.parameters()),
             lambda net, rows: net(rows).square().mean(),
             torch.randn(2, 1024),
-            limit="400MiB" if name == "all fits" else "64MiB",
+            limit="400MiB" if name == "all fits" else "40MiB",
             emulate_device=True,
             hardware=hardware,
             allow=allow,

@@ -109,24 +109,24 @@ def test_a_new_process_goes_on(tmp_path: Path) -> None:
     assert child.stdout.split() == ["2", whole.digest()]
 
 
-def test_a_run_goes_on_under_another_plan(tmp_path: Path, wrongpatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one microbatch, homes change no bit."""
     whole = train("tied-and-frozen", "resident", tmp_path / "whole")
     train("tied-and-frozen", "resident", tmp_path / "parts", stop=2)
     on_disk = Plan(blocks=small_run.plans.on_disk(profile("tied-and-frozen")), is_atomic=True)
-    wrongpatch.setitem(small_run.PLANS, "resident", lambda _: (on_disk, {}))
+    monkeypatch.setitem(small_run.PLANS, "resident", lambda _: (on_disk, {}))
     assert_same(train("tied-and-frozen", "resident", tmp_path / "parts"), whole)
 
 
 def test_bf16_weights_come_back_from_their_masters_where_homes_change(
-    tmp_path: Path, wrongpatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train("tied-and-frozen", "bf16", tmp_path / "whole")
     disk, options = small_run.PLANS["bf16"](profile("tied-and-frozen"))
     resident = small_run.replace(disk, blocks={})
     found = Result()
     for stop, plan in ((1, resident), (2, disk), (3, resident), (None, disk)):
-        wrongpatch.setitem(small_run.PLANS, "bf16", lambda _, plan=plan: (plan, options))
+        monkeypatch.setitem(small_run.PLANS, "bf16", lambda _, plan=plan: (plan, options))
         found = train("tied-and-frozen", "bf16", tmp_path / "parts", stop=stop)
     assert_same(found, whole)
 

@@ -57,6 +57,16 @@ def footprint(allocator: Allocator, directory: Path) -> Footprint:
     )
 
 
+def settled(allocator: Allocator, directory: Path, before: list[Footprint]) -> Footprint:
+    """As it is when it is what it was before, or after two seconds: a thread of the disk lets go of a written tensor a moment after it is home."""
+    until = time.monotonic() + 2.0
+    found = footprint(allocator, directory)
+    while before and found.live_bytes > before[0].live_bytes and time.monotonic() < until:
+        time.sleep(0.01)
+        found = footprint(allocator, directory)
+    return found
+
+
 def _named_bytes(directory: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
