@@ -53,6 +53,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults import small_run  # pyright: ignore[reportMissingImports]
+from faults.tower import HARDWARE  # pyright: ignore[reportMissingImports]
 from memfit.core.plan import Plan, UpdateTime
 
 TOTAL = 6
@@ -379,16 +380,9 @@ def torch_generator() -> Any:
 def program_of(line: dict[str, Any]) -> Program:
     if "json" in line:
         return Program(Plan.from_json(line["json"]), line["options"])
-    # Of its own devices and speeds nothing is probed, so that each process plans the same.
-    from memfit.core.hardware import Hardware, Link
-
-    fast = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
-    room = 1 << 40
-    hardware = Hardware(
-        device="cpu", flops_per_s=1e11, device_bytes=room, disk=fast, disk_bytes=room, host=fast, host_bytes=room
-    )
+    # Nothing is probed, so that each process plans the same.
     limit = int(1.2 * line["peak"])
-    options = {"limit": limit, "emulate_device": True, "hardware": hardware, "on_breach": "replan"}
+    options = {"limit": limit, "emulate_device": True, "hardware": HARDWARE, "on_breach": "replan"}
     rows = ROWS[line["model"]]
     if line["plan"] == RESHAPED:
         return Program(Plan(), options, rows, growth=tuple(GROWS.items()))

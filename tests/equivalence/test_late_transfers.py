@@ -6,7 +6,6 @@ for, and a write takes its bytes only then; so a missing wait is seen every time
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,25 +16,13 @@ from hypothesis import strategies as st
 from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.found_modules import FOUND
+from equivalence.late import Late
 from equivalence.plain import adamw
 from equivalence.test_random_modules import draw_job, train_under
 from equivalence.with_memfit import fit_known
 from memfit.core.plan import UpdateTime
 from memfit.runtime.homes import DiskHome, Ticket
 from memfit.runtime.trees import bytes_view
-
-
-class Late:
-    """A transfer that happens when it is waited for."""
-
-    def __init__(self, begin: Callable[[], Ticket]) -> None:
-        self._begin: Callable[[], Ticket] | None = begin
-
-    def wait(self) -> None:
-        """Begins it and waits."""
-        begin, self._begin = self._begin, None
-        if begin is not None:
-            begin().wait()
 
 
 @pytest.fixture(scope="module", autouse=True)

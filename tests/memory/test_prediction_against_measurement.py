@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence import plans
+from equivalence.late import Late
 from memfit.core.plan import CallPlan, Plan, Saved, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
@@ -328,18 +329,6 @@ def test_no_action_holds_more_than_predicted_and_the_peak_is_near(name: str, var
     assert predicted <= measured * most + SMALL_BYTES, f"predicted {predicted}, measured {measured}"
 
 
-class _Late:
-    """A write that happens when it is waited for, and holds its source until then."""
-
-    def __init__(self, begin: Callable[[], Ticket]) -> None:
-        self._begin: Callable[[], Ticket] | None = begin
-
-    def wait(self) -> None:
-        begin, self._begin = self._begin, None
-        if begin is not None:
-            begin().wait()
-
-
 @pytest.mark.parametrize(
     ("name", "variant"),
     [("gpt2", "disk"), ("vit", "disk-recompute-4"), ("gpt2", "bf16-disk"), ("vit", "microbatch-major-4")],
@@ -351,7 +340,7 @@ def test_no_action_holds_more_than_predicted_where_the_disk_is_slow(
     write, apply = DiskHome.write, PieceUpdates.apply
 
     def write_late(self: DiskHome, *where: Any) -> Ticket:
-        return _Late(lambda: write(self, *where))
+        return Late(lambda: write(self, *where))
 
     def apply_slowly(self: PieceUpdates, *piece: Any) -> list[Ticket]:
         time.sleep(0.01)

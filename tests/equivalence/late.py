@@ -1,0 +1,20 @@
+"""Transfers that happen as late as they may: when somebody waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit.runtime.homes import Ticket
+
+
+class Late:
+    """A transfer that happens when it is waited for, and holds what it needs until then."""
+
+    def __init__(self, begin: Callable[[], Ticket]) -> None:
+        self._begin: Callable[[], Ticket] | None = begin
+
+    def wait(self) -> None:
+        """Begins it and waits."""
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin().wait()
