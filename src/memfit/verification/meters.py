@@ -6,7 +6,6 @@ In: an allocator or a device, and the phases of a run. Out: bytes, each with a n
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,6 +15,7 @@ import torch
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.units import format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, Ledger, procfs
+from memfit.verification.family import Family, private_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class ResidentBytes:
     Attributes:
         private_bytes: RssAnon + RssShmem: what only the end of the process, or freeing, gives back. Compare limits with
             this.
-        whole_bytes: VmRSS: the same plus mapped files, which the kernel can drop when it needs the memory.
+        whole_bytes: the same plus the mapped files of this process (VmRSS), which the kernel can drop when it needs the memory.
     """
 
     private_bytes: int
@@ -38,12 +38,11 @@ class ProcessMeter:
     It does not sample: peaks are the kernel's own.
 
     Args:
-        with_children: adds every living child, grandchild and so on. Their peaks are added too, though they need not
-            have come at the same moment, so the sum is an upper bound; shared pages count once for each process.
+        with_children: adds what living children, grandchildren and so on hold beside it. See [Note: shared pages].
     """
 
     def __init__(self, *, with_children: bool = False) -> None:
-        self._with_children = with_children
+        self._family = Family() if with_children else None
 
     def resident_bytes(self) -> ResidentBytes:
         """What is in memory now.
@@ -51,10 +50,11 @@ class ProcessMeter:
         Raises:
             TierUnavailableError: no /proc.
         """
-        statuses = self._statuses()
+        own = procfs.read_status()
+        beside = 0 if self._family is None else self._family.beside_bytes()
         return ResidentBytes(
-            private_bytes=sum(status.anonymous_bytes + status.shared_bytes for status in statuses),
-            whole_bytes=sum(status.resident_bytes for status in statuses),
+            private_bytes=private_bytes(own) + beside,
+            whole_bytes=own.resident_bytes + beside,
         )
 
     def reset_peak(self) -> None:
@@ -64,38 +64,34 @@ class ProcessMeter:
             TierUnavailableError: no /proc, or `clear_refs` cannot be written (some containers).
         """
         procfs.reset_peak()
-        for pid in self._children():
-            with contextlib.suppress(ProcessLookupError):
-                procfs.reset_peak(pid)
+        if self._family is not None:
+            self._family.reset_peaks()
 
     def peak_bytes(self) -> ResidentBytes:
         """The most that was in memory since `reset_peak`.
 
         `private_bytes` is VmHWM minus the RssFile of *now*: right where mapped files do not come and go between peak
-        and reading.
+        and reading. Peaks of children are added, though they need not have come at the same moment: the sum is an upper bound. A child that
+        came and went since the last reading is not seen.
 
         Raises:
             TierUnavailableError: no /proc.
         """
-        statuses = self._statuses()
+        own = procfs.read_status()
+        beside = 0 if self._family is None else self._family.beside_bytes(at_peak=True)
         return ResidentBytes(
-            private_bytes=sum(status.resident_peak_bytes - status.file_bytes for status in statuses),
-            whole_bytes=sum(status.resident_peak_bytes for status in statuses),
+            private_bytes=own.resident_peak_bytes - own.file_bytes + beside,
+            whole_bytes=own.resident_peak_bytes + beside,
         )
+
+    def own_peak_bytes(self) -> int:
+        """The most that was resident of this process alone since `reset_peak`, mapped files included."""
+        return procfs.read_status().resident_peak_bytes
 
     def swap_bytes(self) -> int:
         """What was swapped out. Anything but 0 makes the other figures too small: say so beside them."""
-        return sum(status.swap_bytes for status in self._statuses())
-
-    def _children(self) -> list[int]:
-        return procfs.descendants(os.getpid()) if self._with_children and procfs.has_children() else []
-
-    def _statuses(self) -> list[procfs.ProcessStatus]:
-        statuses = [procfs.read_status()]
-        for pid in self._children():
-            with contextlib.suppress(ProcessLookupError):  # it ended since the listing: no memory any more
-                statuses.append(procfs.read_status(pid))
-        return statuses
+        others = [] if self._family is None else self._family.statuses().values()
+        return sum(status.swap_bytes for status in (procfs.read_status(), *others))
 
 
 class DeviceMeter(Protocol):

@@ -1,6 +1,7 @@
-"""What the Linux kernel says about a process: resident bytes, peaks, swap, and the reset of the peak.
+"""What the Linux kernel says about a process: resident bytes, peaks, swap, shares of shared pages, and the reset of the peak.
 
-In: a process id. Out: integers of bytes from `/proc/<pid>/status`. Source: proc_pid_status(5), proc_pid_clear_refs(5), waitid(2).
+In: a process id. Out: integers of bytes from `/proc/<pid>/status` and `smaps_rollup`. Source: proc_pid_status(5), proc_pid_smaps(5), proc_pid_clear_refs(5),
+waitid(2).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _FIELDS = {
     "VmSwap": "swap_bytes",
     "VmData": "data_bytes",
 }
+_SHARES = frozenset(("Pss_Anon", "Pss_Shmem", "Private_Dirty"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,19 @@ class ProcessStatus:
     shared_bytes: int
     swap_bytes: int
     data_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageShares:
+    """What of shared pages belongs to a process. Mapped files are left out.
+
+    Attributes:
+        share_bytes: Pss_Anon + Pss_Shmem: each page counts by 1 / (processes that map it).
+        dirty_bytes: Private_Dirty: pages that it wrote and no other process maps.
+    """
+
+    share_bytes: int
+    dirty_bytes: int
 
 
 def read_status(pid: int | str = "self") -> ProcessStatus:
@@ -74,6 +89,32 @@ def read_status(pid: int | str = "self") -> ProcessStatus:
             f"/proc/{pid}/status lacks {sorted(set(_FIELDS.values()) - found.keys())}: Linux 4.5 or later is needed"
         )
     return ProcessStatus(**found)
+
+
+def read_shares(pid: int | str = "self") -> PageShares | None:
+    """Reads `/proc/<pid>/smaps_rollup`; None where the kernel does not tell (before Linux 5.9, hardened, or a process of another user).
+
+    It walks the page table: 5 ms a GiB in huge pages, some 20 in small ones. Not for hot loops.
+
+    Raises:
+        ProcessLookupError: the process has gone.
+    """
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text("utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        if Path(f"/proc/{pid}/status").exists():
+            return None
+        raise ProcessLookupError(f"process {pid} has gone") from error
+    except OSError:
+        return None
+    found = {name: int(value.split()[0]) * 1024 for name, _, value in map(_split, text.splitlines()) if name in _SHARES}
+    if len(found) != len(_SHARES):
+        return None
+    return PageShares(share_bytes=found["Pss_Anon"] + found["Pss_Shmem"], dirty_bytes=found["Private_Dirty"])
+
+
+def _split(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
 
 
 def reset_peak(pid: int | str = "self") -> None:
