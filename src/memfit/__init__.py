@@ -11,9 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
-    from memfit.core.errors import AwayError, DoesNotFitError, LimitBreachError, MemfitError
+    from memfit.core.errors import (
+        AwayError,
+        DoesNotFitError,
+        LimitBreachError,
+        MemfitError,
+        MemfitWarning,
+        PlanError,
+        StoreError,
+        StoreInUseError,
+        TierUnavailableError,
+        TornStepError,
+        UnsupportedError,
+        UsageError,
+    )
     from memfit.core.plan import Plan
     from memfit.runtime.streams import microbatch_streams
+
+__version__ = "0.1.0.dev0"
 
 _ORIGINS = {
     "AwayError": "memfit.core.errors",
@@ -21,9 +36,17 @@ _ORIGINS = {
     "Job": "memfit.api",
     "LimitBreachError": "memfit.core.errors",
     "MemfitError": "memfit.core.errors",
+    "MemfitWarning": "memfit.core.errors",
     "Plan": "memfit.core.plan",
+    "PlanError": "memfit.core.errors",
     "ResumableLoader": "memfit.api",
     "StepResult": "memfit.api",
+    "StoreError": "memfit.core.errors",
+    "StoreInUseError": "memfit.core.errors",
+    "TierUnavailableError": "memfit.core.errors",
+    "TornStepError": "memfit.core.errors",
+    "UnsupportedError": "memfit.core.errors",
+    "UsageError": "memfit.core.errors",
     "empty": "memfit.api",
     "fit": "memfit.api",
     "infer": "memfit.api",
@@ -37,9 +60,18 @@ __all__ = [
     "Job",
     "LimitBreachError",
     "MemfitError",
+    "MemfitWarning",
     "Plan",
+    "PlanError",
     "ResumableLoader",
     "StepResult",
+    "StoreError",
+    "StoreInUseError",
+    "TierUnavailableError",
+    "TornStepError",
+    "UnsupportedError",
+    "UsageError",
+    "__version__",
     "empty",
     "fit",
     "infer",

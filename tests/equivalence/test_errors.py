@@ -67,7 +67,7 @@ def test_the_refused_model_is_left_as_it_was() -> None:
         assert same_bits(gradient, expected), name
 
 
-@pytest.mark.parametrize("limit", ["8g", "a lot", -1, True, 1.5])
+@pytest.mark.parametrize("limit", ["8q", "a lot", -1, True, 1.5])
 def test_a_limit_that_is_no_size_is_refused(limit: Any) -> None:
     with pytest.raises(UsageError, match=r"size|limit"):
         fit_case(zoo.ZOO[NAME](), limit=limit)

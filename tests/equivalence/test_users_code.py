@@ -161,7 +161,7 @@ def test_a_list_of_samples_is_told_from_a_batch_of_rows() -> None:
     case = case_of(lambda model, batch: model.head(torch.stack(batch["rows"])).square().mean())  # type: ignore[operator]
     batch = {"rows": [torch.ones(WIDTH) for _ in range(ROWS)]}
     with pytest.raises(UsageError, match=r"the first 1 of them.*torch\.stack"):
-        memfit.fit(case.model, sgd()(case.model), case.loss, batch, limit="64GiB")
+        memfit.fit(case.model, sgd()(case.model), case.loss, batch, limit="4GiB")
 
 
 class Centred(nn.Module):
@@ -254,7 +254,7 @@ def test_a_job_that_nobody_can_reach_any_more_has_nothing_in_hand() -> None:
 def test_a_complex_loss_is_refused_as_such() -> None:
     case = case_of(lambda model, batch: loss_of(model, batch) * 1j)
     with pytest.raises(UsageError, match="real number, not one of torch.complex64"):
-        fit_case(case, sgd()(case.model), limit="64GiB")
+        fit_case(case, sgd()(case.model), limit="4GiB")
 
 
 @pytest.mark.parametrize("how", ["layer", "model"])

@@ -75,11 +75,11 @@ def test_the_planner_keeps_to_a_limit_of_disk_with_a_store(tmp_path: Path) -> No
     assert made.commits is not None
     claimed = made.commits.disk_bytes
     made.close(restore=False)
-    job = fit(tmp_path / "run", None, limit="64GiB", disk_limit=claimed)
+    job = fit(tmp_path / "run", None, limit="4GiB", disk_limit=claimed)
     assert all(home is not Tier.DISK for block in job.plan.blocks.values() for home in (block.gradient_home,))
     job.close(restore=False)
     # It goes on within the same limit: what is claimed already is not counted twice.
-    job = fit(tmp_path / "run", None, limit="64GiB", disk_limit=claimed)
+    job = fit(tmp_path / "run", None, limit="4GiB", disk_limit=claimed)
     job.close(restore=False)
     with pytest.raises(DoesNotFitError, match="disk"):
-        fit(tmp_path / "other", None, limit="64GiB", disk_limit=claimed - 1)
+        fit(tmp_path / "other", None, limit="4GiB", disk_limit=claimed - 1)

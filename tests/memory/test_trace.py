@@ -275,7 +275,7 @@ def test_a_failing_loss_leaves_the_model_as_it_was() -> None:
 
     with pytest.raises(UnsupportedError, match="broken on purpose"):
         traced((model, broken, points()), trace="fake")
-    with pytest.raises(RuntimeError, match="broken on purpose"):
+    with pytest.raises(UsageError, match="broken on purpose"):
         traced((model, broken, points()))
     assert before == [id(p) for p in model.parameters()]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

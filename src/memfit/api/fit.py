@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memfit.api.arguments import check_limit
 from memfit.api.choosing import microbatch_counts
 from memfit.api.commits import check_run, stored_reason
 from memfit.api.held import refuse_held
@@ -86,8 +87,8 @@ def fit(
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
         loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is meant.
         sample: a batch as `step` will get them; only its shapes matter. A tree of tensors whose dimension 0 counts rows.
-        limit: bytes of the device that must never be passed, as an integer or text such as "8GiB". Without a GPU it is the memory of the whole
-            process, interpreter included. None: no limit, everything resident.
+        limit: bytes of the device that must never be passed, as an integer or text such as "8GiB" ("8G" is the same, "8GB" is 8 * 10**9). Without a GPU it
+            is the memory of the whole process, interpreter included. None: no limit, everything resident.
         weights: files that every weight and saved buffer of the model is read from, on its way home: a directory of safetensors, as `save_pretrained` or `Job.save`
             writes it, or of `pytorch_model.bin`; or one file, also of plain `torch.save` (a state dict, or a dictionary with one; read with
             `weights_only=True`, a piece at a time). None: the model's own values.
@@ -143,7 +144,10 @@ def fit(
         weights, resume = saved, None
     limits = Limits.read(limit, host_limit, disk_limit)
     stated = read_hardware(hardware)
-    machine = Machine(device_of(model), limits, is_emulated=emulate_device)
+    device = device_of(model)
+    if enforce and stated is None:
+        check_limit(limits, device, is_emulated=emulate_device)
+    machine = Machine(device, limits, is_emulated=emulate_device)
     home = directory or store or resume
     with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as stack:
         driver = driver_of(optimizer, model)
@@ -327,5 +331,6 @@ def profile(
         The profile; nothing is allocated and nothing changed.
     """
     check_arguments(model, loss, (), None)
+    device_of(model)
     problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, blocks))
     return problem.profile(sample, tuple(microbatches), chunk_tokens=None)

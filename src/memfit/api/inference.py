@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.api.arguments import check_limit
 from memfit.api.held import Session, refuse_held
 from memfit.api.interrupts import Interrupts
 from memfit.api.machine import Machine, device_of
@@ -163,7 +164,9 @@ def infer(
         weights = model if weights is None else weights
         model = build_empty(pretrained_builder(model), draws=False)
     refuse_held(model)
-    machine = Machine(device_of(model), Limits.read(limit, None, None), is_emulated=False)
+    device, limits = device_of(model), Limits.read(limit, None, None)
+    check_limit(limits, device, is_emulated=False)
+    machine = Machine(device, limits, is_emulated=False)
     block_map = find_blocks(model, blocks)
     parts = [BlockWeights(i, block.name, block.parameters) for i, block in enumerate(block_map.blocks)]
     sites = [Site(name=site.name, module=site.module, blocks=site.blocks) for site in block_map.sites]

@@ -483,9 +483,8 @@ class Job:
         Args:
             before_bytes: a peak that was measured before `fit`, to be covered too.
         """
-        limit = self._machine.limits.device_bytes
         return Proof(
-            limit_bytes=limit if limit is not None else 0,
+            limit_bytes=self._machine.limits.device_bytes,
             predicted_peak_bytes=self._assembly.parts.predicted_peak_bytes,
             measured_peak_bytes=max(before_bytes, self._machine.measured_peak_bytes()),
             phases=self._machine.phases.records,

@@ -322,14 +322,20 @@ def device_of(model: torch.nn.Module) -> torch.device:
     """The one device of all parameters.
 
     Raises:
-        UsageError: there are several, or no parameters.
+        UsageError: there are several, or no parameters, or they are on meta.
     """
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise UsageError(
             f"the model must lie on one device, not on {sorted(map(str, devices)) or 'none (it has no parameters)'}: move it with model.to(...)"
         )
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise UsageError(
+            "the model is on the device meta: its weights have no values and none to come. Build it with memfit.empty(lambda: Model(...)), which takes no memory "
+            "either, or on the CPU"
+        )
+    return device
 
 
 def _lift_limit(meter: DeviceMeter, allocator: Allocator | FallbackAllocator | None, limit_bytes: int) -> None:

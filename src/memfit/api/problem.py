@@ -33,6 +33,7 @@ from memfit.runtime.forgetful import CacheChoice, CacheUse, HandedBackError, Not
 from memfit.runtime.inputs import casting_inputs
 from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
+from memfit.runtime.seeding import check_result
 from memfit.runtime.states import embedding_names, stored_bytes
 from memfit.runtime.trees import tensors_in
 from memfit.runtime.weights import PIECE_ELEMENTS
@@ -197,7 +198,8 @@ def first_of(loss: Loss) -> Loss:
 
     def first(model: nn.Module, batch: Any) -> Any:
         result = loss(model, batch)
-        return result[0] if isinstance(result, tuple) and len(result) == 2 else result
+        check_result(result)
+        return result[0] if isinstance(result, tuple) else result
 
     return first
 

@@ -1,7 +1,7 @@
 """Bytes in, words out: the only place that knows GiB.
 
 In: integers of bytes, or a person's `"8 GiB"`. Out: integers of bytes, or text. Binary (KiB, MiB, GiB, TiB) and decimal (kB, MB, GB, TB)
-units are both read; only binary ones are written.
+units are both read, and one letter (K, M, G, T) as docker, Slurm and systemd read it: binary. Only binary ones are written.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ TIB = 1 << 40
 _UNITS = {
     "": 1, "b": 1,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
+    "k": KIB, "m": MIB, "g": GIB, "t": TIB, "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*$")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Reads a size: an integer of bytes, or text such as `"1.25GiB"`, `"400 MB"`, `"8g"` is refused (ambiguous).
+    """Reads a size: an integer of bytes, or text such as `"1.25GiB"`, `"400 MB"`, `"8G"` (8 GiB).
 
     Args:
         size: bytes as an integer, or a number with a unit.
@@ -33,7 +34,7 @@ def parse_bytes(size: int | str) -> int:
         Whole bytes, rounded down.
 
     Raises:
-        UsageError: not a size, negative, or an unknown or ambiguous unit.
+        UsageError: not a size, negative, an unknown unit, or parts of a byte.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything
         raise UsageError(f"a size is an integer of bytes or text such as '8GiB', not {size!r}")
@@ -48,6 +49,8 @@ def parse_bytes(size: int | str) -> int:
         )
     number, unit = match.group(1), match.group(2).lower()
     whole, _, fraction = number.partition(".")
+    if fraction.strip("0") and _UNITS[unit] == 1:
+        raise UsageError(f"the size {size!r} is not a whole number of bytes: write its unit, such as '{number}GiB'")
     scale = _UNITS[unit]
     # Integer arithmetic: a float of 2**53 bytes and more would lose whole bytes.
     fraction_bytes = int(fraction) * scale // 10 ** len(fraction) if fraction else 0

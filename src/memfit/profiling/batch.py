@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.data
 
 from memfit.core.errors import UnsupportedError, UsageError
 
@@ -38,6 +39,7 @@ def batch_rows(batch: object) -> int:
         UsageError: no tensor has a dimension 0, or two tensors disagree.
         UnsupportedError: a nested, sparse or packed tensor: its rows cannot be sliced.
     """
+    refuse_loader(batch)
     first: tuple[str, int] | None = None
     for path, tensor in _named_tensors(batch, "batch"):
         if tensor.dim() == 0:
@@ -50,10 +52,33 @@ def batch_rows(batch: object) -> int:
                 f"{path} has {tensor.shape[0]}; a tensor that is the same for all rows belongs into the loss function"
             )
     if first is None:
-        raise UsageError("the batch holds no tensor with a dimension 0, so it has no rows to count or slice")
+        raise UsageError(
+            f"the batch is a {type(batch).__name__} without a tensor that has a dimension 0, so it has no rows to count or slice: pass what the loss "
+            "function gets, tensors in dicts, lists, tuples or dataclasses"
+        )
     if first[1] == 0:
         raise UsageError(f"the batch is empty: {first[0]} has no rows")
     return first[1]
+
+
+def refuse_loader(batch: object) -> None:
+    """Refuses what gives batches where a batch is meant.
+
+    Raises:
+        UsageError: a loader, a dataset or an iterator.
+    """
+    if isinstance(batch, torch.Tensor | Mapping):
+        return
+    # Loaders have little in common but that: a batch size, or a position that can be saved.
+    gives = hasattr(type(batch), "__iter__") and (hasattr(batch, "batch_size") or hasattr(batch, "state_dict"))
+    if gives or isinstance(batch, Iterator):
+        raise UsageError(
+            f"this is a {type(batch).__name__}, which gives batches, and not a batch: pass one of them, such as next(iter(loader))"
+        )
+    if isinstance(batch, torch.utils.data.Dataset):
+        raise UsageError(
+            f"this is a dataset ({type(batch).__name__}), not a batch: pass one batch of its loader, next(iter(torch.utils.data.DataLoader(dataset, ...)))"
+        )
 
 
 def slice_batch(batch: _BatchT, start: int, stop: int) -> _BatchT:

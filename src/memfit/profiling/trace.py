@@ -16,10 +16,14 @@ compiled code are not seen.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,7 +31,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, MemfitError, UnsupportedError, UsageError
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
@@ -44,6 +48,8 @@ __all__ = ["Loss", "Source", "arrange_blocks", "profile_real", "profile_step"]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Source = Literal["auto", "fake", "real"]
 # What fake tensors raise where data is missing, and what programs raise that stumble over the missing data later.
+_MEMFIT = Path(__file__).parents[1]
+_STANDARD = Path(os.__file__).parent
 _FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError)
 
 
@@ -139,7 +145,8 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
                 f"the step cannot be traced without data: {reason}. Let it be profiled on the device "
                 "(trace='real', or the default)"
             ) from error
-        return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+        with _named_failures(setting):
+            return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
 
 
 def _check_parts(setting: _Setting, sizes: Sequence[int], reason: str) -> None:
@@ -154,6 +161,59 @@ def _check_parts(setting: _Setting, sizes: Sequence[int], reason: str) -> None:
         f"the loss takes {sizes[-1]} rows, but not the first {sizes[0]} of them ({reason}): dimension 0 of the batch's tensors must count its rows, so that a "
         "batch can be cut. Stack a list of samples into tensors (torch.stack), or give a plan with microbatches=1"
     )
+
+
+@contextmanager
+def _named_failures(setting: _Setting) -> Iterator[None]:
+    """Errors of the user's program on real tensors become `UsageError`, with the error and its place in the program.
+
+    Raises:
+        UsageError: the loss failed. What memfit raises, and a limit that was met, pass.
+    """
+    try:
+        yield
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001, whatever the user's program raises
+        place = error.__traceback__
+        frames = [frame for frame in traceback.extract_tb(place) if _is_of_users(frame.filename)]
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+        told = str(error).strip().splitlines()
+        # From the user's function on: what memfit did before it says nothing about the error. Its own attempt without data says the same twice.
+        while place is not None and place.tb_next is not None and not _is_of_users(place.tb_frame.f_code.co_filename):
+            place = place.tb_next
+        error.__context__ = None
+        raise UsageError(
+            f"loss(model, batch) fails: {type(error).__name__}: {told[0] if told else ''}{where}. Nothing was changed; see that "
+            "it runs on this batch in plain PyTorch"
+        ) from error.with_traceback(place if frames else error.__traceback__)
+
+
+def _is_of_users(file: str) -> bool:
+    """The code is neither memfit's nor that of an installed package, nor the standard library's."""
+    path = Path(file)
+    return not (
+        path.is_relative_to(_MEMFIT)
+        or "site-packages" in path.parts
+        or "dist-packages" in path.parts
+        or path.is_relative_to(_STANDARD)
+        or file.startswith("<")
+    )
+
+
+@contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """Keeps torch from logging an operation that fails on fake tensors, a hundred lines each time: the failure is answered here."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def drops(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("failed while attempting to run meta")
+
+    log.addFilter(drops)
+    try:
+        yield
+    finally:
+        log.removeFilter(drops)
 
 
 def _why_fake_failed(error: Exception) -> str:
@@ -200,6 +260,7 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
         stack.enter_context(untouched_generators())
         stack.enter_context(storage_resizes(recorder))
         if is_fake:
+            stack.enter_context(_without_torchs_log())
             stack.enter_context(_masks_as_for_real_tensors())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             made = stack.enter_context(

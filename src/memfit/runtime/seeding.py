@@ -13,13 +13,14 @@ No update begins before the last microbatch went back. These are the same sums w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memfit.core.errors import UsageError
+from memfit.core.errors import MemfitWarning, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,18 @@ def seed(
         UsageError: a loss is no differentiable scalar, or its count is none.
     """
     losses: list[torch.Tensor]
+    for result in results:
+        check_result(result)
     if any(isinstance(r, tuple) for r in results):
-        share = counts.add([float(count) for _, count in results])
+        found_counts = [float(count) for _, count in results]
+        if any(0.0 < count < 1.0 for count in found_counts):
+            warnings.warn(
+                f"the loss returned a pair whose second is {min(c for c in found_counts if c > 0.0):.6g}: memfit takes a pair for (sum, count) and divides by "
+                "it. If it is a metric, such as an accuracy, return the loss alone",
+                MemfitWarning,
+                stacklevel=2,
+            )
+        share = counts.add(found_counts)
         losses, found = [loss for loss, _ in results], [share] * len(results)
     else:
         losses, found = list(results), [None] * len(results) if shares is None else list(shares)
@@ -126,6 +137,44 @@ def _factor(loss: torch.Tensor, share: float | None, scale: float | None) -> tor
         torch.tensor(1.0 if x is None else x, dtype=loss.dtype, device=loss.device) for x in (share, scale)
     )
     return (scale_of * share_of).reshape(loss.shape)
+
+
+def check_result(result: Any) -> None:
+    """Raises `UsageError` where the user's function returned neither a tensor nor (sum, count)."""
+    if isinstance(result, torch.Tensor):
+        return
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor):
+        problem = _not_a_count(result[1])
+        if problem is None:
+            return
+        raise UsageError(
+            f"loss(model, batch) returned a pair, which means (sum, count), but its second is {problem}: return the loss alone. What else the loop wants of a "
+            "forward pass (outputs, an accuracy) the function can keep detached, in a list of the loop's; job.evaluate and job.inference() are for evaluation"
+        )
+    has_loss = (
+        "loss" in result if isinstance(result, Mapping) else isinstance(getattr(result, "loss", None), torch.Tensor)
+    )
+    hint = "return its loss alone (output.loss)" if has_loss else "return the loss alone"
+    raise UsageError(
+        f"loss(model, batch) must return a scalar tensor, or (sum, count), not {_described(result)}: {hint}"
+    )
+
+
+def _not_a_count(value: Any) -> str | None:
+    """What a value is that cannot be a count; None for a count."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return f"a tensor of shape {tuple(value.shape)}"
+        return "a tensor that requires gradients" if value.requires_grad else None
+    return None if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, float | int):
+        return f"a Python {type(value).__name__} (.item() or float() cuts the graph)"
+    return f"a {type(value).__name__}"
 
 
 def check_loss(loss: Any) -> None:

@@ -327,21 +327,21 @@ class Proof:
     """The limit, what was predicted, and what was measured.
 
     Attributes:
-        limit_bytes: the user's limit on the tier.
+        limit_bytes: the user's limit on the tier; None: no limit was given.
         predicted_peak_bytes: what the plan said.
         measured_peak_bytes: the most that was measured, over all phases.
         phases: where it was measured, phase by phase.
     """
 
-    limit_bytes: int
+    limit_bytes: int | None
     predicted_peak_bytes: int
     measured_peak_bytes: int
     phases: tuple[PhaseRecord, ...] = ()
 
     @property
     def holds(self) -> bool:
-        """Whether the measured peak stayed within the limit."""
-        return self.measured_peak_bytes <= self.limit_bytes
+        """Whether the measured peak stayed within the limit, if there is one."""
+        return self.limit_bytes is None or self.measured_peak_bytes <= self.limit_bytes
 
     @property
     def error(self) -> float:
@@ -352,10 +352,11 @@ class Proof:
 
     def line(self) -> str:
         """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit 1.25 GiB"."""
+        limit = "no limit was given" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
         verdict = "" if self.holds else ": BREACHED"
         return (
             f"proof: predicted peak {format_bytes(self.predicted_peak_bytes)}, measured peak "
-            f"{format_bytes(self.measured_peak_bytes)}, limit {format_bytes(self.limit_bytes)}{verdict}"
+            f"{format_bytes(self.measured_peak_bytes)}, {limit}{verdict}"
         )
 
     def check(self, *, is_torn: bool = False) -> None:
