@@ -230,7 +230,7 @@ def problem_of_save(saved: Path) -> str | None:
         with safe_open(saved / "model.safetensors", framework="numpy") as file:
             for key in file.keys():  # noqa: SIM118, it is no dictionary
                 file.get_slice(key)
-        json.loads((saved / "trainer_state.json").read_text())
+        json.loads((saved / "memfit_state.json").read_text())
     except (SafetensorError, OSError, ValueError) as error:
         return f"the save is not whole: {type(error).__name__}: {error}"
     return None

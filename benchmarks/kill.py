@@ -469,7 +469,7 @@ def check_save(directory: Path) -> str | None:
             with safe_open(saved / name, framework="numpy") as file:
                 for key in file.keys():  # noqa: SIM118, it is no dictionary
                     file.get_slice(key)
-        steps = json.loads((saved / "trainer_state.json").read_text())["steps"]
+        steps = json.loads((saved / "memfit_state.json").read_text())["steps"]
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         return f"the save is not whole: {type(error).__name__}: {error}"
     return None if steps % 2 == 0 else f"the save is of step {steps}"

@@ -25,7 +25,7 @@ from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.run_store import RunStore
 
 RUN_FILES = ("manifest.json", "homes-0.bin", "state-0.bin", "state-1.bin", "lock")
-SAVE_FILES = ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "model.safetensors.index.json")
+SAVE_FILES = ("model.safetensors", "optimizer.safetensors", "memfit_state.json", "model.safetensors.index.json")
 PATIENCE_S = 60
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import memfit
 from faults.small_run import PLANS, WIDTH, adamw, build, draw, loss, profile
+from memfit.api.saving import load
 from memfit.core.errors import MemfitError, StoreError, UsageError
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
@@ -52,7 +53,7 @@ def test_a_run_goes_on_from_its_save(tmp_path: Path) -> None:
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q), name
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "model.safetensors", "optimizer.safetensors", "trainer_state.json",
+        "memfit_state.json", "model.safetensors", "optimizer.safetensors",
     ]  # fmt: skip
 
 
@@ -60,10 +61,10 @@ def test_a_save_that_does_not_fit_is_refused_and_the_model_is_an_ordinary_one(tm
     job, model, _, _ = _fit()
     job.save(tmp_path / "out")
     job.close()
-    path = tmp_path / "out" / "trainer_state.json"
+    path = tmp_path / "out" / "memfit_state.json"
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "steps": -1}))
-    with pytest.raises(StoreError, match="trainer_state"):
+    with pytest.raises(StoreError, match="memfit_state"):
         _fit(resume=tmp_path / "out")
     path.write_text(json.dumps(document))
     sample = {"tokens": torch.zeros(8, 7, dtype=torch.int64)}
@@ -77,3 +78,45 @@ def test_a_save_that_does_not_fit_is_refused_and_the_model_is_an_ordinary_one(tm
     with pytest.raises(UsageError, match="has no"):
         memfit.fit(wide, adamw(wide), lambda m, x: m(x).mean(), torch.ones(2, WIDTH), resume=tmp_path / "out")
     assert wide(torch.ones(2, WIDTH)).isfinite().all()
+
+
+def test_a_save_under_the_old_name_of_its_state_is_read_and_replaced(tmp_path: Path) -> None:
+    job, _, optimizer, generator = _fit()
+    _train(job, optimizer, generator, 2)
+    job.save(tmp_path / "out")
+    job.close()
+    (tmp_path / "out" / "memfit_state.json").rename(tmp_path / "out" / "trainer_state.json")
+    again, *_ = _fit(resume=tmp_path / "out")
+    assert again.steps == 2
+    assert again.load(tmp_path / "out").steps == 2
+    again.save(tmp_path / "out")
+    again.close()
+    assert not (tmp_path / "out" / "trainer_state.json").exists(), "its weights are gone"
+
+
+def test_the_file_of_the_same_old_name_that_a_trainer_wrote_is_not_taken_for_ours(tmp_path: Path) -> None:
+    # The entries that transformers.Trainer writes, sorted, as in its TrainerState.save_to_json.
+    theirs = {"best_metric": None, "epoch": 1.0, "global_step": 7, "log_history": [{"step": 7}], "max_steps": 7}
+    job, model, optimizer, generator = _fit()
+    _train(job, optimizer, generator, 1)
+    job.save(tmp_path / "out")
+    (tmp_path / "out" / "memfit_state.json").unlink()
+    path = tmp_path / "out" / "trainer_state.json"
+    path.write_text(json.dumps(theirs, indent=2))
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.warns(UserWarning, match=r"Trainer.*optimizer\.pt"):
+        job.load(tmp_path / "out")
+    assert optimizer.param_groups[0]["lr"] == 0.5, "weights alone"
+    with pytest.raises(StoreError, match="checkpoint of transformers' Trainer"):
+        job.load_states(tmp_path / "out")
+    job.save(tmp_path / "out")
+    assert json.loads(path.read_text()) == theirs, "a save leaves the files of others"
+    optimizer.param_groups[0]["lr"] = 0.25
+    job.load(tmp_path / "out")
+    assert optimizer.param_groups[0]["lr"] == 0.5, "that of the save"
+    job.close()
+    (tmp_path / "out" / "memfit_state.json").unlink()
+    with pytest.raises(UsageError, match="checkpoint of transformers' Trainer"):
+        _fit(resume=tmp_path / "out")
+    with pytest.raises(StoreError, match="checkpoint of transformers' Trainer"):
+        load(tmp_path / "out", model)

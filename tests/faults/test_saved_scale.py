@@ -91,7 +91,7 @@ def test_a_scale_that_is_none_changes_nothing_and_none_is_as_before(tmp_path: Pa
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for lie in (3, "none", {"scale": 1.0}, whole | {"scale": -1.0}, whole | {"_growth_tracker": 1.5}):
         path.write_text(json.dumps(document | {"loss_scale": lie}))
-        with pytest.raises(StoreError, match="trainer_state"):
+        with pytest.raises(StoreError, match="memfit_state"):
             job.load(tmp_path)
         assert job.loss_scaler.state_dict() == scale
     with job.weights():

@@ -91,7 +91,7 @@ def files() -> dict[str, bytes]:
             "homes": homes,
             "tensors": shards[0].read_bytes(),
             "index": (place / "out" / "model.safetensors.index.json").read_bytes(),
-            "trainer": (place / "out" / "trainer_state.json").read_bytes(),
+            "trainer": (place / "out" / "memfit_state.json").read_bytes(),
             "hardware": MACHINE.to_json().encode(),
             "plan": small_run.PLANS["clipped"](small_run.profile("tied-and-frozen"))[0].to_json().encode(),
         }
@@ -380,7 +380,7 @@ def test_an_index_that_lies_is_refused(seed: int, place: Path) -> None:
 @given(seed=SEEDS)
 def test_a_trainer_state_that_lies_is_refused(seed: int, place: Path) -> None:
     chance = random.Random(seed)
-    path = place / "trainer_state.json"
+    path = place / "memfit_state.json"
     path.write_text(mutate_json(json.loads(files()["trainer"]), chance), errors="replace")
     refused_or_read(lambda: read_text(path), path.stat().st_size)
 

@@ -415,7 +415,7 @@ def test_files_of_others_stay_and_files_of_an_older_save_do_not(tmp_path: Path, 
     assert (target / "tokenizer.json").read_text() == "mine"
     assert (target / "link").readlink() == Path("tokenizer.json")
     assert sorted(p.name for p in target.iterdir()) == [
-        "link", "model.safetensors", "optimizer.safetensors", "tokenizer.json", "trainer_state.json",
+        "link", "memfit_state.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json",
     ]  # fmt: skip
 
 
@@ -575,14 +575,14 @@ def test_a_file_that_was_cut_short_is_a_clear_error(saved: Path, kept: int) -> N
     ],
 )
 def test_a_trainer_state_that_is_none_is_a_clear_error(saved: Path, text: str) -> None:
-    (saved / "trainer_state.json").write_text(text)
+    (saved / "memfit_state.json").write_text(text)
     model = fresh()
-    with pytest.raises(StoreError, match="trainer_state.json"):
+    with pytest.raises(StoreError, match="memfit_state.json"):
         load(saved, model, adamw(model))
 
 
 def test_an_index_cannot_name_files_elsewhere(saved: Path) -> None:
-    for name in ("../secret", "/etc/passwd", "trainer_state.json/..", 3, None, "notes.txt"):
+    for name in ("../secret", "/etc/passwd", "memfit_state.json/..", 3, None, "notes.txt"):
         (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"0.weight": name}}))
         with pytest.raises(StoreError, match="index"):
             load(saved, fresh())

@@ -25,7 +25,7 @@ from memfit.core.states import StateFormat
 from memfit.core.units import MIB, format_bytes, round_up
 from memfit.planning.rules import PlanChoice, choose_plan
 from memfit.profiling.batch import batch_rows
-from memfit.runtime.losses import knows_loss
+from memfit.runtime.losses import known_head, knows_loss
 
 # Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
 _BASE_VARIATION_BYTES = 4 * MIB
@@ -209,6 +209,7 @@ def _refusal(refusals: Sequence[DoesNotFitError], budget: Budget, load_bytes: in
 
 def chunk_tokens(model: nn.Module) -> int:
     """Tokens whose logits take about 64 MiB in fp32, a power of two of at least 32."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = known_head(model)
+    assert head is not None, "asked of models whose loss is known"
     tokens = (64 * MIB) // (4 * head.out_features)
     return max(32, 1 << max(0, tokens.bit_length() - 1))

@@ -43,7 +43,7 @@ from memfit.core.units import format_bytes
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import find_blocks
 from memfit.runtime.aside import WeightsAside
-from memfit.runtime.export.trainer import FILE_NAME as TRAINER_STATE_NAME
+from memfit.runtime.export.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.runtime.guard import is_away
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.store import Durability
@@ -207,7 +207,14 @@ def _save_in(directory: str | Path | None) -> Path | None:
     if directory is None:
         return None
     path = Path(directory).expanduser()
-    return path if (path / TRAINER_STATE_NAME).is_file() and not is_there(path / MANIFEST_NAME) else None
+    if is_there(path / MANIFEST_NAME):
+        return None
+    if state_file(path) is None and is_of_trainer(path / OLD_FILE_NAME):
+        raise UsageError(
+            f"resume={str(path)!r} is a checkpoint of transformers' Trainer, whose optimizer.pt memfit does not read: take its weights with "
+            "memfit.fit(weights=...), or go on with Trainer"
+        )
+    return path if state_file(path) is not None else None
 
 
 def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:

@@ -40,10 +40,26 @@ def other_sums(before: Plan, after: Plan) -> str | None:
 
 
 def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
-    """Raises `UnsupportedError` where the plan would train another model than the profile is of."""
+    """Raises `UnsupportedError` where the plan would train another model than the profile is of, or `PlanError` where it sends away what must stay."""
     if plan.microbatches > 1:
         _check_splits(profile)
     _check_written(plan, profile, is_committed=is_committed)
+    _check_spanning(plan, profile)
+
+
+def _check_spanning(plan: Plan, profile: Profile) -> None:
+    """Weights that are read where no call of theirs announces it must stay where they are."""
+    for block in profile.blocks:
+        home = plan.block(block.name).weight_home
+        if block.is_spanning and home is not Tier.DEVICE:
+            names = ", ".join(repr(p.name) for p in block.parameters[:3]) + (
+                ", ..." if len(block.parameters) > 3 else ""
+            )
+            raise PlanError(
+                f"the plan sends the weights of block {block.name!r} away (weight_home={home.value!r}), but {names} {'is' if len(block.parameters) == 1 else 'are'} "
+                "read outside of the calls of their module (by the loss, another module's forward, or a function that takes the weight): plan "
+                "weight_home='device' for it (gradients and states may still rest elsewhere), or let the code call the module"
+            )
 
 
 def _check_splits(profile: Profile) -> None:

@@ -8,7 +8,7 @@ In: a job's parts. Out: a directory that transformers' `from_pretrained` and pla
 | `model.safetensors.index.json`               | tensors once                                                             |
 | `config.json`, `generation_config.json`      | of a transformers model                                                  |
 | `optimizer.safetensors`                      | state tensors as `<parameter>.<key>`                                     |
-| `trainer_state.json`                         | settings of the groups, scalar states, steps, random numbers, loss       |
+| `memfit_state.json`                          | settings of the groups, scalar states, steps, random numbers, loss       |
 |                                              | scale, `extra`                                                           |
 """
 
@@ -50,17 +50,20 @@ from memfit.runtime.export.files import (
 from memfit.runtime.export.format import TensorEntry
 from memfit.runtime.export.index import weight_file_names
 from memfit.runtime.export.matching import Matched, match
-from memfit.runtime.export.names import STALE
+from memfit.runtime.export.names import STALE, is_stale
 from memfit.runtime.export.opening import open_weight_files
 from memfit.runtime.export.reader import TensorFile
 from memfit.runtime.export.replace import check_target, replacing
 from memfit.runtime.export.trainer import (
     FILE_NAME,
+    OLD_FILE_NAME,
     GroupState,
     TrainerState,
     check_room,
     class_name,
-    read_text,
+    is_of_trainer,
+    read_state,
+    state_file,
     write_text,
 )
 from memfit.runtime.export.writer import Pieces, write_tensors
@@ -199,7 +202,7 @@ def write_save(
         check_room(texts[FILE_NAME], saved_bytes)
     needed_bytes = saved_bytes + sum(len(text) for text in texts.values())
     check_target(target, needed_bytes=needed_bytes, operations=operations)
-    with replacing(target, stale=STALE, operations=operations) as new:
+    with replacing(target, stale=is_stale, operations=operations) as new:
         write_configs(new)
         for name, text in texts.items():
             _write_text(new / name, text, operations)
@@ -325,7 +328,7 @@ def load(
     with ExitStack() as stack:
         files = [stack.enter_context(TensorFile(source / name)) for name in weight_file_names(source, STALE)]
         weights = _match_weights(files, model, source)
-        trainer = read_text(source / FILE_NAME)
+        trainer = read_state(source)
         scale = _scale_of(trainer, source)
         if optimizer is None:
             _copy(weights)
@@ -485,10 +488,16 @@ def load_into_job(
         matched, unused = match(files, model, path)
         warn_of_unused(unused)
         states = None
-        if (path / FILE_NAME).exists():
+        if state_file(path) is not None:
             named = dict(model.named_parameters())
             states = _OpenStates(
                 path, stack, named, optimizer, driver, scaler=scaler, noise=noise, restore_random=restore_random
+            )
+        elif is_of_trainer(path / OLD_FILE_NAME):
+            warnings.warn(
+                f"{path} is a checkpoint of transformers' Trainer: its weights were loaded, its optimizer states and settings (optimizer.pt) were not",
+                UserWarning,
+                stacklevel=3,
             )
         fill({id(found.tensor): found for found in matched.values() if isinstance(found.tensor, nn.Parameter)})
         _copy([found for found in matched.values() if not isinstance(found.tensor, nn.Parameter)])
@@ -547,7 +556,7 @@ class _OpenStates:
         self._named = named
         self._scaler = scaler
         self._noise = noise
-        self._trainer = read_text(source / FILE_NAME)
+        self._trainer = read_state(source)
         self._file = stack.enter_context(TensorFile(source / OPTIMIZER_NAME))
         self._entries = _match_optimizer(self._file, self._trainer, named, optimizer, driver, source)
         self._random = _random_of(self._trainer, source) if restore_random else None

@@ -24,7 +24,12 @@ _DESCRIPTIVE = frozenset({
     "is_nested", "is_sparse_csr", "_version", "output_nr", "_base", "name", "nbytes", "itemsize", "grad_dtype", "retains_grad",
     "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__", "ndimension", "is_shared",
-    "is_signed", "is_inference", "_is_view", "get_device", "is_conj", "is_neg", "is_same_size", "has_names",
+    "is_signed", "is_inference", "_has_compatible_shallow_copy_type", "_is_view", "get_device", "is_conj", "is_neg", "is_same_size", "has_names",
+})  # fmt: skip
+
+# Conversions that return the tensor itself where it is already what they make it.
+_CONVERSIONS = frozenset({
+    "to", "type", "type_as", "cpu", "cuda", "xpu", "float", "double", "half", "bfloat16", "contiguous",
 })  # fmt: skip
 
 _NAMES = "_memfit_away"
@@ -70,10 +75,19 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(func.__self__, "__name__", name)
-    if name in _DESCRIPTIVE:
+    asks_for_kind = name == "type" and len(args) == 1 and not kwargs
+    if name in _DESCRIPTIVE or asks_for_kind:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+    if _changes_nothing(name, func, args, kwargs or {}):
+        return args[0] if name in _CONVERSIONS else None
     weight, block = _find_away([*args, *(kwargs or {}).values()])
+    if block and name in _CONVERSIONS:
+        held = args[0]
+        raise AwayError(
+            f"{name!r} would move or convert the weight {weight!r}, which rests in the home of block {block!r} as {held.dtype} for {held.device}: while a job "
+            "lives, only conversions that change nothing pass. Close the job (job.close()), convert the model, and fit again"
+        )
     if not block:
         raise AwayError(
             f"'{name}' needs the values of the weight {weight!r}, which has none yet: its model was built by memfit.empty, and memfit.fit gives each weight "
@@ -83,6 +97,25 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
         f"'{name}' needs the values of the weight {weight!r}, which are away: block {block!r} rests in its home between its uses. "
         f"To reach it: with job.weights({block!r}): ...   (job.weights() brings all; job.close() ends the visits for good)"
     )
+
+
+def _changes_nothing(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tests whether a conversion would give the tensor back as it is, or whether its `data` is set to itself, as `nn.Module.to` does then.
+
+    Hosts (trainers, accelerators) move every model that they are given to the device where it is already.
+    """
+    if name == "data":
+        return len(args) == 2 and args[1] is args[0]
+    if name not in _CONVERSIONS or not is_away(args[0]):
+        return False
+    held = args[0]
+    wanted = kwargs.get("memory_format", torch.contiguous_format if name == "contiguous" else torch.preserve_format)
+    if wanted not in (None, torch.preserve_format) and not held.is_contiguous(memory_format=wanted):
+        return False
+    # Without elements there are no values to convert: what a conversion does to it depends on dtype and device alone.
+    probe = torch.empty((0,) * held.dim(), dtype=held.dtype, device=held.device)
+    options = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    return func(probe, *args[1:], **options) is probe
 
 
 def _find_away(arguments: list[Any]) -> tuple[str, str]:

@@ -151,14 +151,21 @@ def chunked_cross_entropy(
 
 def knows_loss(model: nn.Module) -> bool:
     """The model computes transformers' causal language loss from a linear head, which `chunked_head` can take over."""
-    return _owner(model) is not None
+    return known_head(model) is not None
+
+
+def known_head(model: nn.Module) -> nn.Linear | None:
+    """The head whose logits `chunked_head` would not let be whole; None for a model that computes no such loss."""
+    owner = _owner(model)
+    return None if owner is None else owner.get_output_embeddings()
 
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
     """While the context lasts, the model's loss runs in chunks: the head hands its input on, and the loss calls the head with the targets.
 
-    The model's output then carries hidden states where its logits would be; only the loss is meant.
+    The model's output then carries hidden states where its logits would be. Only the loss may be read from it: whoever reads the logits gets an error, never
+    hidden states.
 
     Raises:
         UnsupportedError: not a model that `knows_loss`.
@@ -181,7 +188,7 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
     def forward(hidden: Tensor, target: Tensor | None = None, count: float | None = None) -> Tensor:
         if target is None:
             calls["head"] += 1
-            deferred[:] = [hidden.view_as(hidden)]
+            deferred[:] = [_withheld(hidden.view_as(hidden))]
             return deferred[0]
         return chunked_cross_entropy(
             hidden, head.weight, target, bias=head.bias, count=count, chunk_tokens=chunk_tokens
@@ -201,11 +208,12 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
                 "the model changes its logits between the head and the loss (a soft cap, a scale), so the loss cannot run in chunks: plan loss_chunk_tokens=None"
             )
         deferred.clear()
+        states = _handed_on(logits)
         calls["loss"] += 1
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
         count = None if num_items_in_batch is None else float(num_items_in_batch)
-        return head(logits.reshape(-1, logits.shape[-1]), shift_labels.reshape(-1).to(logits.device), count)
+        return head(states.reshape(-1, states.shape[-1]), shift_labels.reshape(-1).to(states.device), count)
 
     head.forward = forward
     owner.loss_function = loss_function  # type: ignore[assignment]
@@ -226,6 +234,49 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
         else:
             vars(owner).pop("_loss_function", None)
         deferred.clear()
+
+
+# What tells nothing of values or width; the first row is what the engine reads of the outputs of a call.
+_DESCRIPTIVE = frozenset({
+    "grad_fn", "requires_grad", "is_leaf", "register_hook", "untyped_storage", "_version", "_backward_hooks", "output_nr", "is_sparse",
+    "dtype", "device", "layout", "ndim", "dim",
+})  # fmt: skip
+_withheld_classes: dict[type, type] = {}
+
+
+def _withheld(states: Tensor) -> Tensor:
+    """The tensor, which holds hidden states under the name of logits, wearing a class whose operations raise `UnsupportedError`."""
+    kind = type(states)
+    if kind not in _withheld_classes:
+        own = {"__torch_function__": classmethod(_refuse_logits), "_memfit_plain_class": kind}
+        _withheld_classes[kind] = type(kind.__name__, (kind,), own)
+    states.__class__ = _withheld_classes[kind]
+    return states
+
+
+def _handed_on(logits: Tensor) -> Tensor:
+    """The hidden states of a withheld tensor, for the loss."""
+    withheld: Any = type(logits)
+    logits.__class__ = withheld._memfit_plain_class
+    try:
+        return logits.view_as(logits)
+    finally:
+        logits.__class__ = withheld
+
+
+def _refuse_logits(
+    _cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", name)
+    if name in _DESCRIPTIVE:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    raise UnsupportedError(
+        f"{name!r} needs the logits, which are never whole while the loss runs in chunks: plan loss_chunk_tokens=None where logits are read beside "
+        "the model's own loss, or changed before it"
+    )
 
 
 def _owner(model: nn.Module) -> Any:

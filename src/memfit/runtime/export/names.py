@@ -9,17 +9,25 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.runtime.export.trainer import OLD_FILE_NAME, is_of_trainer
 
 STALE = re.compile(
-    r"model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors|registered\.safetensors|trainer_state\.json"
+    r"model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors|registered\.safetensors|memfit_state\.json"
 )
 """Files that a new save replaces even where it has no file of that name."""
+
+
+def is_stale(path: Path) -> bool:
+    """Tests whether a new save replaces a file of an older one, even where it has no file of that name."""
+    is_old_state = path.name == OLD_FILE_NAME and not is_of_trainer(path)
+    return is_old_state or STALE.fullmatch(path.name) is not None
 
 
 _EXTRA_STATE = "_extra_state"

@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from memfit.core.errors import StoreError, UsageError
@@ -78,12 +78,12 @@ def check_target(target: Path, *, needed_bytes: int, operations: FileOperations)
 
 
 @contextlib.contextmanager
-def replacing(target: Path, *, stale: re.Pattern[str], operations: FileOperations) -> Iterator[Path]:
+def replacing(target: Path, *, stale: Callable[[Path], bool], operations: FileOperations) -> Iterator[Path]:
     """Gives a new directory; when the `with` ends without an error, it is the target.
 
     Args:
         target: absolute, links resolved.
-        stale: names of the old directory that are not carried over.
+        stale: tells which files of the old directory are not carried over.
         operations: the system calls.
 
     Raises:
@@ -112,11 +112,11 @@ def replacing(target: Path, *, stale: re.Pattern[str], operations: FileOperation
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _put_in_place(new: Path, target: Path, stale: re.Pattern[str], operations: FileOperations) -> None:
+def _put_in_place(new: Path, target: Path, stale: Callable[[Path], bool], operations: FileOperations) -> None:
     if target.exists():
         new.chmod(stat.S_IMODE(target.stat().st_mode))
         for entry in target.iterdir():
-            if not stale.fullmatch(entry.name) and not (new / entry.name).exists():
+            if not stale(entry) and not (new / entry.name).exists():
                 _carry_over(entry, new / entry.name)
     for entry in new.iterdir():
         if not entry.is_symlink():

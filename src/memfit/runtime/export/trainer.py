@@ -1,6 +1,10 @@
-"""`trainer_state.json`: what continues a run beside weights and large optimizer states.
+"""`memfit_state.json`: what continues a run beside weights and large optimizer states.
 
 In: an optimizer's settings, scalar states, the random numbers' place, the step. Out: JSON text; and the same back, checked.
+
+[Note: two programs, one name]
+Until version 0.1 the file was called `trainer_state.json`, as that of transformers' `Trainer` is, which writes its own into the same directories and would overwrite
+ours. Saves with the old name are read still; a file of that name which has `Trainer`'s entries is not memfit's, and is left where it is.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ from memfit.runtime.export.values import decode_value, encode_value
 from memfit.runtime.store.explain import explain
 
 FORMAT = 1
-FILE_NAME = "trainer_state.json"
+FILE_NAME = "memfit_state.json"
+OLD_FILE_NAME = "trainer_state.json"
 # Numbers of a hundred thousand parameters; what is larger was not written by memfit.
 _LIMIT_BYTES = 256 * MIB
 _COPIES = 2
 """Of the values: as JSON has them, and as they were."""
+_HEAD_BYTES = 64 << 10
+"""Holds the names by which the files of two programs are told apart: memfit writes its own first, and `Trainer` sorts its entries, the long one last but few."""
 _DEEPEST = 300
 """Settings and `extra` may be nested as `encode_value` found them, two containers a level."""
 
@@ -132,6 +139,44 @@ def check_room(text: str | bytes, saved_bytes: int) -> None:
 
 def _room_bytes(saved_bytes: int) -> int:
     return (ROOM_BYTES + saved_bytes) // _COPIES
+
+
+def state_file(directory: Path) -> Path | None:
+    """The file in a directory that memfit saved into, under its present or its old name; None where there is none.
+
+    See [Note: two programs, one name].
+    """
+    present, old = directory / FILE_NAME, directory / OLD_FILE_NAME
+    if present.is_file():
+        return present
+    return old if old.is_file() and not is_of_trainer(old) else None
+
+
+def is_of_trainer(path: Path) -> bool:
+    """Tests whether a file is the `trainer_state.json` of transformers' `Trainer`."""
+    if path.name != OLD_FILE_NAME or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False  # reading it as ours tells the reason
+    return b'"made_by"' not in head and b'"global_step"' in head and b'"log_history"' in head
+
+
+def read_state(directory: Path) -> TrainerState:
+    """Reads and checks the file of a directory.
+
+    Raises:
+        StoreError: as `read_text`; or the directory is a checkpoint of transformers' `Trainer`.
+    """
+    found = state_file(directory)
+    if found is None and is_of_trainer(directory / OLD_FILE_NAME):
+        raise StoreError(
+            f"{directory} is a checkpoint of transformers' Trainer, whose optimizer.pt memfit does not read: take its weights with memfit.fit(weights=...), "
+            "or go on with Trainer"
+        )
+    return read_text(directory / FILE_NAME if found is None else found)
 
 
 def read_text(path: Path) -> TrainerState:
