@@ -85,8 +85,8 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     if block and name in _CONVERSIONS:
         held = args[0]
         raise AwayError(
-            f"{name!r} would move or convert the weight {weight!r}, which rests in the home of block {block!r} as {held.dtype} for {held.device}: while a job "
-            "lives, only conversions that change nothing pass. Close the job (job.close()), convert the model, and fit again"
+            f"{name!r} would move or convert the weight {weight!r}, which rests in the home of block {block!r} as {held.dtype} for {held.device}; only what changes "
+            f"nothing passes. To read it: with job.weights({block!r}): ...   To convert the model: job.close(), convert it, and fit again"
         )
     if not block:
         raise AwayError(
