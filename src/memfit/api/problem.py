@@ -17,7 +17,7 @@ from torch import nn
 from memfit.api.machine import device_of
 from memfit.api.setting import training_setting
 from memfit.core.documents import read_document
-from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
 from memfit.core.hardware import Hardware
 from memfit.core.plan import Plan
@@ -27,7 +27,9 @@ from memfit.core.states import StateFormat
 from memfit.core.units import MIB
 from memfit.profiling.batch import batch_rows
 from memfit.profiling.blocks import BlockMap
+from memfit.profiling.measuring import Watch, Workspaces
 from memfit.profiling.trace import profile_step
+from memfit.runtime.allocator import install
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.forgetful import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
 from memfit.runtime.inputs import casting_inputs
@@ -71,6 +73,7 @@ class Problem:
     block_map: BlockMap
     aside: WeightsAside | None = None
     caches: CacheChoice = field(default_factory=CacheChoice)
+    workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
 
     @property
     def casts(self) -> list[nn.Module]:
@@ -133,17 +136,20 @@ class Problem:
             loss = in_half(loss, device_of(self.model).type)
         arguments = (self.model, first_of(loss), batch, self.block_map)
         sizes = sorted({-(-rows // k) for k in counts})
+        options: dict[str, Any] = {
+            "rows": sizes, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces
+        }  # fmt: skip
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),
             casting_inputs(self.casts, torch.bfloat16 if is_bf16 else None),
         ):
             try:
-                found = profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+                found = profile_step(*arguments, **options)
             except AwayError:
                 if self.aside is None:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
-                found = profile_step(*arguments, rows=sizes, state_bytes=states, compute_dtype=compute)
+                found = profile_step(*arguments, **options)
         return replace(found, updates=updates)
 
     def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
@@ -186,6 +192,14 @@ class Problem:
                 encoded_elements=encoded,
             )
         return found
+
+
+def _watch() -> Watch | None:
+    """Memfit's allocator, as what operations take is measured with; None on a machine without a compiler."""
+    try:
+        return install().hidden_bytes
+    except TierUnavailableError:
+        return None
 
 
 def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:

@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.core.errors import UnsupportedError
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
+from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, is_selected, reads_batch_statistics, run_operation
 from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors
 from memfit.profiling.values import Values
-from memfit.profiling.workspaces import workspace_bytes
 
 aten = torch.ops.aten
 
@@ -124,10 +124,11 @@ class Recorder(TorchDispatchMode):
 
     Args:
         sites: where calls begin and end, by `id` of the module.
-        values: whether known values of fake tensors are followed.
+        follows_values: whether known values of fake tensors are followed.
+        workspaces: what operations take inside themselves.
     """
 
-    def __init__(self, sites: Mapping[int, Site], *, follows_values: bool) -> None:
+    def __init__(self, sites: Mapping[int, Site], *, follows_values: bool, workspaces: Workspaces) -> None:
         super().__init__()
         self.sites = sites
         self.events: list[tuple[Event, StorageRecord | None, int]] = []
@@ -146,6 +147,7 @@ class Recorder(TorchDispatchMode):
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int] | None = None
         self._values = Values(self._is_trusted, self._distrust) if follows_values else None
         self._origins = Origins()
+        self._workspaces = workspaces
 
     # -- what is known before the step -------------------------------------------------------------------------
 
@@ -271,7 +273,7 @@ class Recorder(TorchDispatchMode):
         return record
 
     def _note_operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        workspace = workspace_bytes(func, args, out)
+        workspace = self._workspaces.bytes_of(func, args, kwargs, out)
         if workspace:
             self.events.append((Event.WORKSPACE, None, workspace))
         segments = self.backward if self.is_backward else self.forward

@@ -10,8 +10,8 @@ as the program itself holds it (`held_until`). The second run saves, and goes ba
 numbers and the same model state.
 
 [Note: what a trace does not see]
-Memory inside operations is added from a table (`workspaces`); the allocator's rounding, libraries' own caches and
-compiled code are not seen.
+Memory inside operations is added from a table (`workspaces`) or measured (`measuring`); the allocator's rounding, libraries'
+own caches and compiled code are not seen.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.batch import batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
+from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, storage_resizes
 from memfit.profiling.standins import fake_like, stand_ins, untouched_generators
 from memfit.profiling.summary import summarize
@@ -63,6 +64,7 @@ def profile_step(
     state_bytes: Mapping[str, int] | None = None,
     trace: Source = "auto",
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
+    workspaces: Workspaces | None = None,
 ) -> Profile:
     """Traces forward and backward of a microbatch of each of several sizes.
 
@@ -78,6 +80,7 @@ def profile_step(
             tells which it was.
         compute_dtype: in which the step is to run, whatever the model's weights are now. A real trace then holds weights of that dtype
             beside the model's own.
+        workspaces: what operations take inside themselves; None: only what the table knows.
 
     Returns:
         Blocks in the order of their first call; blocks whose weights are read outside of every call are spanning.
@@ -91,7 +94,14 @@ def profile_step(
     sizes = sorted(set(rows)) if rows is not None else [whole]
     if not sizes or sizes[0] < 1 or sizes[-1] > whole:
         raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
-    setting = _Setting(model=model, loss=loss, batch=batch, block_map=block_map, compute=compute_dtype)
+    setting = _Setting(
+        model=model,
+        loss=loss,
+        batch=batch,
+        block_map=block_map,
+        compute=compute_dtype,
+        workspaces=workspaces or Workspaces(),
+    )
     _check_known_parameters(setting)
     _check_dense(setting)
     traced, source, reason = _trace_sizes(setting, sizes, trace)
@@ -127,6 +137,7 @@ class _Setting:
     batch: Any
     block_map: BlockMap
     compute: ComputeDtype
+    workspaces: Workspaces
 
 
 def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tuple[list[Traced], str, str]:
@@ -254,7 +265,8 @@ def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:
 
 def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Recorder:
     """One run of the loss on stand-ins: forward, and backward if `is_whole`."""
-    recorder = Recorder({id(site.module): site for site in setting.block_map.sites}, follows_values=is_fake)
+    sites = {id(site.module): site for site in setting.block_map.sites}
+    recorder = Recorder(sites, follows_values=is_fake, workspaces=setting.workspaces)
     device = next((t.device for t in contained_tensors(setting.batch)), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(untouched_generators())

@@ -17,8 +17,10 @@ by the scratch of half-precision products:
 | indexing by a mask                  | the positions: 8 bytes for each dimension of the mask and each hit             |
 | LSTM layer forward, backward        | reordered weights and the gates of all steps                                   |
 | inverse, solve                      | a copy of the matrix                                                           |
+| logarithm of a sum of exponentials  | the exponentials: a copy of the input; the maxima and their logarithms         |
 
-fp32 products, norms, softmax, cross-entropy and embeddings have none. Other devices: none is modelled; measure there.
+fp32 products of matrices that lie row by row or column by column have none, nor has what treats elements one by one in
+one dtype and in the order in which they lie. Of everything else the table is silent, and `measuring` finds out. Other devices: none is modelled; measure there.
 """
 
 from __future__ import annotations
@@ -36,21 +38,39 @@ _HALF = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
 
-def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
+def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int | None:
     """Bytes that one operation holds inside itself beyond its arguments and results (see the table above).
 
     Args:
         func: the operator, as a dispatch mode receives it.
         args: its positional arguments.
         out: its result.
+
+    Returns:
+        None where the table is silent.
     """
     formula = _FORMULAS.get(func._overloadpacket)
     if formula is None:
-        return 0
+        return 0 if func.is_view or _is_elementwise(func, args, out) else None
     first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     if first is None or first.device.type != "cpu":
         return 0
     return formula(args, out)
+
+
+# Masks are read as they are.
+_MASKED = (aten.where, aten.masked_fill, aten.masked_fill_)
+
+
+def _is_elementwise(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """It treats elements one by one, in one dtype and in the order in which they lie; else operands may be converted or copied first, whole."""
+    if torch.Tag.pointwise not in func.tags or not isinstance(out, torch.Tensor):
+        return False
+    read = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+    if func._overloadpacket in _MASKED:
+        read = [arg for arg in read if arg.dtype is not torch.bool]
+    kinds = {arg.dtype for arg in read} | ({out.dtype} - {torch.bool})
+    return len(kinds) <= 1 and all(tensor.is_contiguous() for tensor in read)
 
 
 def _convolution(args: Sequence[Any], out: torch.Tensor) -> int:
@@ -104,12 +124,24 @@ def _flash_backward(args: Sequence[Any], _: Any) -> int:
     return torch.get_num_threads() * tile + scratch + copied
 
 
-def _product(args: Sequence[Any], out: torch.Tensor) -> int:
+def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
     operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if out.dtype not in _HALF:
-        return 0
+        return 0 if all(_is_dense(operand) for operand in operands[-2:]) else None
     # The last two are the factors (addmm has its summand first).
     return min(_HALF_SCRATCH_BYTES, _SCRATCH_BYTES + sum(operand.nbytes for operand in operands[-2:]))
+
+
+def _is_dense(matrix: torch.Tensor) -> bool:
+    """A matrix (or a batch of them) as BLAS takes it: by rows or by columns, one after the other."""
+    rows, columns = matrix.shape[-2:]
+    down, across = matrix.stride()[-2:]
+    lies_so = (across == 1 and down >= columns) or (down == 1 and across >= rows)
+    return lies_so and (matrix.dim() == 2 or matrix.stride(0) >= rows * columns or matrix.shape[0] == 1)
+
+
+def _log_of_sum(args: Sequence[Any], out: torch.Tensor) -> int:
+    return args[0].numel() * out.element_size() + 4 * out.nbytes
 
 
 def _masked_index(args: Sequence[Any], out: torch.Tensor) -> int:
@@ -164,7 +196,7 @@ def _rounded(channels: int) -> int:
     return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
-_FORMULAS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+_FORMULAS: dict[Any, Callable[[Sequence[Any], Any], int | None]] = {
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
@@ -180,4 +212,5 @@ _FORMULAS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.mkldnn_rnn_layer_backward: _lstm_backward,
     aten.linalg_inv_ex: _matrix_copy,
     aten.linalg_solve_ex: _matrix_copy,
+    aten.logsumexp: _log_of_sum,
 }

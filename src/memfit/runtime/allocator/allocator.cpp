@@ -71,7 +71,7 @@ const char* const kLedgerNames[kLedgers] = {"device", "host"};
 
 struct Account {
   std::int64_t live = 0, peak = 0, mapped = 0, mapped_peak = 0, pooled = 0, arena = 0, placed = 0, blocks = 0,
-  allocations = 0, used_peak = 0; std::int64_t limit = kNoLimit;
+  allocations = 0, used_peak = 0, watched_peak = 0; std::int64_t limit = kNoLimit;
 
   std::int64_t used() const {
     return mapped - pooled;
@@ -202,6 +202,9 @@ void count_live(Account& account, std::size_t bytes) {
   account.allocations += 1;
   if (account.live > account.peak) {
     account.peak = account.live;
+  }
+  if (account.live > account.watched_peak) {
+    account.watched_peak = account.live;
   }
 }
 
@@ -534,7 +537,7 @@ struct MemfitStats {
 };
 
 int memfit_interface() {
-  return 1;
+  return 2;
 }
 
 const char* memfit_last_error() {
@@ -581,6 +584,19 @@ void memfit_reset_peak(int ledger) {
   Lock lock(s.mutex);
   s.accounts[ledger].peak = s.accounts[ledger].live;
   s.accounts[ledger].mapped_peak = s.accounts[ledger].mapped;
+}
+
+// A second peak of live bytes, for whoever looks at one operation while others keep their own peak. Starts it again.
+void memfit_watch(int ledger) {
+  State& s = state();
+  Lock lock(s.mutex);
+  s.accounts[ledger].watched_peak = s.accounts[ledger].live;
+}
+
+std::int64_t memfit_watched_peak(int ledger) {
+  State& s = state();
+  Lock lock(s.mutex);
+  return s.accounts[ledger].watched_peak;
 }
 
 void memfit_set_limit(int ledger, std::int64_t bytes) {

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,6 +113,18 @@ class Allocator:
     def reset_peak(self, ledger: Ledger = "device") -> None:
         """Starts both peaks again at what is live and mapped now."""
         self._library.memfit_reset_peak(_index(ledger))
+
+    def hidden_bytes(self, run: Callable[[], object]) -> int:
+        """Runs an operation, and tells the most bytes that were live meanwhile above what is live after it, with its result held.
+
+        The peaks of `stats` and those who reset them are not disturbed. What other threads allocate meanwhile is counted with it.
+        """
+        self._library.memfit_watch(_LEDGERS["device"])
+        result = run()
+        peak = int(self._library.memfit_watched_peak(_LEDGERS["device"]))
+        left = self.stats().live_bytes
+        del result
+        return max(0, peak - left)
 
     def set_limit(self, limit_bytes: int | None, ledger: Ledger = "device") -> None:
         """Sets or lifts the limit on the ledger's mapped bytes.
@@ -278,6 +290,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("memfit_set_ledger", number, [number]),
         ("memfit_stats", None, [number, pointer]),
         ("memfit_reset_peak", None, [number]),
+        ("memfit_watch", None, [number]),
+        ("memfit_watched_peak", i64, [number]),
         ("memfit_set_limit", None, [number, i64]),
         ("memfit_pool_limit", i64, []),
         ("memfit_set_pool_limit", None, [i64]),

@@ -1,0 +1,193 @@
+"""What operations take inside themselves: as foretold, beside what memfit's allocator counts while they run in a plain step.
+
+Independent roads: the prediction comes from the table or from runs on small tensors of its own; the measurement is of each operation of plain PyTorch,
+at its own size, with the model's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.profiling.measuring import Workspaces
+from memfit.profiling.trees import operator_tensors
+from memfit.runtime.allocator import Allocator, install
+from memfit.runtime.losses import chunked_cross_entropy
+
+# Operations on less than 64 KiB are not looked at, and what they take beyond their arguments is small too.
+SLACK_BYTES = 192 << 10
+aten = torch.ops.aten
+
+
+class Walk(TorchDispatchMode):
+    """Compares each operation that is run under it; keeps those that took more than was foretold, and of each operator the largest."""
+
+    def __init__(self, allocator: Allocator, workspaces: Workspaces) -> None:
+        super().__init__()
+        self.low: list[str] = []
+        self.seen: dict[str, tuple[int, int]] = {}
+        self._allocator, self._workspaces = allocator, workspaces
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        results: list[Any] = []
+        taken = self._allocator.hidden_bytes(lambda: results.append(func(*args, **kwargs)))
+        foretold = self._workspaces.bytes_of(func, args, kwargs, results[0])
+        if taken > foretold * 1.05 + SLACK_BYTES:
+            shapes = [tuple(t.shape) for t in operator_tensors((args, kwargs))]
+            self.low.append(f"{func} of {shapes}: {taken} bytes taken, {foretold} foretold")
+        self.seen[str(func)] = max(self.seen.get(str(func), (0, 0)), (taken, foretold))
+        return results[0]
+
+
+def walk(run: Callable[[], Tensor]) -> Walk:
+    allocator = install()
+    found = Walk(allocator, Workspaces(allocator.hidden_bytes))
+    with found:
+        run().backward()
+    return found
+
+
+def model_step(config: str, head: str, batch: Callable[[], dict[str, Tensor]], **settings: Any) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        import transformers
+
+        model = getattr(transformers, head)(getattr(transformers, config)(**settings)).train()
+        return model(**batch()).loss
+
+    return run
+
+
+def text(vocabulary: int) -> dict[str, Tensor]:
+    tokens = torch.randint(3, vocabulary, (4, 64))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def pictures(size: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.randint(0, 9, (2,))}
+
+
+_TEXT: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4000}
+_SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+
+STEPS: dict[str, Callable[[], Tensor]] = {
+    "llama": model_step("LlamaConfig", "LlamaForCausalLM", lambda: text(4000), **_TEXT, **_SPECIAL, intermediate_size=256, num_key_value_heads=2),
+    "eager": model_step("LlamaConfig", "LlamaForCausalLM", lambda: text(4000), **_TEXT, **_SPECIAL, intermediate_size=256, attn_implementation="eager"),
+    "mixtral": model_step(
+        "MixtralConfig", "MixtralForCausalLM", lambda: text(4000), **_TEXT, **_SPECIAL, intermediate_size=256, num_local_experts=4,
+        num_key_value_heads=2, output_router_logits=True,
+    ),
+    "t5": model_step(
+        "T5Config", "T5ForConditionalGeneration", lambda: text(2000), d_model=128, d_kv=32, num_heads=4, num_layers=1, d_ff=256, vocab_size=2000,
+        use_cache=False, decoder_start_token_id=0,
+    ),
+    "bert": model_step("BertConfig", "BertForMaskedLM", lambda: text(4000), **_TEXT, intermediate_size=256),
+    "vit": model_step(
+        "ViTConfig", "ViTForImageClassification", lambda: pictures(128), hidden_size=128, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=256, image_size=128, patch_size=8, num_labels=10,
+    ),
+    "resnet": model_step(
+        "ResNetConfig", "ResNetForImageClassification", lambda: pictures(96), embedding_size=32, hidden_sizes=[64, 128], depths=[1, 1], num_labels=10
+    ),
+    "convnext": model_step(
+        "ConvNextConfig", "ConvNextForImageClassification", lambda: pictures(96), hidden_sizes=[64, 128], depths=[1, 1], num_stages=2, num_labels=10
+    ),
+    "mamba": model_step(
+        "MambaConfig", "MambaForCausalLM", lambda: {k: v[:, :16] for k, v in text(2000).items()}, hidden_size=128, num_hidden_layers=1, state_size=16,
+        vocab_size=2000, use_cache=False, use_mambapy=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_operation_of_a_plain_step_takes_more_inside_than_is_foretold(name: str) -> None:
+    torch.manual_seed(0)
+    found = walk(STEPS[name])
+    assert not found.low, "\n".join(found.low)
+    assert len(found.seen) > 20
+
+
+class Assorted(nn.Module):
+    """Operators that common models do not have; each takes something inside itself, for some layout or dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.GroupNorm(8, 64), nn.Conv1d(256, 64, 3, padding=1)
+        self.up, self.bilinear = nn.ConvTranspose2d(64, 32, 2, 2), nn.Bilinear(64, 64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = x.transpose(1, 2)
+        mixed = self.norm(self.mix(turned))
+        image = self.up(mixed.reshape(len(x), 64, 8, -1))
+        found = [
+            x.logsumexp(1), x.logcumsumexp(1), x.std(1), x.sort(-1)[0], x.topk(8, 1)[0], x.cumsum(1), (x.tanh() + 1.1).cumprod(-1), x.norm(dim=1), x.prod(-1),
+            (x.double() * x).float(), x.bfloat16() + x, x * (x > 0), turned.roll(3, 1), functional.gelu(turned), functional.glu(x), x.softmax(1),
+            torch.cdist(x, x), torch.einsum("btd,bsd->bts", turned, turned), functional.layer_norm(turned, (turned.shape[-1],)), functional.mish(turned),
+            functional.interpolate(image, scale_factor=2, mode="bilinear"), functional.unfold(image, 3), functional.adaptive_avg_pool2d(image, 4),
+            self.bilinear(x[..., :64].contiguous(), x[..., 64:128].contiguous()), functional.pad(x, (2, 2), mode="reflect"), x[x > 0], x.median(1)[0],
+            torch.fft.irfft(torch.fft.rfft(x, dim=1), n=x.shape[1], dim=1), functional.dropout(x, 0.3),
+            x.index_select(1, torch.arange(100)), x.quantile(0.5, dim=-1), functional.grid_sample(image, torch.zeros(4, 40, 40, 2), align_corners=False),
+            functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.1), torch.linalg.cholesky(x @ turned + 300 * torch.eye(128)),
+            torch.linalg.qr(x[..., :64])[0], functional.cross_entropy(turned, torch.zeros(len(x), 128, dtype=torch.long)),
+        ]  # fmt: skip
+        return sum((one.float().mean() for one in found), x.new_zeros(()))
+
+
+def test_operators_that_copy_for_some_layout_or_dtype_are_foretold_too() -> None:
+    torch.manual_seed(0)
+    model = Assorted()
+    x = torch.randn(4, 128, 256, requires_grad=True)
+    found = walk(lambda: model(x))
+    assert not found.low, "\n".join(found.low)
+    takers = [name for name, (taken, _) in found.seen.items() if taken > SLACK_BYTES]
+    assert len(takers) > 12, "the operators chosen do not take anything"
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 20_000])
+def test_the_loss_in_chunks_is_foretold(vocabulary: int) -> None:
+    hidden, weight = (torch.randn(n, 64, requires_grad=True) for n in (96, vocabulary))
+    found = walk(lambda: chunked_cross_entropy(hidden, weight, torch.randint(0, vocabulary, (96,)), chunk_tokens=64))
+    assert not found.low, "\n".join(found.low)
+    assert found.seen["aten.logsumexp.default"][0] > 64 * vocabulary * 4
+
+
+@pytest.mark.parametrize("size", [64, 300, 1100])
+def test_a_small_run_tells_of_a_large_operation(size: int) -> None:
+    allocator = install()
+    workspaces = Workspaces(allocator.hidden_bytes)
+    wide = torch.randn(8, size, size)
+    cases: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.logcumsumexp.default, (wide, 1)),
+        (aten.add.Tensor, (wide, wide.double())),
+        (aten.gelu.default, (wide.transpose(1, 2),)),
+        (aten.bmm.default, (wide[:, ::2].transpose(0, 1)[:8].expand(8, -1, -1)[:, :8, ::2], wide[:, ::2, ::2][:, : (size + 1) // 2])),
+        (aten.sum.dim_IntList, (wide > 0, [1])),
+        (aten._euclidean_dist.default, (wide, wide)),
+    ]  # fmt: skip
+    for func, args in cases:
+        results: list[Any] = []
+        taken = allocator.hidden_bytes(lambda f=func, a=args, r=results: r.append(f(*a)))
+        foretold = workspaces.bytes_of(func, args, {}, results[0])
+        assert taken <= foretold * 1.02 + SLACK_BYTES, func
+        assert foretold <= taken * 1.3 + SLACK_BYTES, func
+
+
+def test_a_measurement_draws_no_random_numbers_and_holds_nothing() -> None:
+    allocator = install()
+    x = torch.ones(1 << 20)
+    out = torch.ops.aten.native_dropout.default(x, 0.5, True)
+    before, live = torch.get_rng_state(), allocator.stats().live_bytes
+    peak = allocator.stats().peak_bytes
+    Workspaces(allocator.hidden_bytes).bytes_of(torch.ops.aten.native_dropout.default, (x, 0.5, True), {}, out)
+    assert torch.equal(before, torch.get_rng_state())
+    assert allocator.stats().live_bytes == live
+    assert allocator.stats().peak_bytes <= max(peak, live + (8 << 20))
