@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from memfit.core.version import VERSION
+
 if TYPE_CHECKING:
     from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
     from memfit.core.errors import (
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from memfit.core.plan import Plan
     from memfit.runtime.streams import microbatch_streams
 
-__version__ = "0.1.0.dev0"
+__version__ = VERSION
 
 _ORIGINS = {
     "AwayError": "memfit.core.errors",

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from memfit.cli import app
+from memfit.recipes.keeping import write_built_in_tokenizer
 
 OPTIONS = ("--batch", "2", "--sequence", "16", "--steps", "3", "--limit", "8GiB", "--rate", "0.001")
 
@@ -40,9 +41,10 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def test_the_program_trains_a_saved_directory_on_files_and_saves_what_from_pretrained_reads(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaForCausalLM
 
     source = llama(tmp_path / "model")
+    write_built_in_tokenizer(300, tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 40, encoding="utf-8")
     arguments = ["train", "--model", str(tmp_path / "model"), "--data", str(text), *OPTIONS, "--allow", "bf16"]
@@ -59,11 +61,14 @@ def test_the_program_trains_a_saved_directory_on_files_and_saves_what_from_pretr
     )
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
-    assert "weights from its files, 2 sequences of 16 tokens of 1 files by 300 built-in tokens" in words
+    assert "weights from its files, 2 sequences of 16 tokens of 1 files by its own tokenizer" in words
     assert "proof: predicted peak" in words
     assert "ran with processors:" in words and "threads: 1 to compute" in words and "allocator:" in words
     trained = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert trained.dtype == torch.float32
+    # The tokenizer came along.
+    kept = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert kept.decode(kept("To be, or not")["input_ids"]) == "To be, or not"
     for (name, mine), theirs in zip(trained.named_parameters(), source.parameters(), strict=True):
         # Three steps of AdamW at up to 0.001 each, from the values of the files.
         difference = (mine.detach() - theirs.detach().float()).abs().max()
@@ -72,7 +77,9 @@ def test_the_program_trains_a_saved_directory_on_files_and_saves_what_from_pretr
 
 @pytest.mark.parametrize("is_built_in", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp_path: Path) -> None:
-    from memfit.recipes import causal_recipe
+    from transformers import AutoTokenizer
+
+    from memfit.recipes import causal_recipe, read_tokens
 
     llama(tmp_path, vocabulary=512)
     (tmp_path / "model.safetensors").unlink()
@@ -85,6 +92,10 @@ def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp
     assert "new weights" in said
     assert f"{'Python source' if is_built_in else '1 files'} by 512 built-in tokens" in said
     trained = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    # The built-in tokens that it was trained on lie beside it, and make of text what training made of it.
+    kept = AutoTokenizer.from_pretrained(tmp_path / "out")
+    if not is_built_in:
+        assert kept(text.read_text())["input_ids"] == read_tokens(512, files=[text])[:-1].tolist()
     recipe = causal_recipe(config, batch_size=2, sequence_length=16, learning_rate=1e-3, files=[text])
     initial = recipe.build_model(3).state_dict()
     assert sorted(trained) == sorted(initial)
@@ -134,7 +145,11 @@ def test_what_cannot_be_trained_on_text_is_refused_with_one_message(tmp_path: Pa
     BertForMaskedLM(BertConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "bert")
     llama(tmp_path / "small", vocabulary=100)
     llama(tmp_path / "llama")
+    llama(tmp_path / "weights")
+    write_built_in_tokenizer(300, tmp_path / "llama")
+    (tmp_path / "small" / "model.safetensors").unlink()
     cases = {
+        ("--model", str(tmp_path / "weights"), "--sequence", "16"): "holds trained weights and no tokenizer.json",
         ("--model", str(tmp_path / "bert")): "describes BertForMaskedLM, which is no causal language model",
         ("--model", str(tmp_path / "small"), "--sequence", "16"): "vocabulary of 100 and no tokenizer.json",
         ("--model", str(tmp_path / "llama"), "--sequence", "17"): "takes at most 16",

@@ -14,6 +14,9 @@ from memfit.core.errors import UsageError
 from memfit.core.limits import Limits
 from memfit.core.units import MIB, format_bytes
 from memfit.host.cgroups import read_cgroup
+from memfit.profiling.batch import gives_batches
+
+__all__ = ["check_limit", "gives_batches"]
 
 
 def check_limit(limits: Limits, device: torch.device, *, is_emulated: bool) -> None:

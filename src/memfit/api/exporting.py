@@ -5,6 +5,7 @@ In: a directory that `memfit.fit(store=...)` made. Out: a report; safetensors fi
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from memfit.api.run_state import check_numbers, numbers_in_record, part
-from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, write_save
+from memfit.api.saving import DEFAULT_SHARD_BYTES, SaveResult, check_other_model, write_save
 from memfit.core.documents import read_document
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.states import StateFormat, moment_of, records_of
@@ -102,6 +103,8 @@ def export_run(
                 f"it does not describe a model and its optimizer ({type(error).__name__}: {error!s:.200})"
             ) from error
         resolved = Path(target).expanduser().resolve()
+        described = texts.get(_CONFIGS["config"])
+        check_other_model(resolved, None if described is None else json.loads(described))
         write_save(resolved, files, texts, lambda _: None, operations=used)
     return SaveResult(
         directory=resolved,

@@ -49,12 +49,17 @@ _LOAD_ROOM_BYTES = 128 * MIB
 _ASIDE_SCRATCH_BYTES = 8 * MIB
 
 
-def prepare_process() -> ProcessMeter:
+def prepare_process(*, seed: int | None = None) -> ProcessMeter:
     """Puts memfit's allocator under torch now, so that what is built before `fit` is given back to the system when it is freed.
+
+    Args:
+        seed: of torch's default generators; None: they stay as they are.
 
     Returns:
         A meter of this process and its children.
     """
+    if seed is not None:
+        torch.manual_seed(seed)
     try:
         install()
     except TierUnavailableError:

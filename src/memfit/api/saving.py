@@ -15,6 +15,7 @@ In: a job's parts. Out: a directory that transformers' `from_pretrained` and pla
 from __future__ import annotations
 
 import copy
+import json
 import sys
 import time
 import warnings
@@ -35,6 +36,7 @@ from memfit.api.run_state import (
     placed_numbers,
     take_random,
 )
+from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
 from memfit.runtime.birth import find_origins
@@ -163,6 +165,7 @@ def save_job(
     texts: dict[str, str | bytes] = {FILE_NAME: trainer}
     if index is not None:
         texts[INDEX_NAME] = index
+    check_other_model(target, _config_fields(model, blocks))
     write_save(target, files, texts, lambda new: _write_configs(model, new, blocks), operations=used)
     return SaveResult(
         directory=target,
@@ -171,13 +174,69 @@ def save_job(
     )
 
 
-def check_save(directory: str | Path) -> None:
-    """Refuses a directory that nothing can be saved into, whatever it will be.
+def check_save(directory: str | Path, model: nn.Module | None = None) -> None:
+    """Refuses a directory that nothing, or not this model, can be saved into.
+
+    Args:
+        directory: to be.
+        model: to be saved; None: whatever it will be.
 
     Raises:
-        UsageError: it cannot be replaced in one step. StoreError: it is no directory, or its disk is full.
+        UsageError: it cannot be replaced in one step, or holds another model. StoreError: it is no directory, or its disk is full.
     """
-    check_target(Path(directory).expanduser().resolve(), needed_bytes=0, operations=FileOperations())
+    target = Path(directory).expanduser().resolve()
+    check_target(target, needed_bytes=0, operations=FileOperations())
+    if model is not None:
+        check_other_model(target, _config_fields(model, ()))
+
+
+def check_other_model(target: Path, config: Mapping[str, Any] | None) -> None:
+    """Refuses a directory in which another model lies, whose configuration would be replaced, or would stay and describe the wrong weights.
+
+    Two configurations are of one model where its kind is the same, and every whole number that both name (widths, depths, vocabularies).
+
+    Args:
+        target: the directory to be.
+        config: of the model to be saved, as its `config.json` would have it; None: it has none.
+
+    Raises:
+        UsageError: there is another model's.
+    """
+    file = target / "config.json"
+    try:
+        there = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES), is_strict=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError):
+        there = None
+    there = there if isinstance(there, dict) else {}
+    kind = there.get("architectures") or there.get("model_type")
+    if config is None and kind is None:
+        return  # somebody's own file, which stays
+    if config is None or kind is None or _tells_apart(there, config):
+        raise UsageError(
+            f"{file} is {f'of another model ({kind!s:.80})' if kind else 'not of a model of transformers'}, and would be replaced, or describe the wrong weights: "
+            "name another directory, or remove that one first"
+        )
+
+
+def _tells_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations are of two models. Numbers of tokens, switches and versions do not tell."""
+    keys = one.keys() & other.keys()
+    return any(
+        one[key] != other[key]
+        for key in keys
+        if (key in ("model_type", "architectures") and one[key] and other[key])
+        or (isinstance(one[key], int) and not isinstance(one[key], bool) and not key.endswith("_token_id"))
+    )
+
+
+def _config_fields(model: Any, blocks: Sequence[BlockWeights]) -> dict[str, Any] | None:
+    config, _ = described(model, blocks)
+    if config is None:
+        return None
+    text = getattr(config, "to_json_string", None)
+    return json.loads(text()) if callable(text) else {}
 
 
 def write_save(

@@ -11,10 +11,10 @@ from rich.table import Table
 _WIDTH_ELSEWHERE = 160
 
 
-def open_console() -> Console:
-    """A console on standard output."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_ELSEWHERE)
+def open_console(*, on_errors: bool = False) -> Console:
+    """A console on standard output, or on that for errors, where standard output is for another program."""
+    console = Console(highlight=False, stderr=on_errors)
+    return console if console.is_terminal else Console(highlight=False, stderr=on_errors, width=_WIDTH_ELSEWHERE)
 
 
 def print_table(

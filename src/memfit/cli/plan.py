@@ -37,11 +37,17 @@ def plan(
     allow: AllowOption = None,
     clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
     directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the plan here, for --plan of other commands.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the plan here, for --plan of other commands; - writes it, and nothing else, to standard output."
+        ),
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule of a step.")] = False,
 ) -> None:
     """Chooses the fastest plan that fits the limit; shows the reason, the ladder of plans beside it, the schedule."""
-    console = open_console()
+    is_piped = json == Path("-")
+    console = open_console(on_errors=is_piped)
     with console.status("planning"):
         source = find_source(function, recipe, model, batch, sequence)
         from memfit.api.advice import advise
@@ -56,7 +62,9 @@ def plan(
             max_grad_norm=clip,
             directory=directory,
         )
-    if json is not None:
+    if is_piped:
+        typer.echo(advice.plan.to_json())
+    elif json is not None:
         write_plan(json, advice)
     console.print(source.name, markup=False)
     console.print(f"plan: {advice.reason}", markup=False)
@@ -65,7 +73,7 @@ def plan(
     print_ladder(console, advice)
     if text:
         console.print(advice.schedule.text(), markup=False, soft_wrap=True)
-    if json is not None:
+    if json is not None and not is_piped:
         console.print(f"the plan is in {json}", markup=False, soft_wrap=True)
 
 

@@ -5,6 +5,7 @@ In: arguments. Out: what the command does, or one message and an exit code; see 
 
 from __future__ import annotations
 
+import platform
 from typing import Annotated, Any
 
 import typer
@@ -49,9 +50,22 @@ app = typer.Typer(
 )
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        from memfit.core.version import VERSION
+
+        typer.echo(f"memfit {VERSION}, torch {version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """You say how much memory there is; memfit trains your PyTorch model inside it and shows the proof."""
 

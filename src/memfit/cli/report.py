@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,9 +13,11 @@ from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
     ModelOption,
+    PlanOption,
     RecipeOption,
     SequenceOption,
     find_source,
+    given_plan,
 )
 from memfit.core.units import format_bytes
 
@@ -30,7 +31,7 @@ def report(
     model: ModelOption = None,
     batch: BatchOption = 8,
     sequence: SequenceOption = 512,
-    plan: Annotated[Path | None, typer.Option(help="A plan (JSON), as memfit plan --json writes it.")] = None,
+    plan: PlanOption = None,
     limit: Annotated[str | None, typer.Option(help="Without --plan: choose a plan for this limit.")] = None,
     allow: AllowOption = None,
     clip: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm.")] = None,
@@ -48,7 +49,7 @@ def report(
             source.loss,
             source.sample,
             limit=limit,
-            plan=plan,
+            plan=given_plan(plan),
             allow=allow or (),
             max_grad_norm=clip,
         )

@@ -20,7 +20,7 @@ FunctionArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODULE:FUNCTION]",
-        help="Your function: it takes nothing and returns (model, optimizer, loss, sample).",
+        help="Your function: it takes nothing and returns (model, optimizer, loss, sample), or a DataLoader in the sample's place.",
     ),
 ]
 RecipeOption = Annotated[str | None, typer.Option("--recipe", help="A built-in recipe, such as gpt2-small.")]
@@ -40,7 +40,16 @@ AllowOption = Annotated[
         "--allow", help="A change of arithmetic that plans may use, such as bf16 or int8-state. May be repeated."
     ),
 ]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(help="Take this plan (JSON, as memfit plan --json writes it; - reads standard input)."),
+]
 SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --model.")]
+
+
+def given_plan(path: Path | None) -> Path | str | None:
+    """What `plan=` takes of the option: the path, or what stands on standard input."""
+    return sys.stdin.read() if path == Path("-") else path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +113,29 @@ def _from_config(path: Path, batch: int, sequence: int) -> Source:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a user's function gave; `batches`: where it gave some."""
+
+    model: Any
+    optimizer: Any
+    loss: Callable[[Any, Any], Any]
+    sample: Any
+    batches: Any
+
+
 def _from_function(text: str) -> Source:
+    function = find_function(text)
+    parts = read_parts(text, function())
+    return Source(name=text, model=parts.model, optimizer=parts.optimizer, loss=parts.loss, sample=parts.sample)
+
+
+def find_function(text: str) -> Callable[[], Any]:
+    """The function that MODULE:FUNCTION names; the process is ready for what it builds.
+
+    Raises:
+        UsageError: there is none.
+    """
     module_name, _, function_name = text.partition(":")
     if not module_name or not function_name:
         raise UsageError(f"{text!r} is not MODULE:FUNCTION, such as my_project.training:build")
@@ -123,8 +154,32 @@ def _from_function(text: str) -> Source:
     from memfit.api.machine import prepare_process
 
     prepare_process()
-    parts = function()
-    if not isinstance(parts, tuple) or len(parts) != 4:
-        raise UsageError(f"{text} must return (model, optimizer, loss, sample), not {type(parts).__name__}")
-    model, optimizer, loss, sample = parts
-    return Source(name=text, model=model, optimizer=optimizer, loss=loss, sample=sample)
+    return function
+
+
+def read_parts(text: str, given: Any) -> Parts:
+    """The parts that a user's function returned.
+
+    Args:
+        text: MODULE:FUNCTION, for messages.
+        given: what it returned: four things, the last a batch or what gives batches; or five, a batch and what gives batches.
+
+    Raises:
+        UsageError: something else, or no batches come.
+    """
+    from memfit.api.arguments import gives_batches
+
+    if not isinstance(given, tuple) or len(given) not in (4, 5):
+        told = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple) else type(given).__name__
+        raise UsageError(f"{text} must return (model, optimizer, loss, sample), not {told}")
+    model, optimizer, loss, sample, *rest = given
+    batches = rest[0] if rest else None
+    if batches is None and gives_batches(sample):
+        batches = sample
+        position = batches.state_dict() if hasattr(batches, "state_dict") else None
+        sample = next(iter(batches), None)
+        if position is not None:
+            batches.load_state_dict(position)  # the sample is the first step's batch too
+        if sample is None:
+            raise UsageError(f"the {type(batches).__name__} of {text} gives no batches")
+    return Parts(model=model, optimizer=optimizer, loss=loss, sample=sample, batches=batches)

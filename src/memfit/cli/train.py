@@ -1,4 +1,4 @@
-"""`memfit train`: a recipe or a causal language model of transformers, trained inside a limit, with the proof at the end.
+"""`memfit train`: a function's model, a recipe or a causal language model of transformers, trained inside a limit, with the proof at the end.
 
 With `--store` it is a run that goes on where it was left.
 """
@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli.interrupted import INTERRUPTED, leave_at_once
-from memfit.cli.source import AllowOption, BatchOption, ModelOption, RecipeOption, SequenceOption
+from memfit.cli.source import (
+    AllowOption,
+    BatchOption,
+    FunctionArgument,
+    ModelOption,
+    PlanOption,
+    RecipeOption,
+    SequenceOption,
+    given_plan,
+)
+from memfit.cli.training import Training, from_function, from_recipe
 from memfit.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from memfit.api import Job
+    from memfit.api import Job, StepResult
     from memfit.recipes import Recipe
+    from memfit.report.progress import TrainingProgress
 
 
 def train(
     *,
+    function: FunctionArgument = None,
     recipe: RecipeOption = None,
     model: ModelOption = None,
     data: Annotated[
@@ -39,7 +51,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the text.")] = 0,
     allow: AllowOption = None,
-    plan: Annotated[Path | None, typer.Option(help="Take this plan (JSON) instead of choosing one.")] = None,
+    plan: PlanOption = None,
     directory: Annotated[Path | None, typer.Option(help="Where homes on disk are made; temporary by default.")] = None,
     store: Annotated[
         Path | None,
@@ -56,11 +68,12 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Remove the run that is in the store, and begin anew.")
     ] = False,
-    save: Annotated[Path | None, typer.Option(help="Save the trained model here.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the trained model here, with its tokenizer.")] = None,
 ) -> None:
-    """Trains a recipe (gpt2-small by default), or --model on text, inside the limit; prints the proof: predicted peak, measured peak, limit.
+    """Trains your function's model, a recipe (gpt2-small by default), or --model on text, inside the limit; prints the proof.
 
-    A model given by --model is built without its weights, which come from its files, or are initialised, one at a time on their way home.
+    The proof is predicted peak, measured peak, limit. A model given by --model is built without its weights, which come from its files, or are initialised,
+    one at a time on their way home.
     """
     from memfit.api import fit
     from memfit.api.machine import prepare_process
@@ -70,51 +83,52 @@ def train(
     limit_bytes = parse_bytes(limit)
     _check_save(save)
     process = prepare_process()
-    chosen = _chosen(recipe, model, data, batch, sequence, rate)
+    chosen = _chosen(function, recipe, model, data, batch, sequence, rate)
     store = _open_store(store, fresh=fresh)
     job: Job | None = None
     try:
         with TrainingProgress(total_steps=steps, limit_bytes=limit_bytes) as progress:
-            progress.wait_for("reading text")
-            batches = chosen.batches(seed)
-            position = batches.state_dict()
-            sample = next(batches)
-            batches.load_state_dict(position)  # the sample is the first step's batch too
-            progress.wait_for("building the model")
-            net = _build(chosen, seed)
-            optimizer = chosen.build_optimizer(net)
-            scheduler = chosen.build_scheduler(optimizer, steps)
+            if chosen is not None:
+                training = from_recipe(chosen, seed=seed, steps=steps, wait_for=progress.wait_for)
+            else:
+                assert function is not None
+                training = from_function(
+                    function, seed=seed, is_committed=store is not None, wait_for=progress.wait_for
+                )
             before_bytes = process.peak_bytes().whole_bytes
             progress.wait_for("planning")
             job = fit(
-                net,
-                optimizer,
-                chosen.loss,
-                sample,
+                training.model,
+                training.optimizer,
+                training.loss,
+                training.sample,
                 limit=limit_bytes,
-                weights=chosen.weights,
-                plan=plan,
+                weights=training.weights,
+                plan=given_plan(plan),
                 allow=frozenset(allow or ()),
                 directory=directory,
                 store=store,
                 scheme=scheme,  # type: ignore[arg-type]  # fit says what it takes
             )
+            _check_save(save, training.model)
             first = job.steps
             # A run that had its steps is given as many more.
             total = (first // steps + 1) * steps
             if store is not None:
-                begun = _Begun(chosen.name, seed)
-                for name, thing in (("recipe", begun), ("batches", batches), ("scheduler", scheduler)):
+                begun = _Begun(training.name, seed)
+                for name, thing in (("recipe", begun), *training.registered.items()):
                     job.register(name, thing)
-            progress.announce(chosen.description)
+            progress.announce(training.description)
             if first:
                 progress.go_on(done=first, total_steps=total)
                 progress.announce(
                     f"goes on: {first} steps are committed in {store}; {total - first} to do, to step {total}"
                 )
             progress.announce(f"plan: {job.reason}")
+            for note in training.notes:
+                progress.announce(note)
             began = time.perf_counter()
-            losses = _make_steps(job, batches, scheduler, progress, range(first + 1, total + 1), chosen.tokens_per_step)
+            results = _make_steps(job, training, progress, range(first + 1, total + 1))
             if store is not None:
                 progress.wait_for("committing the last step")
                 job.commit()
@@ -122,7 +136,8 @@ def train(
             if save is not None:
                 progress.wait_for(f"saving to {save}")
                 job.save(save)
-        _tell(job, losses, seconds, chosen.tokens_per_step)
+                training.keep_tokenizer(save)
+        _tell(job, training, results, seconds)
         proof = job.proof(before_bytes=before_bytes)
         typer.echo(proof.line())
         if store is not None:
@@ -139,17 +154,20 @@ def train(
         raise typer.Exit(code=1)
 
 
-def _build(chosen: Recipe, seed: int) -> Any:
-    from memfit.api import empty
-
-    if not chosen.is_large:
-        return chosen.build_model(seed)
-    return empty(lambda: chosen.build_model(seed), initialises=chosen.weights is None)
-
-
 def _chosen(
-    recipe: str | None, model: Path | None, data: list[Path] | None, batch: int, sequence: int, rate: float
-) -> Recipe:
+    function: str | None,
+    recipe: str | None,
+    model: Path | None,
+    data: list[Path] | None,
+    batch: int,
+    sequence: int,
+    rate: float,
+) -> Recipe | None:
+    """The recipe; None for the user's function."""
+    if function is not None:
+        if recipe is not None or model is not None or data:
+            raise UsageError(f"{function} brings its own model and batches: leave --recipe, --model and --data out")
+        return None
     from memfit.recipes import causal_recipe, find_recipe
 
     if model is None:
@@ -176,51 +194,54 @@ def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
     return store
 
 
-def _check_save(save: Path | None) -> None:
-    """Refuses a place that nothing can be saved to, now and not when all is trained."""
+def _check_save(save: Path | None, model: Any = None) -> None:
+    """Refuses a place that nothing, or that not this model, can be saved to, now and not when all is trained."""
     from memfit.api.saving import check_save
 
     if save is not None:
-        check_save(save)
+        check_save(save, model)
 
 
-def _tell(job: Any, losses: list[float], seconds: float, tokens_per_step: int) -> None:
+def _tell(job: Job, training: Training, results: list[StepResult], seconds: float) -> None:
     """What the steps came to, and under which settings."""
     from memfit.api.used import used_settings
     from memfit.core.units import format_bytes
 
-    made = len(losses)
+    made = len(results)
+    amount = sum(training.amount(result.rows) for result in results)
     read, written = job.bytes_moved
     per_step = ", ".join(
         f"{what} {format_bytes(sum(moved.values()) // made)}" for what, moved in (("read", read), ("written", written))
     )
-    last = losses[-3:]
+    last = [result.loss for result in results[-3:]]
     typer.echo(
-        f"{made} steps in {seconds:.0f} s, {made * tokens_per_step / seconds:.0f} tokens/s; disk {per_step} a step; "
-        f"loss {losses[0]:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
+        f"{made} steps in {seconds:.0f} s, {amount / seconds:.0f} {training.unit}/s; disk {per_step} a step; "
+        f"loss {results[0].loss:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
     )
     typer.echo("ran with " + "; ".join(f"{what}: {how}" for what, how in used_settings()))
 
 
-def _make_steps(job: Any, batches: Any, scheduler: Any, progress: Any, steps: range, tokens: int) -> list[float]:
-    """Trains, and tells each step; the losses."""
+def _make_steps(job: Job, training: Training, progress: TrainingProgress, steps: range) -> list[StepResult]:
+    """Trains, and tells each step."""
     from memfit.report.progress import StepProgress
 
-    losses: list[float] = []
+    results: list[StepResult] = []
     for step in steps:
-        result = job.step(next(batches))
-        scheduler.step()
-        losses.append(result.loss)
+        progress.begin_step(step)
+        result = job.step(next(training.batches))
+        training.end_step()
+        results.append(result)
         progress.update(
             StepProgress(
                 step=step,
                 loss=result.loss,
-                tokens=tokens,
+                tokens=training.amount(result.rows),
+                unit=training.unit,
                 step_s=result.seconds,
                 measured_peak_bytes=result.peak_bytes,
             )
         )
-    return losses
+    return results
 
 
 class _Begun:

@@ -61,17 +61,22 @@ def batch_rows(batch: object) -> int:
     return first[1]
 
 
+def gives_batches(thing: object) -> bool:
+    """A loader, or an iterator, and not a batch."""
+    if isinstance(thing, torch.Tensor | Mapping):
+        return False
+    # Loaders have little in common but that: a batch size, or a position that can be saved.
+    is_loader = hasattr(type(thing), "__iter__") and (hasattr(thing, "batch_size") or hasattr(thing, "state_dict"))
+    return is_loader or isinstance(thing, Iterator)
+
+
 def refuse_loader(batch: object) -> None:
     """Refuses what gives batches where a batch is meant.
 
     Raises:
         UsageError: a loader, a dataset or an iterator.
     """
-    if isinstance(batch, torch.Tensor | Mapping):
-        return
-    # Loaders have little in common but that: a batch size, or a position that can be saved.
-    gives = hasattr(type(batch), "__iter__") and (hasattr(batch, "batch_size") or hasattr(batch, "state_dict"))
-    if gives or isinstance(batch, Iterator):
+    if gives_batches(batch):
         raise UsageError(
             f"this is a {type(batch).__name__}, which gives batches, and not a batch: pass one of them, such as next(iter(loader))"
         )

@@ -17,9 +17,16 @@ from memfit.core.errors import UsageError
 from memfit.recipes.configured import build_causal, causal_config
 from memfit.recipes.corpus import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from memfit.recipes.gpt import Recipe, build_adamw, build_warmup, causal_language_loss
+from memfit.recipes.keeping import copy_tokenizer, write_built_in_tokenizer
 from memfit.recipes.text import TokenWindows, WindowStream, read_tokens
 
 _BUILT_IN_TOKENS = 16_384
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def causal_recipe(
@@ -32,7 +39,7 @@ def causal_recipe(
 ) -> Recipe:
     """The run.
 
-    Weights are fp32, read from the directory's safetensors files if it has them (bf16 ones convert), else initialised. Text becomes tokens by the directory's own
+    Weights are fp32, read from the directory's files if it has some (bf16 ones convert), else initialised. Text becomes tokens by the directory's own
     `tokenizer.json`; where there is none, by the built-in byte pairs, as many as the vocabulary has room for. Behind each file stands the
     configuration's end-of-text token.
 
@@ -44,7 +51,7 @@ def causal_recipe(
         files: UTF-8 text; none: the source of Python's standard library.
 
     Raises:
-        UsageError: see `causal_config`; a vocabulary too small for the built-in tokens.
+        UsageError: see `causal_config`; a vocabulary too small for the built-in tokens; weights that were trained on another vocabulary than the built-in one.
     """
     config = causal_config(path, sequence_length=sequence_length)
     source = Path(path)
@@ -56,12 +63,15 @@ def causal_recipe(
             f"{source} has a vocabulary of {vocabulary} and no tokenizer.json: the built-in tokens need {SMALLEST_VOCABULARY}; put a tokenizer.json beside "
             "the configuration"
         )
+    has_weights = source.is_dir() and any((source / name).is_file() for name in _WEIGHT_FILES)
+    if has_weights and own is None:
+        raise UsageError(
+            f"{source} holds trained weights and no tokenizer.json: text cut by the built-in tokens would mean nothing to them. Put its tokenizer beside them "
+            "(transformers.AutoTokenizer.from_pretrained(...).save_pretrained(directory)), or name its config.json to begin with new weights"
+        )
     known = vocabulary if own is not None else min(vocabulary, _BUILT_IN_TOKENS, LARGEST_VOCABULARY)
     end = getattr(config, "eos_token_id", None)
     end = end if own is not None and isinstance(end, int) and 0 <= end < vocabulary else 0
-    has_weights = source.is_dir() and any(
-        (source / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
-    )
     text = f"{len(files)} files" if files else "Python source"
     tokens = "its own tokenizer" if own is not None else f"{known} built-in tokens"
     return Recipe(
@@ -77,6 +87,7 @@ def causal_recipe(
         build_scheduler=build_warmup,
         loss=causal_language_loss,
         batches=partial(_batches, known, tuple(files), own, end, batch_size, sequence_length),
+        keep_tokenizer=partial(copy_tokenizer, source) if own is not None else partial(write_built_in_tokenizer, known),
         is_large=True,
         weights=source if has_weights else None,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import UsageError
+from memfit.recipes.extra import need_transformers
 from memfit.recipes.gpt import build_adamw, causal_language_loss
 
 
@@ -41,6 +42,7 @@ def causal_config(path: str | Path, *, sequence_length: int) -> Any:
     Raises:
         UsageError: no such file, not a configuration, not of a causal language model, or sequences longer than it takes.
     """
+    need_transformers("--model")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     file = config_file(path)

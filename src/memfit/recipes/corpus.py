@@ -198,8 +198,12 @@ def main() -> None:
     parser.add_argument("--token-limit", type=int)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--end", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="Write the built-in tokenizer there, and no text.")
     parser.add_argument("files", type=Path, nargs="*")
     arguments = parser.parse_args()
+    if arguments.save is not None:
+        build_tokenizer(arguments.vocabulary_size).save(str(arguments.save))
+        return
     if arguments.tokenizer is None:
         tokenizer, kind = build_tokenizer(arguments.vocabulary_size), "h"
     else:

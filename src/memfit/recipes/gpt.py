@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from memfit.core.errors import UsageError
+from memfit.recipes.extra import need_transformers
+from memfit.recipes.keeping import write_built_in_tokenizer
 from memfit.recipes.text import TokenWindows, WindowStream, read_tokens
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Recipe:
     """Model and batch -> mean loss in nats a token, a scalar."""
     batches: Callable[[int], WindowStream]
     """Seed -> endless batches of `(batch_size, sequence_length + 1)` token numbers. Reads the text at the call."""
+    keep_tokenizer: Callable[[Path], None]
+    """Directory of a save -> the tokenizer is in it too."""
     is_large: bool = False
     """The model is to be built by `memfit.empty`."""
     weights: Path | None = None
@@ -176,6 +180,7 @@ def _gpt_recipe(
         build_scheduler=build_warmup,
         loss=causal_language_loss,
         batches=partial(_batches, shape, batch_size, sequence_length),
+        keep_tokenizer=partial(write_built_in_tokenizer, shape.tokens_used),
     )
 
 
@@ -215,9 +220,10 @@ def find_recipe(name: str) -> Recipe:
     """Finds a built-in recipe by its name.
 
     Raises:
-        UsageError: no recipe has this name; the message lists those there are.
+        UsageError: no recipe has this name; the message lists those there are. Or the extra `memfit[transformers]` is not installed.
     """
     for recipe in RECIPES:
         if recipe.name == name:
+            need_transformers(f"the recipe {name}")
             return recipe
     raise UsageError(f"no recipe is called {name!r}: there are {', '.join(recipe.name for recipe in RECIPES)}")

@@ -14,6 +14,7 @@ from torch import nn
 
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import UsageError
+from memfit.recipes.extra import need_transformers
 
 
 def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
@@ -22,6 +23,7 @@ def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
     Raises:
         UsageError: no configuration there, or not of a model that transformers knows.
     """
+    need_transformers("a model of a directory")
     import transformers
 
     source = Path(directory)

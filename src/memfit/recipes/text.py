@@ -7,7 +7,6 @@ tokens themselves: two bytes each, 4.5 MiB for the whole corpus, in a mapped fil
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from memfit.core.errors import MemfitError, UsageError
 from memfit.recipes import corpus
+from memfit.recipes.extra import need_transformers
 
 
 class CorpusError(MemfitError, RuntimeError):
@@ -56,8 +56,7 @@ def read_tokens(
         UsageError: the extra `memfit[transformers]` is not installed, the token limit is not positive, or a file is not there.
         CorpusError: the child process failed; the message carries its last words.
     """
-    if importlib.util.find_spec("tokenizers") is None:
-        raise UsageError("the built-in recipes need the package tokenizers: pip install 'memfit[transformers]'")
+    need_transformers("reading text")
     if token_limit is not None and token_limit < 1:
         raise UsageError(f"a token limit of {token_limit}: give at least 1, or None for the whole corpus")
     for path in files if tokenizer is None else [*files, tokenizer]:

@@ -1,4 +1,4 @@
-"""Progress of a training run: a live line in a terminal, plain lines elsewhere.
+"""Progress of a training run: one line that is drawn again in a terminal, plain lines elsewhere.
 
 In: one `StepProgress` a step. Out: text with loss, tokens per second, measured memory beside its limit, remaining time.
 """
@@ -6,13 +6,18 @@ In: one `StepProgress` a step. Out: text with loss, tokens per second, measured 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from memfit.core.errors import UsageError
 from memfit.core.units import format_bytes
@@ -30,11 +35,13 @@ class StepProgress:
     loss: float
     """Mean loss of the step, in nats a token for language models."""
     tokens: int
-    """Tokens (or rows, for other models) that the step trained on."""
+    """Tokens (or rows, see `unit`) that the step trained on."""
     step_s: float
     """Wall-clock seconds of the step."""
     measured_peak_bytes: int
     """Highest memory measured so far, of the kind that the limit counts."""
+    unit: str = "tokens"
+    """What `tokens` counts."""
 
 
 def format_duration(duration_s: float) -> str:
@@ -65,9 +72,9 @@ def format_bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
 class TrainingProgress:
     """Shows a run of known length. Use as a context manager, so that the terminal is whole again after an error.
 
-    In a terminal the last line lives (steps done, time elapsed): it is drawn four times a second by a thread of
-    rich's, which touches no tensor, so that a long step is seen to be running. Elsewhere (a file, a pipe, continuous
-    integration) each step is one line.
+    In a terminal one line tells the step made last and what is going on, as much of it as the terminal is wide; it is
+    drawn four times a second by a thread of rich's, which touches no tensor, so that a long step is seen to be
+    running. The last step's line stays. Elsewhere (a file, a pipe, continuous integration) each step is one line.
 
     Args:
         total_steps: steps of the run, at least 1.
@@ -87,23 +94,16 @@ class TrainingProgress:
         self._limit_bytes = limit_bytes
         self._console = Console() if console is None else console
         self._recent_step_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-        self._live: Progress | None = None
-        self._task = TaskID(0)
+        self._live: Live | None = None
+        self._spinner = Spinner("dots")
+        self._activity = "starting"
+        self._last: StepProgress | None = None
+        self._since_s = time.monotonic()
 
     def __enter__(self) -> Self:
         """Takes the terminal's last line, where there is a terminal."""
         if self._console.is_terminal:
-            self._live = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=self._console,
-                refresh_per_second=4,
-                transient=True,
-            )
-            self._task = self._live.add_task("starting", total=self._total_steps)
+            self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
@@ -114,6 +114,21 @@ class TrainingProgress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            if self._last is not None:
+                self.announce(self._fitted(self._last, self._console.width - 1))
+
+    def _draw(self) -> Table:
+        """What the live line is now: a spinner, the last step, and how long the present activity has taken."""
+        elapsed = format_duration(time.monotonic() - self._since_s)
+        width = self._console.width - 3  # the spinner, a blank, and the last column, which some terminals wrap at
+        now = f"{self._activity} {elapsed}"
+        text = now
+        if self._last is not None:
+            # The activity that a next step is needs no words of its own: the step's number has them.
+            text = f"{self._fitted(self._last, max(0, width - cell_len(now) - 2))}  {now}"
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(self._spinner, Text(text[: max(0, width)], no_wrap=True, overflow="crop"))
+        return line
 
     def go_on(self, *, done: int, total_steps: int) -> None:
         """The run turns out to go on after `done` steps, and to end at `total_steps`.
@@ -124,8 +139,6 @@ class TrainingProgress:
         if not 0 <= done < total_steps:
             raise UsageError(f"a run of {total_steps} steps that goes on after {done}: at least one must be left")
         self._total_steps = total_steps
-        if self._live is not None:
-            self._live.update(self._task, completed=done, total=total_steps)
 
     def announce(self, text: str) -> None:
         """Writes a line that stays: a plan, a phase, the proof."""
@@ -133,10 +146,16 @@ class TrainingProgress:
 
     def wait_for(self, activity: str) -> None:
         """Says what is going on before the first step and between steps: `"loading the model"`."""
-        if self._live is not None:
-            self._live.update(self._task, description=activity)
-        else:
+        self._begin(activity)
+        if self._live is None:
             self.announce(activity)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins now; told where a terminal shows what is going on."""
+        self._begin(f"step {step}")
+
+    def _begin(self, activity: str) -> None:
+        self._activity, self._since_s = activity, time.monotonic()
 
     def update(self, progress: StepProgress) -> None:
         """Tells one finished step.
@@ -150,10 +169,11 @@ class TrainingProgress:
         if not 1 <= progress.step <= self._total_steps:
             raise UsageError(f"step {progress.step} of a run of {self._total_steps} steps: steps count from 1")
         self._recent_step_s.append(progress.step_s)
-        self.announce(self.describe(progress))
-        if self._live is not None:
-            activity = f"step {progress.step + 1}" if progress.step < self._total_steps else "closing"
-            self._live.update(self._task, completed=progress.step, description=activity)
+        self._last = progress
+        if self._live is None:
+            self.announce(self.describe(progress))
+        if progress.step == self._total_steps:
+            self._begin("closing")
 
     def describe(self, progress: StepProgress) -> str:
         """Writes the line of one step.
@@ -166,15 +186,30 @@ class TrainingProgress:
         Returns:
             One line without a line break.
         """
-        tokens_per_s = progress.tokens / progress.step_s if progress.step_s > 0 else float("inf")
+        return self._forms(progress)[0]
+
+    def _fitted(self, progress: StepProgress, width: int) -> str:
+        """The line of one step, as much of it as there is room for."""
+        forms = self._forms(progress)
+        return next((form for form in forms if cell_len(form) <= width), forms[-1])
+
+    def _forms(self, progress: StepProgress) -> tuple[str, ...]:
+        """From the longest to the shortest."""
+        per_s = progress.tokens / progress.step_s if progress.step_s > 0 else float("inf")
         recent = self._recent_step_s or [progress.step_s]
-        remaining_s = statistics.median(recent) * (self._total_steps - progress.step)
-        share = progress.measured_peak_bytes / self._limit_bytes
+        remaining = format_duration(statistics.median(recent) * (self._total_steps - progress.step))
+        share = f"{progress.measured_peak_bytes / self._limit_bytes:.0%}"
         width = len(str(self._total_steps))
         bar = format_bar(progress.measured_peak_bytes, self._limit_bytes)
+        peak, limit = format_bytes(progress.measured_peak_bytes), format_bytes(self._limit_bytes)
+        step = f"step {progress.step:>{width}}/{self._total_steps}  loss {progress.loss:.4f}"
+        speed = f"{per_s:,.0f} {progress.unit}/s"
         return (
-            f"step {progress.step:>{width}}/{self._total_steps}  loss {progress.loss:.4f}  "
-            f"{tokens_per_s:,.0f} tokens/s  memory {bar} measured peak "
-            f"{format_bytes(progress.measured_peak_bytes)} of {format_bytes(self._limit_bytes)} ({share:.0%})  "
-            f"remaining {format_duration(remaining_s)}"
+            f"{step}  {speed}  memory {bar} measured peak {peak} of {limit} ({share})  remaining {remaining}",
+            f"{step}  {speed}  measured peak {peak} of {limit} ({share})  remaining {remaining}",
+            f"{step}  {speed}  {peak} of {limit} ({share})  {remaining} left",
+            f"{step}  {speed}  {share} of {limit}  {remaining} left",
+            f"{step}  {share} of {limit}  {remaining} left",
+            step,
+            f"step {progress.step}/{self._total_steps}",
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -40,21 +41,91 @@ def test_a_narrow_output_does_not_break_lines() -> None:
     assert len(stream.getvalue().splitlines()) == 1
 
 
-def test_in_a_terminal_the_lines_stay_and_the_cursor_comes_back_after_an_error() -> None:
-    stream, console = record(terminal=True)
+class Screen:
+    """A terminal of a given width, as far as the progress line uses one: it wraps what is too long."""
+
+    def __init__(self, width: int) -> None:
+        self.rows: list[str] = [""]
+        self.wraps = 0
+        self._width, self._row, self._column = width, 0, 0
+
+    def feed(self, text: str) -> None:
+        for control, plain in re.findall(r"(\x1b\[[?0-9;]*[A-Za-z]|\r|\n)|([^\x1b\r\n])", text):
+            if plain:
+                self._put(plain)
+            elif control == "\r":
+                self._column = 0
+            elif control == "\n":
+                self._down()
+            elif control.endswith("K"):
+                self.rows[self._row] = ""
+            elif control.endswith("A"):
+                self._row -= int(control[2:-1] or 1)
+
+    def _put(self, sign: str) -> None:
+        if self._column == self._width:
+            self.wraps += 1
+            self._down()
+            self._column = 0
+        row = self.rows[self._row].ljust(self._column)
+        self.rows[self._row] = row[: self._column] + sign + row[self._column + 1 :]
+        self._column += 1
+
+    def _down(self) -> None:
+        self._row += 1
+        self._column = 0
+        while len(self.rows) <= self._row:
+            self.rows.append("")
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_in_a_terminal_steps_are_one_line_drawn_again_that_never_wraps_and_the_last_stays_after_an_error(
+    width: int,
+) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width)
 
     def run_and_fail() -> None:
-        with TrainingProgress(total_steps=3, limit_bytes=GIB, console=console) as progress:
+        with TrainingProgress(total_steps=1000, limit_bytes=GIB, console=console) as progress:
             progress.wait_for("loading the model")
-            for step in (1, 2):
-                progress.update(make_step(step))
+            for step in range(1, 6):
+                progress.begin_step(step)
+                progress.update(make_step(step, step_s=123.4, loss=10.9876))
+                assert progress._live is not None
+                progress._live.refresh()
             raise RuntimeError("the run ended early")
 
     with pytest.raises(RuntimeError, match="ended early"):
         run_and_fail()
     text = stream.getvalue()
-    assert text.count("loss 9.8765") == 2
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden and shown again
+    screen = Screen(width)
+    screen.feed(text)
+    assert screen.wraps == 0
+    # Each was seen while it was the last; one line is left.
+    drawn = re.findall(r"step +([0-9]+)/1000", text)
+    assert set(drawn) == {"1", "2", "3", "4", "5"}
+    (left,) = [row for row in screen.rows if row.strip()]
+    assert left.startswith("step    5/1000  loss 10.9876")
+    if width >= 80:
+        assert "75%" in left and "of 1.00 GiB" in left
+        assert "34 h 06 min" in left  # 995 steps of 123.4 s
+
+
+def test_a_line_that_stays_is_written_above_the_line_that_is_drawn_again() -> None:
+    stream = io.StringIO()
+    with TrainingProgress(
+        total_steps=2, limit_bytes=GIB, console=Console(file=stream, force_terminal=True, width=80)
+    ) as progress:
+        progress.update(make_step(1))
+        progress.announce("plan: [bold]kept as it is[/bold]")
+        progress.update(make_step(2))
+    screen = Screen(80)
+    screen.feed(stream.getvalue())
+    rows = [row.rstrip() for row in screen.rows if row.strip()]
+    assert rows[0] == "plan: [bold]kept as it is[/bold]"
+    assert rows[1].startswith("step 2/2")
+    assert len(rows) == 2
 
 
 def test_remaining_time_goes_by_the_median_so_that_a_slow_first_step_does_not_last() -> None:
