@@ -236,7 +236,7 @@ def _config_fields(model: Any, blocks: Sequence[BlockWeights]) -> dict[str, Any]
     if config is None:
         return None
     text = getattr(config, "to_json_string", None)
-    return json.loads(text()) if callable(text) else {}
+    return json.loads(str(text())) if callable(text) else {}
 
 
 def write_save(
