@@ -46,7 +46,8 @@ ARROWS: dict[str, frozenset[str]] = {
         }
     ),
     "integrations": frozenset({"api"}),
-    "memfit": frozenset({"core", "api", "runtime"}),
+    "losses": frozenset({"core", "runtime"}),
+    "memfit": frozenset({"core", "api", "runtime", "losses"}),
     "__main__": frozenset({"cli"}),
     "cli": frozenset({"core", "host", "formats", "api", "report", "recipes"}),
 }
@@ -55,7 +56,9 @@ TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "functorch"})
 # They all import torch when they are imported.
 HOST_LIBRARIES = frozenset({"transformers", "peft", "accelerate", "lightning", "pytorch_lightning", "deepspeed"})
 
-MAY_IMPORT_TORCH = frozenset({"profiling", "runtime", "distributed", "verification", "recipes", "integrations", "api"})
+MAY_IMPORT_TORCH = frozenset(
+    {"losses", "profiling", "runtime", "distributed", "verification", "recipes", "integrations", "api"}
+)
 # Scripts that run in child processes of their own: they load torch where they use it, and nobody imports them.
 CHILD_PROGRAMS = frozenset({"host/trials.py"})
 MAY_IMPORT_HOST_LIBRARIES = frozenset({"recipes", "integrations"})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
+    from memfit import losses
     from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
     from memfit.core.errors import (
         AwayError,
@@ -77,6 +78,7 @@ __all__ = [
     "empty",
     "fit",
     "infer",
+    "losses",
     "microbatch_streams",
     "profile",
 ]
@@ -84,6 +86,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name. Source: PEP 562."""
+    if name == "losses":
+        return importlib.import_module("memfit.losses")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_ORIGINS[name]), name)

@@ -55,7 +55,8 @@ ALLOWANCES = frozenset(
 """What `allow=` takes today; `exact` and `reordered` are always allowed."""
 _PLAN_LIMIT_BYTES = 64 * MIB
 
-Loss = Callable[[nn.Module, Any], Any]
+# The user's model is of the user's class, which their function may name.
+Loss = Callable[[Any, Any], Any]
 
 
 def encodes_states(allow: Collection[str]) -> bool:

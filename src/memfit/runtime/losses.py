@@ -39,7 +39,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, count: float, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        count: float | Tensor,
+        chunk_tokens: int,
+        ignored: int,
+        smoothing: float,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -49,21 +57,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_bias and bias is not None
             else None
         )
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
         for first in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(first, first + chunk_tokens)
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias).float()
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias).to(wide)
             wanted = target[rows]
-            is_counted = wanted != _IGNORED
+            is_counted = wanted != ignored
             safe = wanted.masked_fill(~is_counted, 0).unsqueeze(1)
             log_sum = logits.logsumexp(dim=1, keepdim=True)
             losses = (log_sum - logits.gather(1, safe)).squeeze(1)
+            if smoothing:
+                losses.mul_(1.0 - smoothing).add_((log_sum.squeeze(1) - logits.mean(dim=1)).mul_(smoothing))
             total += (losses * is_counted).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # softmax minus one-hot, in place of the logits
             slope = logits.sub_(log_sum).exp_()
-            slope.scatter_add_(1, safe, torch.full_like(safe, -1, dtype=slope.dtype))
+            slope.scatter_add_(1, safe, torch.full_like(safe, smoothing - 1.0, dtype=slope.dtype))
+            if smoothing:
+                slope.sub_(smoothing / logits.shape[1])
             slope.mul_(is_counted.unsqueeze(1)).div_(count)
             slope = slope.to(hidden.dtype)
             if grad_hidden is not None:
@@ -73,7 +86,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += slope.sum(dim=0, dtype=grad_bias.dtype)
         grad_weight = None if products is None else products.finish()
-        ctx.gradients = (grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(hidden.dtype))
+        ctx.gradients = (
+            grad_hidden,
+            grad_weight,
+            None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
+        )
         return total / count
 
     @staticmethod
@@ -81,7 +98,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise UnsupportedError("the chunked loss was differentiated twice; its gradients are made once, in forward")
-        return (*(None if g is None else g.mul_(grad_output) for g in gradients), None, None, None)
+        return (*(None if g is None else g.mul_(grad_output) for g in gradients), *[None] * 5)
 
 
 class _WeightProducts:
@@ -129,24 +146,28 @@ def chunked_cross_entropy(
     target: Int64[Tensor, " tokens"],
     *,
     bias: Float[Tensor, " vocabulary"] | None = None,
-    count: float | None = None,
+    count: float | Float[Tensor, ""] | None = None,
     chunk_tokens: int = 256,
+    ignored: int = _IGNORED,
+    smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
     """Cross-entropy of `hidden @ weight.T + bias` against `target`, without the logits ever being whole.
 
     Args:
         hidden: states, flattened over batch and sequence.
         weight: of the head.
-        target: class of each token; -100 is not counted.
+        target: class of each token; those that are `ignored` do not count.
         bias: of the head.
         count: what the sum is divided by; the number of counted tokens if None.
         chunk_tokens: tokens whose logits are alive at once: 2 x chunk_tokens x vocabulary x 4 bytes.
+        ignored: a class that is none.
+        smoothing: share of each target that is spread over all classes.
 
     Returns:
         The sum of the losses over `count`, in nats. Differentiable once.
     """
-    divisor = float((target != _IGNORED).sum()) if count is None else count
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, target, divisor, chunk_tokens)
+    divisor = float((target != ignored).sum()) if count is None else count
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, target, divisor, chunk_tokens, ignored, smoothing)
 
 
 def knows_loss(model: nn.Module) -> bool:
