@@ -233,16 +233,14 @@ def test_the_logits_are_never_whole(way: str, most_chunks: int) -> None:
 
 
 def _loss(model: Body, batch: Tensor) -> Tensor:
-    found = chunked_cross_entropy(model(batch), model.head, batch.roll(-1, 1), chunk_tokens=7)
-    return found
+    return chunked_cross_entropy(model(batch), model.head, batch.roll(-1, 1), chunk_tokens=7)
 
 
 def _loss_of_any_head(model: Body, batch: Tensor) -> Tensor:
     def capped(hidden: Tensor) -> Tensor:
         return torch.tanh(model.head(hidden) / 5.0) * 5.0
 
-    found = chunked_cross_entropy(model(batch), capped, batch.roll(-1, 1), chunk_tokens=7)
-    return found
+    return chunked_cross_entropy(model(batch), capped, batch.roll(-1, 1), chunk_tokens=7)
 
 
 def _counted(model: Body, batch: Tensor) -> Any:
