@@ -8,7 +8,7 @@ those of plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.core.plan import CallPlan, Saved, Tier
-from memfit.runtime.saved import CallSite, Frame, HostStore, Offloader, ScratchStore, SegmentGroup, make_frame
+from memfit.runtime.saved import CallSite, Frame, HostStore, Offloader, ScratchStore, SegmentGroup, Writes, make_frame
 from memfit.runtime.store import DiskIO, ScratchFile
 
 KEEP = CallPlan(saved=Saved.KEEP)
@@ -46,6 +46,8 @@ POLICIES: dict[str, Sequence[CallPlan]] = {
 """Repeated over the calls of a model."""
 
 CPU = torch.device("cpu")
+WRITES = Writes()
+"""Of all forwards of this process's tests; what nobody holds is forgotten."""
 WIDTH, ROWS = 64, 32
 HIDDEN_BYTES = ROWS * WIDTH * 4
 
@@ -58,7 +60,10 @@ def make_offloader(directory: Path, *, minimum_bytes: int = 256) -> Iterator[Off
     scratch = ScratchFile(directory, io)
     try:
         yield Offloader(
-            {Tier.HOST: HostStore(CPU), Tier.DISK: ScratchStore(scratch)}, device=CPU, minimum_bytes=minimum_bytes
+            {Tier.HOST: HostStore(CPU), Tier.DISK: ScratchStore(scratch)},
+            device=CPU,
+            minimum_bytes=minimum_bytes,
+            writes=WRITES,
         )
     finally:
         scratch.close()
@@ -101,6 +106,7 @@ class Driver:
                 device=CPU,
                 stays=lambda storage: storage._cdata in there,
                 copies_inputs=name in self.copies_inputs,
+                writes=WRITES,
             )
             pre = module.register_forward_pre_hook(self._entering(site), prepend=True, with_kwargs=True)
             post = module.register_forward_hook(self._leaving(), with_kwargs=True, always_call=True)
@@ -209,7 +215,8 @@ def _run(model: nn.Module, loss: Loss, steps: int, driver: Driver | None) -> Out
     torch.manual_seed(1)
     losses: list[torch.Tensor] = []
     for _ in range(steps):  # gradients add up over the steps, so that both are compared
-        value = loss(model)
+        with nullcontext() if driver is None else WRITES.watching():
+            value = loss(model)
         losses.append(value.detach().clone())
         if driver is None:
             value.backward()

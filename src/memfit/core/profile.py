@@ -133,6 +133,8 @@ class CallProfile:
         has_backward: gradients flow through it.
         uses_random: it draws random numbers (dropout): recompute must restore the generator.
         mutates_inputs: it changes a tensor it received in place: recompute must hold a copy.
+        must_keep: what it was given or has saved is changed in place by somebody later (or what it was given is a buffer or the batch, and it changes
+            that itself): run again, or brought back, it would meet other values.
         changes_arguments: an object among its arguments (a key-value cache) holds other tensors after the call: running
             the call again would change it twice.
         forward_peak_bytes: most bytes alive at once made inside the segment (saved and outputs included) above those alive at its entry.
@@ -160,6 +162,7 @@ class CallProfile:
     has_backward: bool
     uses_random: bool = False
     mutates_inputs: bool = False
+    must_keep: bool = False
     changes_arguments: bool = False
     forward_peak_bytes: int = 0
     inside_peak_bytes: int = 0

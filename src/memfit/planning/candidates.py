@@ -95,7 +95,9 @@ def list_candidates(
             # A call that changes what it was given (a key-value cache) cannot be run again.
             again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
             calls = tuple(
-                fate.call if c.index in chosen and not (again and c.changes_arguments) else CallPlan()
+                fate.call
+                if c.index in chosen and not (again and c.changes_arguments) and not c.must_keep
+                else CallPlan()
                 for c in trace.calls
             )
             seen: list[Plan] = []

@@ -1,4 +1,4 @@
-"""Questions about single operations: how to run them on fake tensors, whether they are random, what selection keeps.
+"""Questions about single operations: how to run them on fake tensors, whether they are random.
 
 In: an operator with its arguments, as a dispatch mode receives it. Out: answers for the recorder.
 """
@@ -10,22 +10,9 @@ from typing import Any
 
 import torch
 
+from memfit.core.operators import argument_of
+
 aten = torch.ops.aten
-
-# What selective recomputation holds: results of matrix products, convolutions and attention without dropout.
-_SELECTED = (
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution", "_convolution", "_grouped_mm",
-    "_scaled_mm", "_scaled_grouped_mm",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
-    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
-)  # fmt: skip
-
-
-def is_selected(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether selective recomputation keeps the results of this operation."""
-    return func._overloadpacket.__name__ in _SELECTED and not is_random(func, args, kwargs)
 
 
 def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_fake: bool) -> Any:
@@ -59,14 +46,6 @@ def _grouped_result(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tens
     if left.dim() == 3 and right.dim() == 3:
         return left.new_empty(left.shape[0], left.shape[1], right.shape[2])
     return left.new_empty(left.shape[-2], right.shape[-1])
-
-
-def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The value of an operator's argument by its name; None if the operator has none of that name."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    return None
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from memfit.profiling.operations import argument_of, is_random
+from memfit.core.operators import argument_of, written_arguments
+from memfit.profiling.operations import is_random
 from memfit.profiling.trees import operator_tensors
 
 aten = torch.ops.aten
@@ -128,19 +129,8 @@ class Origins:
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], set[int]]:
     """Ids of the tensors that an operation writes without having looked, and of all that it writes."""
-    overwritten: set[int] = set()
-    changed: set[int] = set()
-    if func._schema.is_mutable:
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                ids = {id(t) for t in operator_tensors(argument_of(func, argument.name, args, kwargs))}
-                changed |= ids
-                if argument.is_out or func._overloadpacket in _OVERWRITING:
-                    overwritten |= ids
-    elif "batch_norm" in func._overloadpacket.__name__ and any(
-        argument_of(func, name, args, kwargs) is True for name in ("training", "train")
-    ):
-        # These kernels change the running statistics behind their schema's back.
-        for name in ("running_mean", "running_var"):
-            changed |= {id(t) for t in operator_tensors(argument_of(func, name, args, kwargs))}
-    return overwritten, changed
+    changed = {id(t) for t in operator_tensors(written_arguments(func, args, kwargs))}
+    if not changed or func._overloadpacket in _OVERWRITING:
+        return changed, changed
+    outs = (argument_of(func, a.name, args, kwargs) for a in func._schema.arguments if a.is_out)
+    return {id(t) for value in outs for t in operator_tensors(value)}, changed

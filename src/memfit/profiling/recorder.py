@@ -31,10 +31,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core.errors import UnsupportedError
+from memfit.core.operators import is_selected, only_relabels
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.measuring import Workspaces
-from memfit.profiling.operations import is_random, is_selected, reads_batch_statistics, run_operation
+from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
 from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors
 from memfit.profiling.values import Values
@@ -82,6 +83,7 @@ class StorageRecord:
     selected_in: int = -1
     origins: int = 0
     is_written: bool = False
+    writes: int = 0
 
     @property
     def is_saved(self) -> bool:
@@ -101,11 +103,13 @@ class CallRecord:
     reads: set[str] = field(default_factory=set)
     uses_random: bool = False
     mutates_inputs: bool = False
+    must_keep: bool = False
     changes_arguments: bool = False
     output_bytes: int = 0
     saves: int = 0
     selected: dict[int, tuple[StorageRecord, int]] = field(default_factory=dict)
-    arguments: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    arguments: list[tuple[torch.Tensor, int, StorageRecord, int]] = field(default_factory=list)
+    copied: set[int] = field(default_factory=set)
     received: Any = None
     held_at_entry: frozenset[int] = frozenset()
 
@@ -210,6 +214,7 @@ class Recorder(TorchDispatchMode):
         made = [self._note_made(func, tensor) for tensor in operator_tensors(out)]
         if not self.is_backward:
             self._origins.follow(func, args, kwargs, found, made)
+            self._note_written(func, args, kwargs, found)
         self._note_operation(func, args, kwargs, out)
         if self._active and not self.is_backward and is_selected(func, args, kwargs):
             for record in made:
@@ -241,6 +246,29 @@ class Recorder(TorchDispatchMode):
         if not self.is_backward:
             record.last_use = self.segment
         return record
+
+    def _note_written(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        read: Sequence[tuple[torch.Tensor, StorageRecord]],
+    ) -> None:
+        """Who counts on the storages that an operation of the forward writes. Known by storage: not all tensors over one share a version counter."""
+        written = written_tensors(func, args, kwargs)[1]
+        if not written or only_relabels(func):
+            return
+        for record in {id(r): r for t, r in read if id(t) in written}.values():
+            record.writes += 1
+            if self._active is not None:
+                self._active.selected.pop(id(record), None)
+                record.selected_in = -1
+                # What is there anyway is given to the call that is run again as it is.
+                self._active.must_keep |= record.role is Role.INPUT and self._active.index in record.argument_of
+            for index in record.saved_inside | record.argument_of:
+                call = self.calls[index]
+                if call is not self._active and id(record) not in call.copied:
+                    call.must_keep |= record.role is Role.MADE or index in record.argument_of
 
     def _check_unwritten(
         self,
@@ -394,7 +422,7 @@ class Recorder(TorchDispatchMode):
             if record.role is not Role.WEIGHT:
                 record.argument_of.add(index)
                 record.last_use = index
-                self._active.arguments.append((tensor, tensor._version))
+                self._active.arguments.append((tensor, tensor._version, record, record.writes))
 
     def leave_module(self, output: Any) -> CallRecord | None:
         """A module returns; the call that ends with it, if one does."""
@@ -405,7 +433,11 @@ class Recorder(TorchDispatchMode):
             return None
         self._active = None
         call.returned = len(self.events)
-        call.mutates_inputs = any(tensor._version != version for tensor, version in call.arguments)
+        changed = [
+            r for tensor, version, r, writes in call.arguments if tensor._version != version or r.writes != writes
+        ]
+        call.mutates_inputs = bool(changed)
+        call.copied = {id(record) for record in changed}
         call.changes_arguments = frozenset(map(id, reachable_tensors(call.received))) != call.held_at_entry
         call.arguments.clear()
         call.received = None

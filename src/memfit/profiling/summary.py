@@ -77,6 +77,7 @@ def _call(
         has_backward=gone is not None,
         uses_random=call.uses_random,
         mutates_inputs=call.mutates_inputs,
+        must_keep=call.must_keep and call.saves > 0,
         forward_peak_bytes=_forward_range(step, call.index, ends[call.index]).peak_bytes,
         inside_peak_bytes=_forward_range(step, call.index, call.returned).peak_bytes,
         changes_arguments=call.changes_arguments,

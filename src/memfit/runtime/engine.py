@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -119,6 +119,10 @@ class FrameFactory(Protocol):
         self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Frame | None:
         """The frame of one call, or None where everything is kept."""
+        ...
+
+    def watching(self) -> AbstractContextManager[None]:
+        """What a microbatch's forward runs in."""
         ...
 
 
@@ -380,9 +384,15 @@ class Engine:
     def _start(self, m: int) -> None:
         assert self._work is not None
         work = self._work
+        watching = self._frames.watching  # not by way of the engine, which holds the coroutine
+
+        def run() -> Any:
+            with watching():
+                return work.run(m)
+
         coroutine = Coroutine(
             m,
-            lambda: work.run(m),
+            run,
             stream=work.streams[m],
             device_types=self._device_types,
             modules=self._notes if self._interleaves else None,

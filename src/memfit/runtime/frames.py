@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import CallProfile
 from memfit.runtime.engine import Engine
-from memfit.runtime.saved import CallSite, Frame, Offloader, SegmentGroup, TierStore, make_frame
+from memfit.runtime.saved import CallSite, Frame, Offloader, SegmentGroup, TierStore, Writes, make_frame
 from memfit.runtime.sites import Site
 from memfit.runtime.weights import BlockWeights
 
@@ -42,7 +43,8 @@ class CallFrames:
     ) -> None:
         self._plan = plan
         self._device = device
-        self._offloader = Offloader(stores, device=device) if stores else None
+        self._writes = Writes()
+        self._offloader = Offloader(stores, device=device, writes=self._writes) if stores else None
         self._weights = {block.storage._cdata for block in blocks}
         self._staying: set[int] = set()
         self._calls: Sequence[CallProfile] = ()
@@ -82,6 +84,11 @@ class CallFrames:
         }
         self._staying = self._weights | {t.untyped_storage()._cdata for t in staying}
 
+    def watching(self) -> AbstractContextManager[None]:
+        """What a microbatch's forward runs in: what is not simply kept has to know of changes in place."""
+        manages = any(self._plan.call(call.index).saved is not Saved.KEEP for call in self._calls)
+        return self._writes.watching() if manages else nullcontext()
+
     def begin(
         self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Frame | None:
@@ -114,6 +121,7 @@ class CallFrames:
                 stays=_Stays(weakref.ref(self)),
                 rng=rng,
                 copies_inputs=copies_inputs,
+                writes=self._writes,
             )
         return self._sites[key]
 

@@ -11,6 +11,7 @@ from memfit.runtime.saved.offload import MINIMUM_BYTES, Offloader, TierStore
 from memfit.runtime.saved.recompute import SegmentGroup
 from memfit.runtime.saved.surroundings import Buffers
 from memfit.runtime.saved.tiers import HostStore, ScratchStore, StagedScratchStore
+from memfit.runtime.saved.writes import Writes
 
 __all__ = [
     "MINIMUM_BYTES",
@@ -23,5 +24,6 @@ __all__ = [
     "SegmentGroup",
     "StagedScratchStore",
     "TierStore",
+    "Writes",
     "make_frame",
 ]

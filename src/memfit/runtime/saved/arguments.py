@@ -24,6 +24,7 @@ from memfit.runtime.saved.offload import Offloader, Parcel
 from memfit.runtime.saved.reads import ReadWatcher
 from memfit.runtime.saved.structure import Slot, direct_tensors, replace_tensors
 from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE, AstrayError, Geometry, Stays, plain_storage, version_of
+from memfit.runtime.saved.writes import Watched, Writes
 
 Position = tuple[int, int]
 """(call in its segment, position among the tensors of its output)."""
@@ -44,6 +45,15 @@ class _Held:
     parcel: Parcel | None = None
     made_by: Position | None = None
     copy: torch.Tensor | None = None
+    watched: Watched | None = None
+    was_changed: bool = False
+
+    @property
+    def has_changed(self) -> bool:
+        """It was changed in place since the call began."""
+        return (self.watched is not None and self.watched.has_changed) or (
+            self.tensor is not None and not self.is_passed_as_given and version_of(self.tensor) != self.version
+        )
 
 
 class HeldArguments:
@@ -60,6 +70,7 @@ class HeldArguments:
         stays: see `tensors.Stays`.
         made_by: position of a tensor that an earlier call of the segment returned, else None.
         copies: the call changes arguments in place; copies are made now, and after the call kept of those that changed.
+        writes: of the job's forwards.
     """
 
     def __init__(
@@ -71,8 +82,10 @@ class HeldArguments:
         stays: Stays,
         made_by: Callable[[torch.Tensor], Position | None],
         copies: bool,
+        writes: Writes,
     ) -> None:
         self._place = place
+        self._writes = writes
         self._stays = stays
         self._copies = copies
         self._held: list[_Held] = []
@@ -119,6 +132,7 @@ class HeldArguments:
             is_leaf=tensor.is_leaf,
             is_passed_as_given=as_given,
             device=tensor.device,
+            watched=self._writes.watch(tensor),
         )
         if as_given:
             return held
@@ -144,20 +158,19 @@ class HeldArguments:
         Raises:
             UnsupportedError: a changed argument shares memory with another one; their copies would not.
         """
-        changed = [held for held in self._held if held.copy is not None and self._has_changed(held)]
+        changed = [held for held in self._held if held.has_changed]
         for held in changed:
-            assert held.tensor is not None
-            storage = held.tensor.untyped_storage().data_ptr()
-            for other in self._held:
-                if other is held or other.tensor is None or other.is_passed_as_given:
-                    continue
-                if other.tensor.untyped_storage().data_ptr() == storage:
-                    raise UnsupportedError(
-                        f"{self._place} changes an argument in place that shares its memory with another argument, "
-                        f"so it cannot be run again from copies; {TRY_ANOTHER_FATE}"
-                    )
-            assert held.copy is not None
-            held.tensor, held.version, held.geometry = held.copy, version_of(held.copy), Geometry.of(held.copy)
+            if held.copy is None and held.made_by is None:
+                held.was_changed = True  # refused when it is needed
+                continue
+            if any(other is not held and _share_memory(other, held) for other in self._held):
+                raise UnsupportedError(
+                    f"{self._place} changes an argument in place that shares its memory with another argument, "
+                    f"so it cannot be run again from copies; {TRY_ANOTHER_FATE}"
+                )
+            if held.copy is not None:
+                held.tensor, held.version, held.geometry = held.copy, version_of(held.copy), Geometry.of(held.copy)
+                held.watched = self._writes.watch(held.copy)
         for held in self._held:
             held.copy = None
         if self._read is not None:
@@ -167,15 +180,11 @@ class HeldArguments:
                     held.tensor, held.is_unread = None, True
         self._inside_objects, self._read = [], None
 
-    @staticmethod
-    def _has_changed(held: _Held) -> bool:
-        return held.tensor is not None and version_of(held.tensor) != held.version
-
     def register(self, offloader: Offloader, home: Tier) -> list[Parcel]:
         """Hands all that may leave to the offloader; returns their parcels."""
         parcels: list[Parcel] = []
         for held in self._held:
-            if held.tensor is None or held.is_passed_as_given:
+            if held.tensor is None or held.is_passed_as_given or held.was_changed:
                 continue
             parcel = offloader.register(held.tensor, home, place=self._place)
             if parcel is not None:
@@ -205,6 +214,13 @@ class HeldArguments:
         return args, kwargs
 
     def _stand_in(self, held: _Held, made: Mapping[Position, torch.Tensor]) -> torch.Tensor:
+        # What stays may be changed after the call and be right (an update of a weight comes after all of its uses). What a call of the segment
+        # returned is made again.
+        if held.was_changed or (not held.is_passed_as_given and held.made_by is None and held.has_changed):
+            shape = "" if held.geometry is None else f" ({held.geometry.dtype} {list(held.geometry.shape)})"
+            raise UnsupportedError(
+                f"an argument of {self._place}{shape} was changed in place after the call began, so the call cannot be run again from it; {TRY_ANOTHER_FATE}"
+            )
         if held.is_unread:
             assert held.geometry is not None
             # One element seen everywhere: the shape, dtype and device of the original, without its memory.
@@ -218,18 +234,16 @@ class HeldArguments:
         else:
             assert held.tensor is not None
             value = held.tensor
-            # What stays may be changed meanwhile and be right (an update of a weight comes after all of its uses).
-            if version_of(value) != held.version and not held.is_passed_as_given:
-                raise UnsupportedError(
-                    f"an argument of {self._place} ({value.dtype} {list(value.shape)}) was changed in place after the "
-                    f"call began, so the call cannot be run again from it; {TRY_ANOTHER_FATE}"
-                )
             if held.is_passed_as_given:
                 return value
             value = value.detach()
         if not held.requires_grad:
             return value
         return value.requires_grad_() if held.is_leaf else non_leaf(value)
+
+
+def _share_memory(one: _Held, other: _Held) -> bool:
+    return one.watched is not None and other.watched is not None and one.watched.written is other.watched.written
 
 
 def _address(tensor: torch.Tensor | None) -> int:

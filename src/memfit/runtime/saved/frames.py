@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from memfit.runtime.saved.recompute import CallRecord, SegmentGroup, pack_for_re
 from memfit.runtime.saved.select import Selection
 from memfit.runtime.saved.surroundings import Surroundings
 from memfit.runtime.saved.tensors import Stays, plain_storage
+from memfit.runtime.saved.writes import Writes
 
 # The stack of default saved-tensor hooks has no public reader.
 _default_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
@@ -62,6 +63,7 @@ class CallSite:
             policy.
         rng: whether it may draw random numbers; False saves capturing the generators.
         copies_inputs: it changes arguments in place.
+        writes: of the job's forwards, which run inside its `watching`.
     """
 
     name: str
@@ -71,6 +73,7 @@ class CallSite:
     stays: Stays
     rng: bool = True
     copies_inputs: bool = False
+    writes: Writes = field(default_factory=Writes)
 
 
 class Frame:
@@ -202,8 +205,10 @@ class RecomputedFrame(_HookedFrame):
                 stays=site.stays,
                 made_by=self._segment.made_by,
                 copies=site.copies_inputs,
+                writes=site.writes,
             ),
             selection=None,
+            writes=site.writes,
         )
         self._record = record
         self._segment.add(record)
@@ -222,7 +227,7 @@ class RecomputedFrame(_HookedFrame):
                     f"{self._site.name} is compiled, and its operations cannot be looked at one by one without running it eagerly; "
                     "plan saved='recompute', 'offload' or 'keep' for this call"
                 )
-            record.selection = Selection(self._site.name, record.handles.__len__)
+            record.selection = Selection(self._site.name, record.handles.__len__, self._site.writes)
             modes.append(record.selection.keeping())
         return modes
 

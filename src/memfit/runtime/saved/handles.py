@@ -18,6 +18,7 @@ import torch
 
 from memfit.core.errors import UnsupportedError
 from memfit.runtime.saved.tensors import NO_VERSION, check_unchanged, version_of
+from memfit.runtime.saved.writes import Watched
 
 
 class Handle(Protocol):
@@ -83,12 +84,14 @@ class RemadeHandle:
         maker: fills this handle.
         tensor: as autograd packed it: only its description is kept.
         place: the site, for messages.
+        watched: its elements from now on; None for a tensor that is no range of memory.
     """
 
-    __slots__ = ("__weakref__", "_maker", "_place", "_value", "_version", "description", "is_closed")
+    __slots__ = ("__weakref__", "_maker", "_place", "_value", "_version", "_watched", "description", "is_closed")
 
-    def __init__(self, maker: Remade, tensor: torch.Tensor, place: str) -> None:
+    def __init__(self, maker: Remade, tensor: torch.Tensor, place: str, watched: Watched | None) -> None:
         self.description = describe(tensor)
+        self._watched = watched
         self.is_closed = False
         self._maker = maker
         self._place = place
@@ -119,6 +122,8 @@ class RemadeHandle:
         """
         if self.is_closed:
             raise refuse_again(self._place)
+        if self._watched is not None:
+            self._watched.check_saved(self._place)
         if self._value is None:
             self._maker.refill()
         value = self._value

@@ -12,7 +12,7 @@ is moved once. Its life:
     that
 The parcel is held by the handles in autograd's graph (or by held arguments) and by nobody else. When the last handle
 dies, the parcel dies, and with it the fresh storage and the room at home.
-A storage's version is what autograd counts: changes through `tensor.data` are not seen, as plain autograd does not see them.
+A parcel's handle refuses what was written over its elements after it was saved; see [Note: writes are known by storage].
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.core.errors import MemfitError, UsageError
 from memfit.core.plan import Tier
@@ -32,6 +31,7 @@ from memfit.core.units import KIB
 from memfit.runtime.homes.base import Ticket
 from memfit.runtime.saved.handles import refuse_again
 from memfit.runtime.saved.tensors import Geometry, plain_storage, raise_changed, version_of
+from memfit.runtime.saved.writes import Extent, Watched, Writes, Written
 from memfit.runtime.trees import new_storage
 
 MINIMUM_BYTES = 64 * KIB
@@ -69,15 +69,15 @@ class Parcel:
         nbytes: of the whole storage.
     """
 
-    def __init__(self, tensor: torch.Tensor, store: TierStore, offloader: Offloader, place: str) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, store: TierStore, offloader: Offloader, place: str, written: Written
+    ) -> None:
         self._source: torch.Tensor | None = tensor.detach()
+        self._written, self._mark = written, written.mark()
         self._version = version_of(tensor)
         self._seen_version = self._version
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
-        # A weak reference pins the address of the storage object (not its bytes): no later storage can be taken for
-        # this one.
-        self._identity = StorageWeakRef(storage)
         self._device = tensor.device
         self._store = store
         self._offloader = weakref.ref(offloader)
@@ -97,6 +97,10 @@ class Parcel:
     def is_away(self) -> bool:
         """The device holds nothing of it."""
         return self._source is None and self._storage is None
+
+    def watched(self, geometry: Geometry) -> Watched:
+        """Some of its elements since it was made."""
+        return Watched(self._written, self._mark, Extent.of(geometry))
 
     def leave(self) -> None:
         """Starts writing. Repeating it does nothing."""
@@ -204,10 +208,11 @@ class MovedHandle:
 
         Raises:
             UnsupportedError: the call's backward is over.
-            RuntimeError: see `Parcel.bring`.
+            RuntimeError: it was changed in place after it was saved.
         """
         if self._parcel is None:
             raise refuse_again(self._place)
+        self._parcel.watched(self._geometry).check_saved(self._place)
         return self._geometry.over(self._parcel.bring())
 
 
@@ -218,6 +223,7 @@ class Offloader:
         stores: where each home's bytes go.
         device: whose tensors leave; others stay where they are.
         minimum_bytes: smaller storages stay.
+        writes: of the job's forwards.
 
     Attributes:
         demand_reloads: parcels that backward asked for before their reload was issued.
@@ -225,13 +231,19 @@ class Offloader:
     """
 
     def __init__(
-        self, stores: Mapping[Tier, TierStore], *, device: torch.device, minimum_bytes: int = MINIMUM_BYTES
+        self,
+        stores: Mapping[Tier, TierStore],
+        *,
+        device: torch.device,
+        minimum_bytes: int = MINIMUM_BYTES,
+        writes: Writes | None = None,
     ) -> None:
+        self._writes = Writes() if writes is None else writes
         self._stores = dict(stores)
         # Tensors always name their GPU by number.
         self._device = torch.empty(0, device=device).device
         self._minimum_bytes = minimum_bytes
-        self._parcels: weakref.WeakValueDictionary[tuple[int, int], Parcel] = weakref.WeakValueDictionary()
+        self._parcels: weakref.WeakValueDictionary[tuple[int, int, int], Parcel] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self.demand_reloads = 0
         self.written_bytes = 0
@@ -255,11 +267,13 @@ class Offloader:
             return None
         if home not in self._stores:
             raise UsageError(f"{place}: saved tensors shall go to {home}, but the job has no such store")
-        key = (storage._cdata, version_of(tensor))
+        # Its version may be that of another counter over the same storage: what was written since makes another parcel.
+        written = self._writes.of(storage)
+        key = (storage._cdata, version_of(tensor), written.mark())
         with self._lock:
             parcel = self._parcels.get(key)
             if parcel is None:
-                parcel = self._parcels[key] = Parcel(tensor, self._stores[home], self, place)
+                parcel = self._parcels[key] = Parcel(tensor, self._stores[home], self, place, written)
             return parcel
 
     def count(self, name: str, amount: int) -> None:

@@ -32,6 +32,7 @@ from memfit.runtime.saved.select import Selection
 from memfit.runtime.saved.structure import tensors_in
 from memfit.runtime.saved.surroundings import Surroundings
 from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE, AstrayError, version_of
+from memfit.runtime.saved.writes import Watched, Writes
 
 
 class _EnoughError(BaseException):
@@ -46,6 +47,7 @@ class CallRecord:
         place: the site.
         call: the module, called with args and kwargs.
         surroundings, arguments, selection: as at entry; None once they were used.
+        writes: of the job's forwards.
         handles: one for each tensor that autograd saved, in order; None where the tensor was kept.
         is_over: the call returned.
     """
@@ -55,6 +57,7 @@ class CallRecord:
     surroundings: Surroundings | None
     arguments: HeldArguments | None
     selection: Selection | None
+    writes: Writes
     handles: list[weakref.ref[RemadeHandle] | None] = field(default_factory=list)
     is_over: bool = False
 
@@ -92,7 +95,7 @@ class SegmentGroup:
     def __init__(self) -> None:
         self._records: list[CallRecord] = []
         # Weak: an output's graph holds handles that hold this segment.
-        self._outputs: list[tuple[weakref.ref[torch.Tensor], int, Position]] = []
+        self._outputs: list[tuple[weakref.ref[torch.Tensor], int, Watched | None, Position]] = []
         self._was_run = False
         # Backward may unpack on autograd's device thread and on the calling thread at once.
         self._lock = threading.RLock()
@@ -104,8 +107,8 @@ class SegmentGroup:
 
     def made_by(self, tensor: torch.Tensor) -> Position | None:
         """Which output of an earlier call this tensor is, unchanged since; None if it is none."""
-        for reference, version, position in reversed(self._outputs):
-            if reference() is tensor and version_of(tensor) == version:
+        for reference, version, watched, position in reversed(self._outputs):
+            if reference() is tensor and version_of(tensor) == version and not (watched and watched.has_changed):
                 return position
         return None
 
@@ -117,8 +120,10 @@ class SegmentGroup:
     def note_outputs(self, outputs: Any) -> None:
         """The last call that was added returned."""
         call = len(self._records) - 1
+        writes = self._records[call].writes
         for position, tensor in enumerate(tensors_in(outputs)):
-            self._outputs.append((weakref.ref(tensor), version_of(tensor), (call, position)))
+            watched = writes.watch(tensor)
+            self._outputs.append((weakref.ref(tensor), version_of(tensor), watched, (call, position)))
 
     def refill(self) -> None:
         """Runs the calls again and fills all handles that are alive. Does nothing if that was done.
@@ -224,6 +229,8 @@ def run_again(
     outputs: object | None = None
     try:
         with ExitStack() as stack:
+            # As the first run: some composite operators take other ways where a mode is active.
+            stack.enter_context(record.writes.watching())
             stack.enter_context(record.surroundings.restored())
             stack.enter_context(saved_tensors_hooks(capture.pack, _as_it_is))
             guard = record.arguments.guard()
@@ -255,6 +262,6 @@ def pack_for_recompute(
     if stays:
         record.handles.append(None)
         return KeptHandle(tensor, record.place)
-    handle = RemadeHandle(segment, tensor, record.place)
+    handle = RemadeHandle(segment, tensor, record.place, record.writes.watch(tensor))
     record.handles.append(weakref.ref(handle))
     return handle

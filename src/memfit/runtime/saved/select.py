@@ -4,11 +4,11 @@ In: the operations that run inside a call. Out: the same results when the call r
 computing.
 
 [Note: what selection keeps]
-While the call runs, a dispatch mode keeps the results of the operations in `expensive_operations`, without their graph.
-When it runs again, another mode hands them out in the same order; whatever is not expensive runs again. Three cases are
+While the call runs, a dispatch mode keeps the results of the operations that `core.operators.is_selected` names, without their graph.
+When it runs again, another mode hands them out in the same order; whatever is not selected runs again. Three cases are
 computed again although they are expensive, because handing out a result would not be exact: attention that draws random
 numbers (skipping it would leave the generator behind for whatever draws next), a result that was changed in place since
-(`nn.ReLU(inplace=True)` behind a linear layer), and a result that nobody will reach because recomputation stops before
+(`nn.ReLU(inplace=True)` behind a linear layer; see [Note: writes are known by storage]), and a result that nobody will reach because recomputation stops before
 it (the last product of a call; it is not held either).
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` is not used: it draws random numbers differently when
@@ -18,44 +18,30 @@ attention has dropout, and fails in backward when a kept result was changed in p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE, AstrayError, version_of
-
-_PRODUCTS = (
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "convolution", "_convolution",
-    "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
-)  # fmt: skip
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math_for_mps",
-    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
-)  # fmt: skip
-
-
-@cache
-def expensive_operations() -> frozenset[Any]:
-    """Operations whose results are kept, as overloads of `torch.ops.aten` (those that this build of torch has)."""
-    packets = [getattr(torch.ops.aten, name, None) for name in (*_PRODUCTS, *_ATTENTION)]
-    return frozenset(packet.default for packet in packets if packet is not None and hasattr(packet, "default"))
+from memfit.core.operators import is_selected
+from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE, AstrayError, storage_of, version_of
+from memfit.runtime.saved.writes import Writes, are_plain
 
 
 class _Kept:
     """One expensive operation: its result, or None where it has to run again."""
 
-    __slots__ = ("operation", "packs_before", "result", "versions")
+    __slots__ = ("_marks", "_versions", "operation", "packs_before", "result")
 
-    def __init__(self, operation: Any, result: Any, packs_before: int) -> None:
+    def __init__(self, operation: Any, result: Any, packs_before: int, writes: Writes) -> None:
         self.operation = operation
         self.packs_before = packs_before
-        self.result = pytree.tree_map_only(torch.Tensor, _without_graph, result)
-        self.versions = [version_of(tensor) for tensor in self.tensors]
+        is_dense = all(storage_of(t) is not None for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.result = pytree.tree_map_only(torch.Tensor, _without_graph, result) if is_dense else None
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+        written = [writes.of(tensor.untyped_storage()) for tensor in self.tensors]
+        self._marks = [(found, found.mark()) for found in written]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -63,7 +49,21 @@ class _Kept:
 
     @property
     def is_unchanged(self) -> bool:
-        return [version_of(tensor) for tensor in self.tensors] == self.versions
+        # The whole storage counts, and so does what an operator without a schema may have written.
+        return [version_of(tensor) for tensor in self.tensors] == self._versions and not any(
+            written.since(mark, doubts=True) for written, mark in self._marks
+        )
+
+    def take(self) -> Any:
+        """The result, handed over; None if it has to be computed again."""
+        result = self.result if self.is_unchanged else None
+        self.let_go()
+        return result
+
+    def let_go(self) -> None:
+        """Gives the result up."""
+        self.result = None
+        self._versions, self._marks = [], []
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,10 +79,12 @@ class Selection:
     Args:
         place: the site, for messages.
         count_packs: how many tensors autograd has saved in the call so far.
+        writes: of the job's forwards.
     """
 
-    def __init__(self, place: str, count_packs: Callable[[], int]) -> None:
+    def __init__(self, place: str, count_packs: Callable[[], int], writes: Writes) -> None:
         self._place = place
+        self._writes = writes
         self._count_packs: Callable[[], int] | None = count_packs
         self._kept: list[_Kept] = []
         self._position = 0
@@ -107,7 +109,7 @@ class Selection:
         self._count_packs = None  # it refers to the frame
         for kept in self._kept:
             if (kept.packs_before == packs and not runs_to_the_end) or not kept.is_unchanged:
-                kept.result = None
+                kept.let_go()
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
         """Storages of the kept results."""
@@ -115,7 +117,7 @@ class Selection:
 
     def _note(self, operation: Any, result: Any) -> None:
         assert self._count_packs is not None
-        self._kept.append(_Kept(operation, result, self._count_packs()))
+        self._kept.append(_Kept(operation, result, self._count_packs(), self._writes))
 
     def _take(self, operation: Any) -> Any:
         """The kept result, handed over; None if the operation has to run."""
@@ -129,41 +131,39 @@ class Selection:
             )
         kept = self._kept[self._position]
         self._position += 1
-        result, kept.result = (kept.result if kept.is_unchanged else None), None
-        kept.versions = []
-        return result
+        return kept.take()
 
 
 class _Keeping(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, note: Callable[[Any, Any], None]) -> None:
         super().__init__()
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not are_plain(types):
+            return NotImplemented  # the products inside a subclass come here one by one
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in expensive_operations() and not draws_random(func, args, kwargs):
+        if is_selected(func, args, kwargs):
             self._note(func, result)
         return result
 
 
 class _Using(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, take: Callable[[Any], Any]) -> None:
         super().__init__()
         self._take = take
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not are_plain(types):
+            return NotImplemented
         kwargs = kwargs or {}
-        if func in expensive_operations() and not draws_random(func, args, kwargs):
+        if is_selected(func, args, kwargs):
             result = self._take(func)
             if result is not None:
                 return result
         return func(*args, **kwargs)
-
-
-def draws_random(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention operation is called with dropout."""
-    for index, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(kwargs.get("dropout_p", args[index] if index < len(args) else 0.0))
-    return False

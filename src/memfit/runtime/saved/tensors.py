@@ -42,6 +42,13 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor that has one; subclasses that only wear another type have it too."""
+    if tensor.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often it (with all its views) was changed in place."""
     return NO_VERSION if tensor.is_inference() else tensor._version

@@ -1,0 +1,80 @@
+"""Operators by their schemas: which results selection keeps, and which arguments an operation writes.
+
+In: an operator as a dispatch mode receives it, with its arguments. Out: answers that the profile and the engine share.
+
+Nothing is imported from torch: an operator is anything that has a torch schema as its `_schema`. One that has none (a higher-order operator) is not selected,
+and what it writes is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+_SELECTED = frozenset({
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::linear", "aten::convolution", "aten::_convolution",
+    "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_scaled_dot_product_attention_math_for_mps",
+    "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
+})  # fmt: skip
+"""Matrix products, convolutions and attention, in all overloads that write into nothing."""
+
+
+def is_selected(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether selective recomputation keeps the results of this operation: those in the table, unless they draw random numbers."""
+    return _is_in_table(func) and not argument_of(func, "dropout_p", args, kwargs)
+
+
+@cache
+def _is_in_table(func: Any) -> bool:
+    schema = _schema_of(func)
+    return schema is not None and schema.name in _SELECTED and not schema.is_mutable
+
+
+def _schema_of(func: Any) -> Any:
+    return getattr(func, "_schema", None)
+
+
+def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The value of an operator's argument by its name; None if the operator has none of that name."""
+    for position, argument in enumerate(_schema_of(func).arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def has_schema(func: Any) -> bool:
+    """Whether it says what it writes. Higher-order operators do not."""
+    return _schema_of(func) is not None
+
+
+@cache
+def only_relabels(func: Any) -> bool:
+    """Whether it changes how a tensor lies over memory and no byte of that (`unsqueeze_`, `set_`)."""
+    return any(tag.name == "inplace_view" for tag in func.tags)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Values of the arguments that an operation writes: tensors, lists of tensors, or None where one was left out."""
+    names = _written_names(func)
+    if not names:
+        return []
+    if names is _STATISTICS and not any(argument_of(func, n, args, kwargs) is True for n in ("training", "train")):
+        return []
+    return [argument_of(func, name, args, kwargs) for name in names]
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+@cache
+def _written_names(func: Any) -> tuple[str, ...]:
+    schema = _schema_of(func)
+    if schema.is_mutable:
+        return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    # In training these kernels change the running statistics behind their schema's back.
+    name = schema.name.partition("::")[2]
+    return _STATISTICS if "batch_norm" in name and "backward" not in name else ()
