@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from memfit.api import clipping
 from memfit.api.assembly import Assembly
 from memfit.api.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
 from memfit.api.commits import CommitReport
@@ -64,6 +65,7 @@ class Job:
         self.breaches: list[BreachReport] = []
         self._assembly = Assembly(parts, scaler=self.loss_scaler, interrupts=self._interrupts)
         note_holder(self)
+        clipping.watch(self)
 
     def __repr__(self) -> str:
         if self._is_closed:
@@ -577,6 +579,7 @@ class Job:
                 failure.errno = error.errno
                 raise failure from error
         self._is_closed = True
+        clipping.unwatch(self)
         with self._interrupts.held():
             self._assembly.end(restore=restore)
 
