@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from memfit.core.errors import UnsupportedError, UsageError
-from memfit.profiling.batch import batch_rows, slice_batch
+from memfit.core.errors import UsageError
+from memfit.profiling.batch import UncuttableError, batch_rows, slice_batch
 
 
 class Pair(NamedTuple):
@@ -48,7 +48,7 @@ def test_slices_of_every_kind_of_tree_are_views_of_the_same_kind_and_put_togethe
 
 
 def test_tensors_that_disagree_are_both_named() -> None:
-    with pytest.raises(UsageError, match=r"batch\['x'\] has 4, batch\['y'\]\[0\] has 3"):
+    with pytest.raises(UncuttableError, match=r"batch\['x'\] has 4, batch\['y'\]\[0\] has 3"):
         batch_rows({"x": torch.zeros(4), "y": [torch.zeros(3)]})
 
 
@@ -66,11 +66,17 @@ def test_data_that_cannot_be_cut_into_rows_is_refused_by_its_place() -> None:
         def __init__(self) -> None:
             self.x = torch.zeros(4)
 
-    with pytest.raises(UsageError, match=r"batch\[1\] is a Holder"):
+    class Deep:
+        __slots__ = ("held",)
+
+        def __init__(self) -> None:
+            self.held = {"a": [Holder()]}
+
+    with pytest.raises(UncuttableError, match=r"batch\[1\] is a Holder"):
         batch_rows([torch.zeros(4), Holder()])
-    with pytest.raises(UsageError, match="from_numpy"):
-        batch_rows([torch.zeros(4).numpy()])
-    with pytest.raises(UnsupportedError, match="PackedSequence"):
+    with pytest.raises(UncuttableError, match=r"batch\[1\] is a Deep"):
+        batch_rows([torch.zeros(4), Deep()])
+    with pytest.raises(UncuttableError, match="PackedSequence"):
         batch_rows(pack_padded_sequence(torch.zeros(4, 2, 3), torch.tensor([4, 2])))
-    with pytest.raises(UnsupportedError, match="sparse"):
+    with pytest.raises(UncuttableError, match="sparse"):
         batch_rows(torch.eye(3).to_sparse())

@@ -6,14 +6,14 @@ In: the user's model, optimizer, loss and sample. Out: `Advice`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.api.choosing import choose, in_dtype, microbatch_counts
+from memfit.api.choosing import choose, in_dtype
 from memfit.api.machine import Machine, device_of
 from memfit.api.problem import (
     Loss,
@@ -33,6 +33,7 @@ from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
 from memfit.planning.rules import Rung
 from memfit.prediction.predict import predict
+from memfit.profiling.batch import UncuttableError
 from memfit.profiling.blocks import find_blocks
 from memfit.runtime.guard import is_away
 from memfit.scheduling.build import build_step
@@ -115,6 +116,7 @@ def advise(
     if plan is not None:
         given = read_plan(plan)
         check_precision(given, model, allow)
+        problem = replace(problem, cut=problem.ways(sample, None)[0])
         found = problem.profile_for(given, sample)
         speeds = in_dtype(probed, given.compute_dtype)
         schedule = build_step(given, found, clips_norm=clips_norm)
@@ -128,7 +130,7 @@ def advise(
             profile=found,
             hardware=speeds,
         )
-    whole = problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
+    problem, whole = _cut_and_profiled(problem, sample)
     chosen = choose(
         problem,
         sample,
@@ -153,3 +155,16 @@ def advise(
         ladder=chosen.found.ladder,
         chosen=chosen.found.name,
     )
+
+
+def _cut_and_profiled(problem: Problem, sample: Any) -> tuple[Problem, Profile]:
+    """The problem with the likeliest way to cut its batches that the model runs on, and its profile."""
+    *ways, whole = problem.ways(sample, None)
+    for way in ways:
+        cut = replace(problem, cut=way)
+        try:
+            return cut, cut.profile(sample, cut.counts(sample), chunk_tokens=None)
+        except UncuttableError:
+            continue
+    cut = replace(problem, cut=whole)
+    return cut, cut.profile(sample, (1,), chunk_tokens=None)

@@ -275,7 +275,7 @@ class Assembly:
 
     def look_at(self, batch: Any) -> tuple[Prepared, str | None]:
         """As `prepare`, and in words what passes a limit; None if nothing does."""
-        signature = signature_of(batch)
+        signature = signature_of(batch, self.parts.cut, self.plan.microbatches)
         if signature in self._prepared:
             return self._prepared[signature], None
         with self.engine.looking_away():

@@ -24,7 +24,6 @@ from memfit.core.profile import Profile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB, format_bytes, round_up
 from memfit.planning.rules import PlanChoice, choose_plan
-from memfit.profiling.batch import batch_rows
 from memfit.runtime.losses import known_head, knows_loss
 
 # Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
@@ -72,7 +71,7 @@ def choose(
     Args:
         problem: what is trained.
         sample: a batch.
-        first: its profile in the given dtype with the loss whole, for all `microbatch_counts`.
+        first: its profile in the given dtype with the loss whole, for all `problem.counts`.
         budget: of the device.
         hardware: what plans are priced on.
         machine: the limits of host memory and disk are its.
@@ -105,7 +104,7 @@ def choose(
         if choices and min(choice.found.timeline.seconds for _, choice in choices) < _SURELY_LESS * least_s[way]:
             break
         is_first = compute is ComputeDtype.GIVEN and chunk is None
-        counts = microbatch_counts(sample)
+        counts = problem.counts(sample)
         try:
             traced = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
         except UnsupportedError:
@@ -174,12 +173,6 @@ def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
     if compute is ComputeDtype.GIVEN:
         return hardware
     return replace(hardware, flops_per_s=hardware.bf16_flops_per_s or hardware.flops_per_s)
-
-
-def microbatch_counts(sample: Any) -> tuple[int, ...]:
-    """Into how many microbatches a batch may be cut, as plans are looked for."""
-    rows = batch_rows(sample)
-    return tuple(k for k in (1, 2, 4, 8, 16, 32, 64) if k <= rows)
 
 
 def _refusal(refusals: Sequence[DoesNotFitError], budget: Budget, load_bytes: int) -> DoesNotFitError:

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from memfit.api.arguments import check_limit
-from memfit.api.choosing import microbatch_counts
 from memfit.api.commits import check_run, stored_reason
 from memfit.api.held import refuse_held
 from memfit.api.job import Job
@@ -33,14 +32,14 @@ from memfit.api.problem import (
 )
 from memfit.api.sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.api.task import Task, prepared_for
-from memfit.core.errors import MemfitWarning, StoreInUseError, UnsupportedError, UsageError
+from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
-from memfit.profiling.batch import batch_rows
+from memfit.profiling.batch import UncuttableError
 from memfit.profiling.blocks import find_blocks
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.export.trainer import OLD_FILE_NAME, is_of_trainer, state_file
@@ -63,6 +62,7 @@ def fit(
     allow: Collection[str] = frozenset(),
     max_grad_norm: float | None = None,
     weight: Callable[[Any], float] | None = None,
+    split: Callable[[Any, int], Sequence[Any]] | None = None,
     blocks: Sequence[str | nn.Module] | None = None,
     directory: str | Path | None = None,
     store: str | Path | None = None,
@@ -86,7 +86,9 @@ def fit(
         model: any module, on one device, in any mode; or one that `memfit.empty` built, whose weights get their values here, one at a time.
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
         loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is meant.
-        sample: a batch as `step` will get them; only its shapes matter. A tree of tensors whose dimension 0 counts rows.
+        sample: a batch as `step` will get them. Where dimension 0 of all its tensors (and lists with as many entries) counts rows it may be cut into
+            microbatches, and batches of transformers' vision-language models, whose images' patches lie in one tensor, by the rows that they belong to;
+            a batch of any other kind is trained whole. That a cut means the same is tried out on the sample (and on the first batch, if its rows are alike).
         limit: bytes of the device that must never be passed, as an integer or text such as "8GiB" ("8G" is the same, "8GB" is 8 * 10**9). Without a GPU it
             is the memory of the whole process, interpreter included. None: no limit, everything resident.
         weights: files that every weight and saved buffer of the model is read from, on its way home: a directory of safetensors, as `save_pretrained` or `Job.save`
@@ -104,6 +106,8 @@ def fit(
             `job.close()` give them decoded to fp32.
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
         weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
+        split: cuts a batch instead: `split(batch, count)` -> a list of at most `count` batches, fewer where it has not so many rows. For batches that count
+            rows in other places. Needs `weight` where parts have no common dimension 0 that adds up to the batch's.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
         directory: where homes on disk are made; by default a temporary directory that is deleted at the end.
         store: a directory that the run is committed to, step by step, and that it goes on from if it holds a run already: then weights, optimizer states,
@@ -180,6 +184,7 @@ def fit(
             machine=machine,
             optimizer=optimizer,
             weight=weight,
+            split=split,
             allow=frozenset(allow),
             max_grad_norm=max_grad_norm,
             directory=directory,
@@ -220,13 +225,20 @@ def _save_in(directory: str | Path | None) -> Path | None:
 def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
     """The job of the given plan, of the run's own, or of the fastest that fits."""
     if given is not None:
-        return task.checked_job(given, "given by the user", task.trace(given), budget)
+        return _in_ways(task, given, lambda own: own.checked_job(given, "given by the user", own.trace(given), budget))
     own = task.like
     if own is None or task.run is None:
         return _chosen_job(task, budget, lambda _: "")
-    found, why_not = _own_plan(task, own, budget)
-    if found is not None:
-        return task.checked_job(own, stored_reason(task.run), found, budget)
+    run, why_not = task.run, ""
+
+    def like_before(tried: Task) -> Job | None:
+        nonlocal why_not
+        found, why_not = _own_plan(tried, own, budget)
+        return None if found is None else tried.checked_job(own, stored_reason(run), found, budget)
+
+    job = _in_ways(task, own, like_before)
+    if job is not None:
+        return job
     told = f"The plan that the run had is not taken: {why_not}."
     job = _chosen_job(task, budget, lambda plan: " ".join(filter(None, ["", told, other_sums(own, plan)])))
     sums = other_sums(own, job.plan)
@@ -237,22 +249,70 @@ def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
     return job
 
 
+_JobT = TypeVar("_JobT", bound=Job | None)
+
+
+def _in_ways(task: Task, plan: Plan, make: Callable[[Task], _JobT]) -> _JobT:
+    """The job of a plan that is decided, with the first way to cut batches that its microbatches are some by.
+
+    Raises:
+        UnsupportedError, UncuttableError: there is none; what the likeliest one met.
+    """
+    ways = task.problem.ways(task.sample, task.split)
+    if plan.microbatches == 1:
+        return make(task.cut_by(ways[0]))
+    refusal: UncuttableError | UnsupportedError | None = None
+    for way in ways[:-1] or ways:
+        try:
+            return make(task.cut_by(way))
+        except (UncuttableError, UnsupportedError) as error:
+            refusal = refusal or error
+    assert refusal is not None, "not to cut refuses by another error"
+    raise refusal
+
+
 def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Job:
     """The job of the fastest plan that fits; its reason ends with the remark."""
-    sample = task.sample
-    found = task.problem.profile(sample, microbatch_counts(sample), chunk_tokens=None)
+    ways = task.problem.ways(task.sample, task.split)
     if budget.limit_bytes is None and task.like is None and not task.has_journal:
+        task = task.cut_by(ways[0])
+        found = task.problem.profile(task.sample, (1,), chunk_tokens=None)
         return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
     probed = task.hardware()
-    chosen = task.choose(found, budget, probed, may_split=found.may_split)
+    why, whole = "", None
+    for way in ways[:-1]:
+        own = task.cut_by(way)
+        try:
+            found = own.profile_counts()
+        except UncuttableError as error:
+            why = why or str(error)
+            continue
+        chosen = own.choose(found, budget, probed, may_split=found.may_split)
+        note = (
+            ""
+            if found.may_split
+            else _not_cut("the model computes over its batch, or its forward changes what it computes with")
+        )
+        try:
+            return own.checked_job(chosen.plan, chosen.reason + note + remark(chosen.plan), chosen.profile, budget)
+        except UnsupportedError as error:
+            if chosen.plan.microbatches == 1:
+                raise
+            why, whole = why or str(error), (own, found)
+    own, found = whole or (task.cut_by(ways[-1]), None)
+    if found is None:
+        found = own.profile_counts()
+        why = why or ways[-1].why_whole(task.sample) or ""
     try:
-        return task.checked_job(chosen.plan, chosen.reason + remark(chosen.plan), chosen.profile, budget)
-    except UnsupportedError:
-        if chosen.plan.microbatches == 1:
-            raise
-    # The loss does not add up over rows: plans that cut the batch are out.
-    chosen = task.choose(found, budget, probed, may_split=False)
-    return task.job(chosen.plan, chosen.reason + remark(chosen.plan), chosen.profile, budget, adds_up=False)
+        chosen = own.choose(found, budget, probed, may_split=False)
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{error}{_not_cut(why)}", smallest_limit_bytes=error.smallest_limit_bytes) from error
+    reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
+    return own.job(chosen.plan, reason, chosen.profile, budget, adds_up=False)
+
+
+def _not_cut(why: str) -> str:
+    return f" The batch is not cut into microbatches: {why.split('. ', maxsplit=1)[0].rstrip('.')}."
 
 
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
@@ -305,7 +365,7 @@ def _own_plan(task: Task, plan: Plan, budget: Budget) -> tuple[Profile | None, s
     """Whether a resumed run goes on under the plan that it had, whose sums it has made so far: the profile of the sample under it; or None, and why not."""
     if lacks_tier(plan, task.machine):
         return None, "it puts something into host memory, and without a device there is none beside it"
-    cut = replace(plan, microbatches=min(plan.microbatches, batch_rows(task.sample)))
+    cut = replace(plan, microbatches=task.problem.cut.most(task.sample, plan.microbatches))
     found = task.trace(cut)
     ready = prepared_for(found, cut, clips_norm=task.clips_norm)
     peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
@@ -340,4 +400,5 @@ def profile(
     check_arguments(model, loss, (), None)
     device_of(model)
     problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, blocks))
+    problem = replace(problem, cut=problem.ways(sample, None)[0])
     return problem.profile(sample, tuple(microbatches), chunk_tokens=None)

@@ -20,7 +20,7 @@ from memfit.api.held import note_holder
 from memfit.api.inference import Inference, most_weights, stream
 from memfit.api.interrupts import Interrupts
 from memfit.api.parts import JobParts, Replan
-from memfit.api.passes import check_split, evaluate
+from memfit.api.passes import check_first, check_split, evaluate
 from memfit.api.results import EvaluateResult, StepResult
 from memfit.api.run_state import give_random, take_random
 from memfit.api.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_into_job, load_states, save_job
@@ -199,6 +199,7 @@ class Job:
             self._note()
             return step_result(assembly, batch, outcome, time.perf_counter() - began)
         prepared = assembly.prepare(batch)
+        check_first(assembly, batch)
         parts, factors = cut(assembly, prepared, batch)
         phase = "first step" if self._steps_here == 0 else "steady"
         if self._steps_here < 2:

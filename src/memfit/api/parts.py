@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memfit.api.cutting import Cut
 from memfit.api.machine import Machine
 from memfit.api.splitting import Signature, Weigh
 from memfit.core.plan import Plan
@@ -78,7 +79,7 @@ class JobParts:
     """What `fit` hands over.
 
     `excess` tells in words what of the host or the disk a step would take above its limit. `adds_up`: the loss of a batch is the sum over its microbatches;
-    None: that was not looked at.
+    None: that was not looked at. `is_unproven`: the sample's rows were alike, so that they could not show it; the first batch is looked at.
     """
 
     model: nn.Module
@@ -89,6 +90,7 @@ class JobParts:
     machine: Machine
     plan: Plan
     reason: str
+    cut: Cut
     prepare: Callable[[Any, Plan], Prepared]
     excess: Callable[[Prepared], str | None]
     prepared: Prepared
@@ -108,3 +110,4 @@ class JobParts:
     forget: Callable[[Iterable[nn.Parameter]], None] | None = None
     replan: Replan | None = None
     adds_up: bool | None = None
+    is_unproven: bool = False

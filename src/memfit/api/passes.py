@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +18,16 @@ from memfit.api.assembly import Assembly
 from memfit.api.interrupts import Interrupts
 from memfit.api.results import EvaluateResult
 from memfit.api.run_state import give_random, is_random_state, take_random
-from memfit.api.splitting import compare_split, evaluating, parts_to_check, without_dropout
+from memfit.api.splitting import compare_split, evaluating, rows_differ, trial_of, without_dropout
 from memfit.api.steps import cut
+from memfit.core.errors import MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.precision import ComputeDtype
 from memfit.runtime.engine import Work
 from memfit.runtime.saved import Buffers
 from memfit.scheduling.build import build_forward
+
+# What a model raises that is given what is no batch.
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
 
 
 def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> EvaluateResult:
@@ -52,34 +57,70 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
 def check_split(assembly: Assembly, sample: Any) -> None:
     """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
 
+    A model that does not run on these parts is told of in the same way: then they are none.
+
     As the model trains but without dropout; where it draws random numbers even so, in evaluation mode. Generators and buffers are as they were after;
-    weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts.
+    weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts, and that rows were alike, which shows little:
+    the first batch of a step is looked at then.
 
     Raises:
-        UnsupportedError: the results differ by more than 1e-5 of the whole.
+        UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
     """
-    pieces = parts_to_check(sample)
-    if pieces is None:
+    trial = trial_of(sample, assembly.parts.cut)
+    if trial is None:
         return
-    whole, parts = pieces
     model = assembly.parts.model
-    with without_dropout(model):
-        found = _losses(assembly, whole, parts, may_draw=False)
-    if found is None:
-        with evaluating(model):
-            found = _losses(assembly, whole, parts, may_draw=True)
+    try:
+        with without_dropout(model):
+            found = _losses(assembly, trial.whole, trial.parts, may_draw=False)
+        if found is None:
+            with evaluating(model):
+                found = _losses(assembly, trial.whole, trial.parts, may_draw=True)
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except _FAILURES as error:
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedError(
+            f"the model does not run on parts of the batch ({told:.200}): what counts its rows was not found. Give fit(split=...), which cuts it, or a plan with "
+            "microbatches=1"
+        ) from error
     assert found is not None
     compare_split(
         found[0][0],
         found[1],
-        parts,
+        trial,
         assembly.parts.weight,
         is_rounded=assembly.plan.compute_dtype is not ComputeDtype.GIVEN
         or any(
             slot.given_dtype.is_floating_point and slot.given_dtype.itemsize < 4 for _, slot in assembly.place.values()
         ),
     )
-    assembly.parts = replace(assembly.parts, adds_up=True)
+    assembly.parts = replace(assembly.parts, adds_up=True, is_unproven=not rows_differ(trial))
+
+
+def check_first(assembly: Assembly, batch: Any) -> None:
+    """The same on the first batch, where the sample's rows were alike. Once: batches of the same kind follow.
+
+    Raises:
+        UnsupportedError: as `check_split`; nothing was trained.
+    """
+    if not assembly.parts.is_unproven or assembly.plan.microbatches == 1:
+        return
+    try:
+        with assembly.machine.phases("check"):
+            check_split(assembly, batch)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error}. The sample's rows were alike and did not show it: give memfit.fit a sample with real rows"
+        ) from error
+    except torch.OutOfMemoryError:
+        warnings.warn(
+            "that the loss adds up over microbatches was tried on a sample of equal rows only, and there is no room to try it on the first batch: give memfit.fit "
+            "a sample with real rows",
+            MemfitWarning,
+            stacklevel=4,
+        )
+    assembly.parts = replace(assembly.parts, is_unproven=False)
 
 
 def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:

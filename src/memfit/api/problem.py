@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.api.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, ways_of
 from memfit.api.machine import device_of
 from memfit.api.setting import training_setting
+from memfit.api.vision import vision_way
 from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
@@ -25,7 +27,7 @@ from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, UpdateProfile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB
-from memfit.profiling.batch import batch_rows
+from memfit.profiling.batch import RowPlaces, UncuttableError
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.measuring import Watch, Workspaces
 from memfit.profiling.trace import profile_step
@@ -75,12 +77,55 @@ class Problem:
     aside: WeightsAside | None = None
     caches: CacheChoice = field(default_factory=CacheChoice)
     workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
+    cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        """Into how many microbatches a batch may be cut, as plans are looked for."""
+        rows, counts = self.cut.rows(batch), [1]
+        while 2 * counts[-1] <= min(rows, MOST_MICROBATCHES):
+            counts.append(2 * counts[-1])
+        return tuple(counts)
+
+    def ways(self, sample: Any, split: UserSplit | None) -> list[Cut]:
+        """How a sample's batches may be cut, likelier ways first; the last is not to cut them."""
+        if split is not None:
+            return [ByUser(split), Whole("its parts, as fit(split=...) makes them, cannot be trained one by one")]
+        try:
+            vision = vision_way(self.model, sample)
+        except UncuttableError as error:
+            return [Whole(str(error))]
+        if vision is not None:
+            return [vision, Whole("what belongs to its rows was not found")]
+        ways = list(ways_of(sample))
+        why = None if ways else ByRows(lambda _: RowPlaces()).why_whole(sample)
+        return [*ways, Whole(why or "what counts its rows was not found")]
 
     @property
     def casts(self) -> list[nn.Module]:
         """Modules whose floating arguments are cast where weights compute in another dtype: the model and its layers."""
         layers = [site.module for site in self.block_map.sites if site.is_repeated and site.module is not self.model]
         return [self.model, *layers]
+
+    def check_rows(self, sample: Any) -> None:
+        """Refuses a cut into single rows that cuts something else as well, of two entries by accident: a weight for each of two classes.
+
+        Of one entry it would be broadcast, and nothing would fail. The model is traced on three rows, where it was traced on two.
+
+        Raises:
+            UnsupportedError: it does not run on them.
+        """
+        grown = self.cut.grown(sample) if isinstance(self.cut, ByRows) and self.cut.rows(sample) == 2 else None
+        if grown is None:
+            return
+        with training_setting(self.model, None, self.caches.use):
+            try:
+                profile_step(
+                    self.model, first_of(self.loss), grown, self.block_map, parts={3: grown}, whole_rows=3, trace="fake"
+                )
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"the loss takes 2 rows, but not 3 ({error}): something in the batch has as many entries as it has rows. Give fit(split=...), which cuts it"
+                ) from error
 
     def profile_for(self, plan: Plan, batch: Any) -> Profile:
         """The profile of a batch under a plan."""
@@ -124,11 +169,8 @@ class Problem:
     def _profile(
         self, batch: Any, counts: Sequence[int], loss: Loss, *, chunk_tokens: int | None, compute: ComputeDtype
     ) -> Profile:
-        rows = batch_rows(batch)
-        if max(counts) > rows:
-            raise UsageError(
-                f"the plan cuts a batch into {max(counts)} microbatches, this one has {rows} rows: give a larger batch or a plan with fewer microbatches"
-            )
+        rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
+        parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
         is_bf16 = compute is ComputeDtype.BFLOAT16
         sizes_of_states = self._state_sizes(compute, StateFormat.GIVEN)
         states = {name: nbytes for name, (nbytes, _) in sizes_of_states.items()}
@@ -136,9 +178,8 @@ class Problem:
         if compute is ComputeDtype.FLOAT16:
             loss = in_half(loss, device_of(self.model).type)
         arguments = (self.model, first_of(loss), batch, self.block_map)
-        sizes = sorted({-(-rows // k) for k in counts})
         options: dict[str, Any] = {
-            "rows": sizes, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces
+            "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces
         }  # fmt: skip
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),
@@ -201,6 +242,11 @@ def _watch() -> Watch | None:
         return install().hidden_bytes
     except TierUnavailableError:
         return None
+
+
+def _largest(parts: Sequence[Any]) -> Any:
+    """The part with most bytes, the first of several: what it takes, the others take at most."""
+    return max(parts, key=lambda part: sum(t.numel() * t.element_size() for t in tensors_in(part)))
 
 
 def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:

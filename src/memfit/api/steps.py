@@ -14,7 +14,7 @@ from memfit.api.assembly import Assembly
 from memfit.api.journaling import StepJournal
 from memfit.api.parts import Prepared
 from memfit.api.results import StepResult
-from memfit.api.splitting import shares, signature_of, split
+from memfit.api.splitting import shares
 from memfit.core.errors import LimitBreachError, StoreError
 from memfit.core.plan import Order, Plan
 from memfit.core.units import format_bytes
@@ -101,7 +101,7 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
         loss=total,
         losses=losses,
         norm=norm,
-        rows=signature_of(batch).rows,
+        rows=assembly.parts.cut.rows(batch),
         tokens=_tokens(batch),
         seconds=seconds,
         peak_bytes=assembly.machine.last_peak_bytes(),
@@ -113,8 +113,9 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
 
 def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], list[float] | None]:
     """The microbatches of a batch, and what each one's loss is multiplied with."""
-    parts = split(batch, prepared.microbatches)
-    return parts, shares(parts, assembly.parts.weight)
+    way = assembly.parts.cut
+    parts = way.parts(batch, prepared.microbatches)
+    return parts, shares(batch, parts, way, assembly.parts.weight)
 
 
 def _note_clip(assembly: Assembly, outcome: Outcome) -> None:

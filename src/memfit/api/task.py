@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from memfit.api.choosing import Choice, choose, microbatch_counts
+from memfit.api.choosing import Choice, choose
 from memfit.api.commits import stored_plan
+from memfit.api.cutting import Cut, UserSplit, Whole
 from memfit.api.job import Job
 from memfit.api.machine import Machine
 from memfit.api.parts import JobParts, Prepared
@@ -30,7 +31,7 @@ from memfit.core.units import format_bytes
 from memfit.planning.journaling import check_journaled
 from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 from memfit.prediction.predict import predict
-from memfit.profiling.batch import batch_rows
+from memfit.profiling.batch import UncuttableError
 from memfit.profiling.trace import arrange_blocks
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
@@ -63,6 +64,7 @@ class Task:
     enforces: bool
     replans: bool
     hardware: Callable[[], Hardware]
+    split: UserSplit | None = None
 
     @property
     def like(self) -> Plan | None:
@@ -116,14 +118,30 @@ class Task:
         if below_bytes is not None and budget.tensor_bytes is not None:
             margin_bytes += max(0, budget.tensor_bytes - below_bytes)
         budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
-        found = task.problem.profile(batch, microbatch_counts(batch), chunk_tokens=None)
+        try:
+            found = task.profile_counts()
+        except UncuttableError as error:
+            task = task.cut_by(Whole(str(error)))
+            found = task.profile_counts()
         may_split = found.may_split and adds_up is not False
         chosen = task.choose(found, budget, self.hardware(), may_split=may_split, like=like)
         plan = chosen.plan
-        if plan.microbatches == batch_rows(batch):
+        if plan.microbatches == task.problem.cut.rows(batch):
             # It is cut into as many by any larger number too: then batches with more rows keep theirs.
             plan = replace(plan, microbatches=max(plan.microbatches, like.microbatches))
         return task.parts(plan, chosen.reason, chosen.profile, budget, adds_up=adds_up)
+
+    def cut_by(self, way: Cut) -> Task:
+        """The same, with another way to cut batches."""
+        return replace(self, problem=replace(self.problem, cut=way))
+
+    def profile_counts(self) -> Profile:
+        """The profile of the sample in all the sizes of microbatches that plans are looked for with.
+
+        Raises:
+            UncuttableError: the model runs on no part of it.
+        """
+        return self.problem.profile(self.sample, self.problem.counts(self.sample), chunk_tokens=None)
 
     @property
     def clips_norm(self) -> bool:
@@ -194,14 +212,14 @@ class Task:
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
             # The last batch of an epoch may have fewer rows than the plan has microbatches.
-            chosen = replace(chosen, microbatches=min(chosen.microbatches, batch_rows(batch)))
+            chosen = replace(chosen, microbatches=problem.cut.most(batch, chosen.microbatches))
             traced = problem.profile_for(chosen, batch)
             check_meaning(chosen, traced, is_committed=kept.run is not None)
             return prepared_for(traced, chosen, clips_norm=kept.clips_norm)
 
-        cut = replace(plan, microbatches=min(plan.microbatches, batch_rows(self.sample)))
+        cut = replace(plan, microbatches=problem.cut.most(self.sample, plan.microbatches))
         rows = -(-found.batch_rows // cut.microbatches)
-        is_traced = found.batch_rows == batch_rows(self.sample) and rows in found.traces
+        is_traced = found.batch_rows == problem.cut.rows(self.sample) and rows in found.traces
         ready = prepared_for(found, cut, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
         excess = self.excess(ready)
         if excess is not None:
@@ -215,10 +233,11 @@ class Task:
             machine=self.machine,
             plan=plan,
             reason=reason,
+            cut=problem.cut,
             prepare=prepare,
             excess=kept.excess,
             prepared=ready,
-            signature=signature_of(self.sample),
+            signature=signature_of(self.sample, problem.cut, plan.microbatches),
             blocks=[(block.name, block.parameters) for block in problem.block_map.blocks],
             sites=[Site(name=s.name, module=s.module, blocks=s.blocks) for s in problem.block_map.sites],
             casts=problem.casts,
@@ -244,6 +263,8 @@ class Task:
         job = self.job(plan, reason, found, budget)
         if plan.microbatches > 1 and "nonadditive-loss" not in self.allow:
             try:
+                if found.source == "fake":
+                    self.problem.check_rows(self.sample)
                 job.check_split(self.sample)
             except BaseException:
                 job.undo()

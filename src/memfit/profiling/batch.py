@@ -1,20 +1,29 @@
-"""A batch as a tree of tensors whose dimension 0 counts rows.
+"""A batch as a tree of leaves, some of which have one entry a row.
 
-In: what the user's data loader gives. Out: the number of rows, slices of rows (views, no copy), the tree with tensors
-replaced. Trees are mappings, lists, tuples, named tuples and dataclasses, nested; other leaves pass unchanged.
+In: what the user's data loader gives, and which of its places are cut how. Out: the number of rows, parts of it (views, no
+copy), the tree with tensors replaced. Trees are mappings, lists, tuples, named tuples and dataclasses, nested.
+
+[Note: what counts rows]
+Dimension 0 of every tensor and array counts rows, and so does a list at a place named in `RowPlaces.lists`. `along` names
+tensors that have their rows in another dimension, `ends` leaves whose entries belong to rows in runs (patches of images:
+row r has the entries from `ends[r]` to `ends[r + 1]`). Everything else is the same for all rows. What does not fit this is
+never cut.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.utils.data
 
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import UsageError
 
 _BatchT = TypeVar("_BatchT")
 _PLAIN_LEAVES = (
@@ -30,29 +39,51 @@ _PLAIN_LEAVES = (
     torch.dtype,
     torch.Generator,
 )
+# Objects inside of objects that are looked through for tensors.
+_DEEPEST = 4
 
 
-def batch_rows(batch: object) -> int:
-    """Rows of a batch: the size of dimension 0 that all of its tensors agree on (those without dimensions aside).
+class UncuttableError(UsageError):
+    """A batch cannot be cut into microbatches; whole it may well be trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlaces:
+    """How a batch is cut, by the places of its leaves, such as `batch['labels']`. See [Note: what counts rows].
+
+    Attributes:
+        lists: lists with one entry a row.
+        along: dimension that counts rows, of tensors where it is not 0.
+        ends: of leaves whose entries belong to rows in runs, where each row's run ends, with a 0 before; a run that is empty for all rows of a part
+            makes the leaf None.
+    """
+
+    lists: frozenset[str] = frozenset()
+    along: Mapping[str, int] = field(default_factory=dict)
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+_PLAIN = RowPlaces()
+
+
+def batch_rows(batch: object, places: RowPlaces = _PLAIN) -> int:
+    """Rows of a batch: what all that counts rows agrees on (tensors without dimensions aside).
 
     Raises:
-        UsageError: no tensor has a dimension 0, or two tensors disagree.
-        UnsupportedError: a nested, sparse or packed tensor: its rows cannot be sliced.
+        UncuttableError: nothing counts rows, two things disagree, or something is there that cannot be cut.
+        UsageError: the batch is empty.
     """
     refuse_loader(batch)
     first: tuple[str, int] | None = None
-    for path, tensor in _named_tensors(batch, "batch"):
-        if tensor.dim() == 0:
-            continue
+    for path, size in _row_counts(batch, "batch", places):
         if first is None:
-            first = (path, tensor.shape[0])
-        elif tensor.shape[0] != first[1]:
-            raise UsageError(
-                f"the batch's tensors disagree about the number of rows (dimension 0): {first[0]} has {first[1]}, "
-                f"{path} has {tensor.shape[0]}; a tensor that is the same for all rows belongs into the loss function"
+            first = (path, size)
+        elif size != first[1]:
+            raise UncuttableError(
+                f"the batch's tensors disagree about the number of rows (dimension 0): {first[0]} has {first[1]}, {path} has {size}"
             )
     if first is None:
-        raise UsageError(
+        raise UncuttableError(
             f"the batch is a {type(batch).__name__} without a tensor that has a dimension 0, so it has no rows to count or slice: pass what the loss "
             "function gets, tensors in dicts, lists, tuples or dataclasses"
         )
@@ -86,84 +117,139 @@ def refuse_loader(batch: object) -> None:
         )
 
 
-def slice_batch(batch: _BatchT, start: int, stop: int) -> _BatchT:
+def slice_batch(batch: _BatchT, start: int, stop: int, places: RowPlaces = _PLAIN) -> _BatchT:
     """Rows `start` to `stop` (exclusive) of a batch, as views that cost no memory.
 
     Raises:
         UsageError: the range is empty or reaches beyond the batch.
     """
-    rows = batch_rows(batch)
+    rows = batch_rows(batch, places)
     if not 0 <= start < stop <= rows:
         raise UsageError(f"rows {start} to {stop} are not a part of a batch of {rows} rows")
-    return map_tensors(batch, lambda tensor: tensor[start:stop] if tensor.dim() else tensor)
+
+    def cut(leaf: Any, path: str) -> Any:
+        if path in places.ends:
+            ends = places.ends[path]
+            return leaf[ends[start] : ends[stop]] if ends[start] < ends[stop] else None
+        if path in places.along:
+            return leaf.narrow(places.along[path], start, stop - start)
+        return leaf[start:stop] if isinstance(leaf, list | tuple) or leaf.ndim else leaf
+
+    return _map(batch, cut, "batch", places)
+
+
+def grow_batch(batch: _BatchT, places: RowPlaces = _PLAIN) -> _BatchT:
+    """A batch with its first row once more behind the last, as copies. `places.ends` must be empty."""
+
+    def grow(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, list | tuple):
+            return type(leaf)([*leaf, leaf[0]])
+        if isinstance(leaf, np.ndarray):
+            return np.concatenate([leaf, leaf[:1]]) if leaf.ndim else leaf
+        dim = places.along.get(path, 0)
+        return torch.cat([leaf, leaf.narrow(dim, 0, 1)], dim) if leaf.dim() else leaf
+
+    return _map(batch, grow, "batch", places)
 
 
 def map_tensors(batch: _BatchT, change: Callable[[torch.Tensor], Any]) -> _BatchT:
-    """The same tree with every tensor replaced by `change(tensor)`."""
-    return _map(batch, change, "batch")
+    """The same tree with every tensor replaced by `change(tensor)`; in objects that are no part of the tree they stay."""
+    return _map(batch, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, "batch", _PLAIN)
 
 
-def _map(node: Any, change: Callable[[torch.Tensor], Any], path: str) -> Any:
-    if isinstance(node, torch.Tensor):
-        return change(_checked(node, path))
-    if isinstance(node, _PLAIN_LEAVES):
-        return node
+def is_plain_leaf(node: object) -> bool:
+    """A value without parts or data to cut: a number, text, None."""
+    return isinstance(node, _PLAIN_LEAVES)
+
+
+def children(node: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Parts of an inner node with their places; None of a leaf."""
     if isinstance(node, Mapping):
-        changed = {key: _map(value, change, f"{path}[{key!r}]") for key, value in node.items()}
-        return changed if type(node) is dict else _rebuilt(type(node), changed, path)
-    if isinstance(node, tuple):
-        _refuse_packed(node, path)
-        items = [_map(value, change, f"{path}[{index}]") for index, value in enumerate(node)]
-        return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
-    if isinstance(node, list):
-        return [_map(value, change, f"{path}[{index}]") for index, value in enumerate(node)]
+        return [(f"{path}[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, list | tuple):
+        return [(f"{path}[{index}]", value) for index, value in enumerate(node)]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        fields = {f.name: _map(getattr(node, f.name), change, f"{path}.{f.name}") for f in dataclasses.fields(node)}
-        return dataclasses.replace(node, **fields)
-    _refuse_hidden_tensors(node, path)
-    return node
+        return [(f"{path}.{f.name}", getattr(node, f.name)) for f in dataclasses.fields(node)]
+    return None
 
 
-def _rebuilt(kind: type, items: dict[Any, Any], path: str) -> Any:
-    """A mapping of the user's own type (such as transformers' BatchEncoding) made again from a plain dict."""
-    try:
-        return kind(items)
-    except TypeError as error:
-        raise UsageError(
-            f"{path} is a {kind.__name__} that cannot be rebuilt from a dict ({error}); pass dict({path}) instead"
-        ) from error
-
-
-def _named_tensors(node: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(node, torch.Tensor):
-        yield path, _checked(node, path)
+def _row_counts(node: Any, path: str, places: RowPlaces) -> Iterator[tuple[str, int]]:
+    """(place, number of entries) of everything that counts rows."""
+    if path in places.ends:
+        yield path, len(places.ends[path]) - 1
+    elif isinstance(node, torch.Tensor):
+        _check_can_be_cut(node, path)
+        if node.dim():
+            yield path, node.shape[places.along.get(path, 0)]
+    elif isinstance(node, np.ndarray):
+        if node.ndim:
+            yield path, len(node)
+    elif path in places.lists and isinstance(node, list | tuple):
+        yield path, len(node)
     elif isinstance(node, _PLAIN_LEAVES):
         return
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _named_tensors(value, f"{path}[{key!r}]")
-    elif isinstance(node, list | tuple):
+    elif (parts := children(node, path)) is not None:
         _refuse_packed(node, path)
-        for index, value in enumerate(node):
-            yield from _named_tensors(value, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        for f in dataclasses.fields(node):
-            yield from _named_tensors(getattr(node, f.name), f"{path}.{f.name}")
+        for place, value in parts:
+            yield from _row_counts(value, place, places)
     else:
         _refuse_hidden_tensors(node, path)
 
 
-def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
+def _map(node: Any, change: Callable[[Any, str], Any], path: str, places: RowPlaces) -> Any:
+    """The tree with tensors, arrays and what `places` names replaced."""
+    is_listed = path in places.lists and isinstance(node, list | tuple)
+    if isinstance(node, torch.Tensor | np.ndarray) or is_listed or path in places.ends:
+        return change(node, path)
+    if isinstance(node, _PLAIN_LEAVES) or (parts := children(node, path)) is None:
+        return node
+    changed = [_map(value, change, place, places) for place, value in parts]
+    if isinstance(node, dict) and type(node) is dict:
+        return dict(zip(node, changed, strict=True))
+    if isinstance(node, Mapping):
+        return _rebuilt_mapping(node, dict(zip(node, changed, strict=True)), path)
+    if isinstance(node, tuple):
+        return type(node)(*changed) if hasattr(node, "_fields") else tuple(changed)
+    if isinstance(node, list):
+        return changed
+    return _rebuilt_record(node, {f.name: value for f, value in zip(dataclasses.fields(node), changed, strict=True)})
+
+
+def _rebuilt_mapping(node: Any, items: dict[Any, Any], path: str) -> Any:
+    """A mapping of the user's own type (such as transformers' BatchEncoding) made again from a plain dict."""
+    try:
+        return type(node)(items)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        made = copy.copy(node)
+        if not isinstance(made, MutableMapping):
+            raise UncuttableError(
+                f"{path} is a {type(node).__name__} that cannot be rebuilt from a dict ({error}); pass dict({path}) instead"
+            ) from error
+        made.update(items)
+        return made
+
+
+def _rebuilt_record(node: Any, fields: dict[str, Any]) -> Any:
+    """A dataclass with other values; where its constructor does not take them, a copy of it that holds them."""
+    try:
+        return dataclasses.replace(node, **fields)
+    except (TypeError, ValueError):
+        made = copy.copy(node)
+        for name, value in fields.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
+def _check_can_be_cut(tensor: torch.Tensor, path: str) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
-        raise UnsupportedError(
+        raise UncuttableError(
             f"{path} is a nested or sparse tensor; its rows cannot be sliced: pass padded dense tensors"
         )
-    return tensor
 
 
 def _refuse_packed(node: object, path: str) -> None:
     if isinstance(node, torch.nn.utils.rnn.PackedSequence):
-        raise UnsupportedError(
+        raise UncuttableError(
             f"{path} is a PackedSequence: its dimension 0 counts steps, not rows; "
             "pad the batch and pack it inside the model"
         )
@@ -171,9 +257,27 @@ def _refuse_packed(node: object, path: str) -> None:
 
 def _refuse_hidden_tensors(node: object, path: str) -> None:
     """An unknown object passes unchanged, unless it holds data: every microbatch would get the whole of it."""
-    held = getattr(node, "__dict__", {})
-    if hasattr(node, "__array__") or any(isinstance(value, torch.Tensor) for value in held.values()):
-        raise UsageError(
+    if hasattr(node, "__array__") or _holds_tensors(node, _DEEPEST):
+        raise UncuttableError(
             f"{path} is a {type(node).__name__}, which holds data that cannot be cut into rows; "
             "pass tensors in dicts, lists, tuples or dataclasses (torch.from_numpy for arrays)"
         )
+
+
+def _holds_tensors(node: object, depth: int) -> bool:
+    if isinstance(node, torch.Tensor | np.ndarray):
+        return True
+    if isinstance(node, (*_PLAIN_LEAVES, type, torch.nn.Module)) or depth == 0:
+        return False
+    held: list[Any] = list(getattr(node, "__dict__", {}).values())
+    held += [getattr(node, name, None) for kind in type(node).__mro__ for name in _slots_of(kind)]
+    if isinstance(node, Mapping):
+        held += node.values()
+    elif isinstance(node, list | tuple | set | frozenset):
+        held += node
+    return any(_holds_tensors(value, depth - 1) for value in held)
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -28,14 +28,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.core.errors import AwayError, MemfitError, UnsupportedError, UsageError
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
-from memfit.profiling.batch import batch_rows, map_tensors, slice_batch
+from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, storage_resizes
@@ -51,7 +51,7 @@ Source = Literal["auto", "fake", "real"]
 # What fake tensors raise where data is missing, and what programs raise that stumble over the missing data later.
 _MEMFIT = Path(__file__).parents[1]
 _STANDARD = Path(os.__file__).parent
-_FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError)
+_FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError, LookupError)
 
 
 def profile_step(
@@ -61,6 +61,8 @@ def profile_step(
     block_map: BlockMap,
     *,
     rows: Sequence[int] | None = None,
+    parts: Mapping[int, Any] | None = None,
+    whole_rows: int | None = None,
     state_bytes: Mapping[str, int] | None = None,
     trace: Source = "auto",
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
@@ -74,6 +76,9 @@ def profile_step(
         batch: the batch of a whole step (see `profiling.batch`).
         block_map: from `find_blocks(model)`.
         rows: sizes of microbatches; the whole batch if None.
+        parts: a microbatch of each size, the largest of them the whole batch, where batches are cut otherwise than by the dimension 0 of all tensors;
+            takes the place of `rows`.
+        whole_rows: rows of the whole batch, with `parts`.
         state_bytes: bytes of optimizer state by parameter name, once the states exist.
         trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the memory and the
             weights for it; "auto" is "fake", and where that fails "real" on the smallest size alone. `Profile.source`
@@ -87,17 +92,22 @@ def profile_step(
 
     Raises:
         UsageError: rows outside the batch, a loss that is no scalar, parameters that the block map does not know.
+        UncuttableError: the loss does not run on a part of the batch.
         UnsupportedError: the program needs data that a fake trace does not have, or does not repeat itself.
         AwayError: a real trace was asked for while weights are away.
     """
-    whole = batch_rows(batch)
-    sizes = sorted(set(rows)) if rows is not None else [whole]
-    if not sizes or sizes[0] < 1 or sizes[-1] > whole:
-        raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
+    whole = batch_rows(batch) if whole_rows is None else whole_rows
+    if parts is None:
+        sizes = sorted(set(rows)) if rows is not None else [whole]
+        if not sizes or sizes[0] < 1 or sizes[-1] > whole:
+            raise UsageError(f"rows={list(sizes)} must be sizes between 1 and the batch's {whole} rows")
+        parts = {size: batch if size == whole else slice_batch(batch, 0, size) for size in sizes}
+    sizes = sorted(parts)
     setting = _Setting(
         model=model,
         loss=loss,
-        batch=batch,
+        rows=whole,
+        parts=parts,
         block_map=block_map,
         compute=compute_dtype,
         workspaces=workspaces or Workspaces(),
@@ -134,10 +144,16 @@ def profile_real(
 class _Setting:
     model: nn.Module
     loss: Loss
-    batch: Any
+    rows: int
+    parts: Mapping[int, Any]
     block_map: BlockMap
     compute: ComputeDtype
     workspaces: Workspaces
+
+    @property
+    def whole(self) -> Any:
+        """The largest part."""
+        return self.parts[max(self.parts)]
 
 
 def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tuple[list[Traced], str, str]:
@@ -150,27 +166,37 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
         raise
     except _FAKE_FAILURES as error:
         reason = _why_fake_failed(error)
-        _check_parts(setting, sizes, reason)
+        if len(sizes) > 1:
+            _check_parts(setting, sizes, reason)
         if trace == "fake":
             raise UnsupportedError(
                 f"the step cannot be traced without data: {reason}. Let it be profiled on the device "
                 "(trace='real', or the default)"
             ) from error
-        with _named_failures(setting):
-            return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+        if sizes[0] == setting.rows:
+            with _named_failures(setting):
+                return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+    try:
+        return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except _FAKE_FAILURES as error:
+        raise _uncuttable(setting, sizes[0], _why_fake_failed(error)) from error
 
 
 def _check_parts(setting: _Setting, sizes: Sequence[int], reason: str) -> None:
-    """Raises `UsageError` where the loss takes the largest size but no smaller one: then dimension 0 does not count rows."""
-    if len(sizes) == 1:
-        return
+    """Raises `UncuttableError` where the loss takes the largest size but no smaller one: then dimension 0 does not count rows."""
     try:
         _run(setting, sizes[-1], is_fake=True, is_whole=True)
     except _FAKE_FAILURES:
         return
-    raise UsageError(
-        f"the loss takes {sizes[-1]} rows, but not the first {sizes[0]} of them ({reason}): dimension 0 of the batch's tensors must count its rows, so that a "
-        "batch can be cut. Stack a list of samples into tensors (torch.stack), or give a plan with microbatches=1"
+    raise _uncuttable(setting, sizes[0], reason)
+
+
+def _uncuttable(setting: _Setting, rows: int, reason: str) -> UncuttableError:
+    return UncuttableError(
+        f"the loss takes {setting.rows} rows, but no part of {rows} of them ({reason:.200}). What counts rows in the batch was not found: stack a list of samples "
+        "into tensors (torch.stack), give fit(split=...), which cuts it, or a plan with microbatches=1"
     )
 
 
@@ -267,7 +293,8 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
     """One run of the loss on stand-ins: forward, and backward if `is_whole`."""
     sites = {id(site.module): site for site in setting.block_map.sites}
     recorder = Recorder(sites, follows_values=is_fake, workspaces=setting.workspaces)
-    device = next((t.device for t in contained_tensors(setting.batch)), torch.device("cpu"))
+    part = setting.parts[rows]
+    device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(untouched_generators())
         stack.enter_context(storage_resizes(recorder))
@@ -282,13 +309,13 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
                     lambda b: _fake_buffer(b, device),
                 )
             )
-            batch = map_tensors(setting.batch, lambda t: _fake_input(t, device, rows))
+            batch = map_tensors(part, lambda t: _fake_input(t, device))
         else:
             _check_present(setting)
             made = stack.enter_context(
                 stand_ins(setting.model, lambda p: _alias(p, setting.compute), lambda b: b.detach().clone())
             )
-            batch = map_tensors(slice_batch(setting.batch, 0, rows), lambda t: t.detach().clone())
+            batch = map_tensors(part, lambda t: t.detach().clone())
         _declare(recorder, setting, made, batch)
         _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
         pack = _pack if is_whole else _forget
@@ -367,7 +394,7 @@ def _check_known_parameters(setting: _Setting) -> None:
 def _check_dense(setting: _Setting) -> None:
     for name, buffer in setting.model.named_buffers():
         check_dense(buffer, f"the buffer {name!r} is")
-    for tensor in contained_tensors(setting.batch):
+    for tensor in contained_tensors(setting.whole):
         check_dense(tensor, "the batch holds")
 
 
@@ -383,19 +410,14 @@ def _fake_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _with_value(fake_like(buffer, device), buffer)
 
 
-def _fake_input(tensor: torch.Tensor, device: torch.device, rows: int) -> torch.Tensor:
-    return _with_value(fake_like(tensor, device, rows), _first_rows(tensor, rows))
+def _fake_input(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return _with_value(fake_like(tensor, device), tensor)
 
 
 def _with_value(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     if real.device.type != "meta" and _has_data(real):
         give_copy(fake, real)
     return fake
-
-
-def _first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    with unset_fake_temporarily():
-        return tensor[:rows] if tensor.dim() else tensor
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
