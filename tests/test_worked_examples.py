@@ -5,6 +5,7 @@ The one on defragmenting a buffer of `narrow` views is `test_the_textbook_arena_
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memfit
-from memfit.core.plan import CallPlan, Order, Plan, Saved
+from memfit.api.problem import Problem, driver_of
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.units import format_bytes, parse_bytes
+from memfit.prediction.predict import predict
+from memfit.profiling.blocks import find_blocks
+from memfit.runtime.allocator import install
+from memfit.scheduling.build import build_step
 
 WIDTH, ROWS = 8, 4
 
@@ -157,3 +164,161 @@ def test_a_batch_cut_in_m_saves_an_mth_of_the_activations_and_gives_equal_gradie
             gradient = job.gradient(name)
             assert gradient is not None
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+# Sizes in bytes, from shapes alone: models whose weights have no bytes
+
+
+def _hollow(layers: int, rows: int, columns: int, dtype: torch.dtype) -> list[nn.Linear]:
+    """Linear layers of any size, whose weights have shapes and no memory."""
+    made: list[nn.Linear] = []
+    for _ in range(layers):
+        with torch.device("meta"):
+            layer = nn.Linear(columns, rows, bias=False, dtype=dtype)
+        weight = torch.empty(rows, columns, dtype=dtype)
+        weight.untyped_storage().resize_(0)
+        layer.weight = nn.Parameter(weight)
+        made.append(layer)
+    return made
+
+
+def _mean(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decimal", "binary"), [(torch.bfloat16, 350, "325.96 GiB"), (torch.float32, 700, "651.93 GiB")]
+)
+def test_175_billion_parameters_take_350_gb_in_two_bytes_and_700_in_four(
+    dtype: torch.dtype, decimal: int, binary: str
+) -> None:
+    up, down = (40_000, 25_000), (25_000, 40_000)  # 1e9 parameters each
+    layers = [_hollow(1, *(up if index % 2 else down), dtype)[0] for index in range(175)]
+    model = nn.Sequential(*layers)
+    batch = torch.zeros(1, 40_000, dtype=dtype)
+    profile = memfit.profile(model, torch.optim.SGD(model.parameters()), _mean, batch)
+    assert sum(p.numel() for p in model.parameters()) == 175_000_000_000
+    assert profile.weight_bytes == parse_bytes(f"{decimal} GB") == decimal * 10**9
+    assert format_bytes(profile.weight_bytes) == binary
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer_gb", "all_gb"), [(torch.bfloat16, 78.64, 7_549.7), (torch.float32, 157.29, 15_099.5)]
+)
+def test_gpt3s_boundary_activations_of_3_2_million_tokens(dtype: torch.dtype, layer_gb: float, all_gb: float) -> None:
+    layers, width, tokens = 96, 12_288, 3_200_000
+
+    class Boundaries(nn.Module):
+        """Only what its blocks hand on counts here: a token's number becomes a row of that width."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, 1, dtype=dtype))
+            self.layers = nn.ModuleList(_hollow(layers, width, width, dtype))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            hidden = (batch.to(dtype) * self.scale).expand(-1, width).contiguous()
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden
+
+    model = Boundaries()
+    batch = torch.zeros(tokens, 1, dtype=torch.int8)
+    profile = memfit.profile(model, torch.optim.SGD(model.parameters()), _mean, batch)
+    trace = profile.traces[tokens]
+    # Each layer's argument is what is held of it where it is recomputed.
+    held = [trace.boundary_bytes(call.index) for call in trace.calls if call.site.startswith("layers.")]
+    assert held == [tokens * width * dtype.itemsize] * layers
+    assert held[0] / 1e9 == pytest.approx(layer_gb, abs=0.005)
+    assert sum(held) / 1e9 == pytest.approx(all_gb, abs=0.05)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Bytes a parameter, predicted for a step of Adam."""
+
+    resting: float
+    """On the device between steps."""
+    most: float
+    """On the device when backward is through and nothing is updated yet."""
+    host: float
+    """In host memory, at its peak."""
+
+
+def _predicted(compute: str, home: Tier) -> Predicted:
+    model = nn.Sequential(*_hollow(4, 512, 512, torch.float32))
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.zeros(1, 512)
+    problem = Problem(model=model, loss=_mean, driver=driver_of(optimizer, model), block_map=find_blocks(model, None))
+    blocks = {block.name: BlockPlan(gradient_home=home, state_home=home) for block in problem.block_map.blocks}
+    plan = Plan(compute_dtype=compute, update=UpdateTime.AFTER_BACKWARD, blocks=blocks)  # type: ignore[arg-type]  # words are taken
+    profile = problem.profile_for(plan, batch)
+    timeline = predict(build_step(plan, profile, clips_norm=False), plan, profile)
+    last = [moment for moment in timeline.moments if moment.action.startswith("backward")][-1]
+    parameters = sum(p.numel() for p in model.parameters())
+    # The batch and the loss are there too: one row.
+    sizes = (timeline.moments[-1].after_bytes, last.after_bytes, timeline.host_peak_bytes)
+    return Predicted(*(round(size / parameters, 1) for size in sizes))
+
+
+def test_adam_takes_12_bytes_a_parameter_16_with_gradients_and_mixed_precision_16_of_which_offloading_leaves_2() -> (
+    None
+):
+    # Weights and two moments in fp32; gradients while backward is through.
+    assert _predicted("given", Tier.DEVICE) == Predicted(resting=4 + 8, most=16, host=0)
+    # 2 for the weight, 2 for the gradient, 4 for the master and 8 for the moments.
+    assert _predicted("bfloat16", Tier.DEVICE).most == 2 + 2 + 12
+    offloaded = _predicted("bfloat16", Tier.HOST)
+    assert offloaded.resting == 2
+    assert 16 / offloaded.resting == 8
+    # At home there is the rest; gradients add up in fp32 there.
+    assert offloaded.host == 4 + 12
+
+
+def test_adams_12_bytes_a_parameter_are_what_a_job_holds() -> None:
+    allocator = install()
+    gc.collect()
+    before = allocator.stats().live_bytes
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    parameters = sum(p.numel() for p in model.parameters())
+    batch = torch.randn(2, 256)
+    with memfit.fit(model, torch.optim.Adam(model.parameters()), _mean, batch) as job:
+        job.step(batch)
+        held = allocator.stats().live_bytes - before
+    assert held == pytest.approx(12 * parameters, abs=16 << 10)  # and a batch, counters, a loss
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+def test_in_two_bytes_weights_and_activations_are_half_and_masters_add_four_bytes_a_parameter(
+    narrow: torch.dtype,
+) -> None:
+    def profiled(dtype: torch.dtype) -> tuple[int, list[int]]:
+        def block() -> nn.Module:
+            return nn.Sequential(nn.Linear(32, 64, dtype=dtype), nn.GELU(), nn.Linear(64, 32, dtype=dtype))
+
+        model = nn.Sequential(block(), block(), block())
+        batch = torch.zeros(ROWS, 32, dtype=dtype)
+
+        def loss(model: nn.Module, batch: Tensor) -> Tensor:
+            return model(batch).mean()
+
+        profile = memfit.profile(model, torch.optim.SGD(model.parameters()), loss, batch)
+        held = [s for s in profile.traces[ROWS].storages if (s.saved_inside or s.argument_of) and not s.is_input]
+        return profile.weight_bytes, [storage.nbytes for storage in held]
+
+    (weights, activations), (half_weights, half_activations) = profiled(torch.float32), profiled(narrow)
+    assert weights == 2 * half_weights
+    # What each of three blocks gives its GELU, what comes out of that, and what two of them hand on: the last one's goes into a mean.
+    assert sorted(half_activations) == sorted(2 * ROWS * width for width in [*[64] * 6, *[32] * 2])
+    assert activations == [2 * nbytes for nbytes in half_activations]
+    if narrow is torch.bfloat16:
+        model = nn.Sequential(nn.Linear(32, 32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        problem = Problem(
+            model=model, loss=_mean, driver=driver_of(optimizer, model), block_map=find_blocks(model, None)
+        )
+        plan = Plan(compute_dtype="bfloat16")  # type: ignore[arg-type]  # words are taken
+        mixed = problem.profile_for(plan, torch.zeros(ROWS, 32))
+        parameters = 32 * 32 + 32
+        assert mixed.weight_bytes == 2 * parameters
+        assert sum(p.master_nbytes for block in mixed.blocks for p in block.parameters) == 4 * parameters
