@@ -24,11 +24,12 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test fuzz train vocabulary clean
+.PHONY: help install lint format test test-device fuzz train vocabulary clean
 
 help:
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT); typed again, it goes on"
-	@echo "make test       lint, types and every test that needs no GPU"
+	@echo "make test       lint, types and every test"
+	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
 	@echo "make lint       ruff and pyright only"
 	@echo "make format     let ruff put the files in order"
 	@echo "make fuzz       $(FUZZ_EXAMPLES) random modules under random plans, against plain PyTorch"
@@ -65,8 +66,12 @@ format: install
 	$(PYTHON) -m ruff format .
 
 # One thread a worker: two workers with two threads each would fight over two cores.
-test: lint
+test: lint $(if $(TEST_ARGS),,test-device)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+# The accelerator path, on CUDA or else on a device made for tests: it is registered with torch for good, so in processes of its own.
+test-device: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal tests/accelerator tests/device
 
 fuzz: install
 	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 $(TEST_ARGS)

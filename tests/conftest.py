@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 # Read by the libraries when they are loaded, so before any test module: idle OpenMP threads sleep instead of spinning
 # on cores that other workers need, and no test may reach for a model hub.
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 DEFAULT_EXAMPLES = 50
+LATE_DEVICE = tuple(Path(__file__).parent / name for name in ("accelerator", "device"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help=f"random examples a property test draws (default {DEFAULT_EXAMPLES}, always the same ones; "
         "a number given here draws fresh ones)",
+    )
+    group.addoption(
+        "--device", choices=["late", "cuda"], help="accelerator of tests/device (default: CUDA where it is)"
     )
     group.addoption("--slow", action="store_true", help="run the tests marked slow too")
 
@@ -42,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         print_blob=True,
     )
     settings.load_profile("memfit")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the late device's tests unless they are asked for by name: it is registered with torch for good in a process."""
+    is_asked = any(
+        Path(argument.split("::")[0]).resolve().is_relative_to(folder)
+        for argument in config.args
+        for folder in LATE_DEVICE
+    )
+    return True if collection_path in LATE_DEVICE and not is_asked else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,15 +24,17 @@ ARROWS: dict[str, frozenset[str]] = {
     "scheduling": frozenset({"core"}),
     "prediction": frozenset({"core"}),
     "planning": frozenset({"core", "scheduling", "prediction"}),
-    "profiling": frozenset({"core"}),
-    "runtime": frozenset({"core", "formats"}),
+    "devices": frozenset({"core"}),
+    "profiling": frozenset({"core", "devices"}),
+    "runtime": frozenset({"core", "devices", "formats"}),
     "distributed": frozenset({"core", "runtime"}),
-    "verification": frozenset({"core", "runtime"}),
+    "verification": frozenset({"core", "devices", "runtime"}),
     "report": frozenset({"core"}),
     "recipes": frozenset({"core"}),
     "api": frozenset(
         {
             "core",
+            "devices",
             "host",
             "scheduling",
             "prediction",
@@ -57,7 +59,7 @@ TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "functorch"})
 HOST_LIBRARIES = frozenset({"transformers", "peft", "accelerate", "lightning", "pytorch_lightning", "deepspeed"})
 
 MAY_IMPORT_TORCH = frozenset(
-    {"losses", "profiling", "runtime", "distributed", "verification", "recipes", "integrations", "api"}
+    {"devices", "losses", "profiling", "runtime", "distributed", "verification", "recipes", "integrations", "api"}
 )
 # Scripts that run in child processes of their own: they load torch where they use it, and nobody imports them.
 CHILD_PROGRAMS = frozenset({"host/trials.py"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from equivalence.plain import sgd
 from equivalence.with_memfit import fit_case, fit_with, profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import UnsupportedError, UsageError
-from memfit.core.plan import Plan
+from memfit.core.plan import CallPlan, Plan, Saved
 from memfit.core.precision import ComputeDtype
 
 WIDTH, WORDS, ROWS = 16, 23, 6
@@ -275,3 +276,40 @@ def test_layers_whose_forward_is_compiled_train_exactly(tmp_path: Path) -> None:
         return case
 
     assert_equal_training(build, sgd(0.5), fit_with(on_disk(case_of()), tmp_path, keep_gradients=True))
+
+
+# Context variables
+
+TEMPERATURE: ContextVar[float] = ContextVar("temperature", default=1.0)
+
+
+class Tempered(Layer):
+    """A layer that reads a context variable in its forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.mix(hidden) * TEMPERATURE.get())
+
+
+def tempered_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Sets the variable for the forward only: backward, and so recomputation, comes after."""
+    token = TEMPERATURE.set(2.0)
+    try:
+        return loss_of(model, batch)
+    finally:
+        TEMPERATURE.reset(token)
+
+
+def tempered_case() -> Case:
+    torch.manual_seed(4)
+    model = Net()
+    model.layers = nn.ModuleList([Tempered() for _ in range(3)])
+    return Case(model=model, loss=tempered_loss, batch=batch_of)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_recomputed_call_meets_the_context_variables_of_its_first_run(microbatches: int, tmp_path: Path) -> None:
+    profile = profile_of(tempered_case())
+    plan = on_disk(tempered_case(), microbatches, calls=plans.fates(profile, CallPlan(saved=Saved.RECOMPUTE)))
+    assert_equal_training(
+        tempered_case, sgd(0.5), fit_with(plan, tmp_path, keep_gradients=True), microbatches=microbatches
+    )

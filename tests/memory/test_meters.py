@@ -14,7 +14,7 @@ import torch
 
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
 from memfit.runtime.allocator import Allocator, install, procfs
-from memfit.verification.meters import CpuMeter, CudaMeter, PhaseRecord, Phases, ProcessMeter, Proof
+from memfit.verification.meters import AcceleratorMeter, CpuMeter, PhaseRecord, Phases, ProcessMeter, Proof
 
 MIB = 1 << 20
 # The kernel adds up its page counts of a thread in batches; other threads of this process may allocate a little too.
@@ -199,13 +199,13 @@ def test_a_breach_is_an_error_that_names_the_phase() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_cuda_meter_without_cuda_is_a_clear_error() -> None:
-    with pytest.raises(TierUnavailableError, match="no CUDA device"):
-        CudaMeter()
+    with pytest.raises(TierUnavailableError, match="no cuda device"):
+        AcceleratorMeter()
 
 
 @pytest.mark.gpu
 def test_the_cuda_meter_reads_and_limits_the_caching_allocator() -> None:
-    meter = CudaMeter()
+    meter = AcceleratorMeter()
     live, blocks = meter.live_bytes(), meter.live_blocks()
     meter.reset_peak()
     tensors = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,10 @@ def worker_of(pieces: RecordedPieces, *, is_beside: bool) -> UpdateWorker:
     return UpdateWorker(pieces, is_beside=is_beside)  # pyright: ignore[reportArgumentType]
 
 
+def block(index: int) -> Any:
+    return SimpleNamespace(index=index, device=torch.device("cpu"))
+
+
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=8).map(tuple)
 
 
@@ -90,7 +95,7 @@ def test_each_block_is_updated_whole_in_order_or_fails_alone(
     tickets = deque[tuple[int, Any]]()
     for b in range(len(lengths)):
         try:
-            tickets.append((b, worker.submit(SimpleNamespace(index=b))))  # pyright: ignore[reportArgumentType]
+            tickets.append((b, worker.submit(block(b))))
         except Trouble:
             assert not is_beside
             failed.add(b)
@@ -124,7 +129,7 @@ def test_nothing_is_changed_behind_a_gate_and_a_shut_one_fails(lengths: tuple[in
     pieces = RecordedPieces(lengths)
     worker = worker_of(pieces, is_beside=True)
     gates = [Gate() for _ in lengths]
-    tickets = [worker.submit(SimpleNamespace(index=b), gate) for b, gate in enumerate(gates)]  # pyright: ignore[reportArgumentType]
+    tickets = [worker.submit(block(b), gate) for b, gate in enumerate(gates)]
     opened = min(opened, len(lengths))
     for b in range(opened):
         assert not any(act == APPLY and block >= b for act, block, _ in pieces.log)
@@ -145,9 +150,9 @@ def test_what_is_next_comes_while_a_gate_is_closed_and_an_update_alone_ends_at_o
     pieces = RecordedPieces((2, 3))
     worker = worker_of(pieces, is_beside=True)
     gate = Gate()
-    first = worker.submit(SimpleNamespace(index=0))  # pyright: ignore[reportArgumentType]
+    first = worker.submit(block(0))
     first.wait()  # with nothing behind it
-    second = worker.submit(SimpleNamespace(index=1), gate)  # pyright: ignore[reportArgumentType]
+    second = worker.submit(block(1), gate)
     for _ in range(2000):
         if (BEGIN, 1, 1) in pieces.log:
             break

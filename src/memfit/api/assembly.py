@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import devices
 from memfit.api.commits import Commits, run_identity
 from memfit.api.interrupts import Interrupts
 from memfit.api.journaling import StepJournal
@@ -189,7 +190,7 @@ class Assembly:
             gradients=self.house.gradients,
             updates=self.updates,
             parameter_order=[name for name, _ in parts.model.named_parameters()],
-            device_types=("cpu", "cuda") if machine.device.type == "cuda" else ("cpu",),
+            device_types=("cpu", machine.device.type) if devices.is_accelerator(machine.device) else ("cpu",),
             loose=[i for i, block in enumerate(parts.prepared.profile.blocks) if block.is_spanning],
             observe=interrupts.check,
         )

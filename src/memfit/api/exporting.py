@@ -347,7 +347,7 @@ def _trainer_state(state: Mapping[str, Any]) -> TrainerState:
         groups=groups,
         numbers=optimizer["numbers"],
         random_cpu=bytes(random["cpu"].tolist()),
-        random_cuda=bytes(cuda[0].tolist()) if cuda else None,
+        random_device=bytes(cuda[0].tolist()) if cuda else None,
         noise_seed=part(state, "noise seed", int),
         loss_scale=_scale(state),
         extra={},

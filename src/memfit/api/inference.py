@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import devices
 from memfit.api.arguments import check_limit
 from memfit.api.held import Session, refuse_held
 from memfit.api.interrupts import Interrupts
@@ -86,7 +87,7 @@ class Inference:
         Raises:
             Whatever a request raises: the others end with it.
         """
-        types = ("cpu", "cuda") if self._machine.device.type == "cuda" else ("cpu",)
+        types = ("cpu", self._machine.device.type) if devices.is_accelerator(self._machine.device) else ("cpu",)
         return self._weights.together(list(requests), device_types=types, modules=ModuleNotes(self.model))
 
     @property
@@ -247,7 +248,7 @@ def stream(
 def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HostStore | ScratchStore:
     """Host memory beside a device, else a scratch file."""
     if machine.has_host:
-        side = torch.cuda.Stream(machine.device) if machine.device.type == "cuda" else None
+        side = devices.of(machine.device).new_stream(machine.device) if devices.is_accelerator(machine.device) else None
         host = HostStore(machine.device, stream=side, ledger=machine.host_ledger)
         stack.callback(host.close)
         return host

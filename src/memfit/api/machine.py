@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from memfit import devices
 from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.limits import (
@@ -31,7 +32,7 @@ from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame
 from memfit.runtime.guard import is_away
 from memfit.runtime.state_codecs import probe_codecs
 from memfit.runtime.store import probe_disk
-from memfit.verification.meters import CpuMeter, CudaMeter, DeviceMeter, Phases, ProcessMeter
+from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
 
 _PROBE_DISK_S = 0.6
 _PROBE_FILE_BYTES = 64 * MIB
@@ -82,8 +83,8 @@ class Machine:
         self.is_emulated = is_emulated
         self.allocator: Allocator | FallbackAllocator | None = None
         self.meter: DeviceMeter
-        if device.type == "cuda":
-            self.meter = CudaMeter(device)
+        if devices.is_accelerator(device):
+            self.meter = AcceleratorMeter(device)
         else:
             try:
                 self.allocator = install()
@@ -97,7 +98,7 @@ class Machine:
         self.process = ProcessMeter(with_children=True) if self.counts_process else None
         self.phases = Phases(self.meter, self.process)
         self.armed_bytes: int | None = None
-        self._lift = weakref.finalize(self, _lift_limit, self.meter, self.allocator, -1)
+        self._lift = weakref.finalize(self, _lift_limit, self.meter, -1)
 
     def base_bytes(self) -> int:
         """Resident bytes of the process that our allocator did not give: interpreter, libraries, what was allocated before. 0 elsewhere."""
@@ -187,7 +188,7 @@ class Machine:
         self.armed_bytes = limit_bytes
         # A job that is dropped without `close` must not leave its limit on the process.
         self._lift.detach()
-        self._lift = weakref.finalize(self, _lift_limit, self.meter, self.allocator, limit_bytes)
+        self._lift = weakref.finalize(self, _lift_limit, self.meter, limit_bytes)
 
     @contextmanager
     def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
@@ -229,7 +230,7 @@ class Machine:
     @property
     def has_host(self) -> bool:
         """There is host memory beside the device."""
-        return self.device.type == "cuda" or self.is_emulated
+        return devices.is_accelerator(self.device) or self.is_emulated
 
     def probe(
         self, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False
@@ -246,14 +247,14 @@ class Machine:
         where = self.disk_directory(directory)
         speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
         free = shutil.disk_usage(where).free
-        is_cuda = self.device.type == "cuda"
+        accelerator = devices.of(self.device) if devices.is_accelerator(self.device) else None
         link = self._probe_host_link() if self.has_host else None
         codecs = {"codec_elements_per_s": probe_codecs(self.device)} if probes_codecs else {}
         return Hardware(
-            device=torch.cuda.get_device_name(self.device) if is_cuda else "cpu",
+            device="cpu" if accelerator is None else accelerator.name(self.device),
             flops_per_s=_probe_flops(self.device, torch.float32),
             bf16_flops_per_s=_probe_flops(self.device, torch.bfloat16) if probes_bf16 else None,
-            device_bytes=torch.cuda.mem_get_info(self.device)[1] if is_cuda else _memory_bytes(),
+            device_bytes=_memory_bytes() if accelerator is None else accelerator.total_bytes(self.device),
             disk=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
             disk_bytes=free if self.limits.disk_bytes is None else min(free, self.limits.disk_bytes),
             host=link,
@@ -270,6 +271,8 @@ class Machine:
         """What was used until now is no measure for what comes: the pool of freed memory goes back and starts anew."""
         if self.allocator is not None:
             self.allocator.trim()
+        if isinstance(self.meter, AcceleratorMeter):
+            self.meter.release()  # else the pool of loading counts as held in every phase after
 
     def last_peak_bytes(self) -> int:
         """The peak of the phase that ended last, that time alone."""
@@ -303,9 +306,10 @@ class Machine:
 
     def _probe_host_link(self) -> Link:
         """Copies between the device and (pinned) host memory, each way."""
-        nbytes = _PROBE_LINK_BYTES if self.device.type == "cuda" else _PROBE_EMULATED_LINK_BYTES
+        is_accelerator = devices.is_accelerator(self.device)
+        nbytes = _PROBE_LINK_BYTES if is_accelerator else _PROBE_EMULATED_LINK_BYTES
         with self.host_ledger():
-            on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator)
         on_device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         rates: list[float] = []
         for source, to in ((on_host, on_device), (on_device, on_host)):
@@ -343,9 +347,9 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return device
 
 
-def _lift_limit(meter: DeviceMeter, allocator: Allocator | FallbackAllocator | None, limit_bytes: int) -> None:
+def _lift_limit(meter: DeviceMeter, limit_bytes: int) -> None:
     """Lifts a limit, unless another job has set its own since."""
-    if allocator is not None and allocator.stats().limit_bytes == limit_bytes:
+    if meter.limit_bytes() == limit_bytes:
         meter.set_limit(None)
 
 
@@ -369,5 +373,5 @@ def _probe_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if devices.is_accelerator(device):
+        devices.of(device).synchronize(device)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit import devices
 from memfit.core.errors import StoreError, UsageError
 from memfit.runtime.export.names import extra_states
 from memfit.runtime.export.trainer import class_name
@@ -92,10 +93,12 @@ def taken(kept: Registered) -> Any:
 
 
 def take_random() -> dict[str, Any]:
-    """The states of the default generators: torch's (of the CPU and of every CUDA device that is in use), NumPy's and Python's. About 10 KiB."""
+    """The states of the default generators: torch's (of the CPU and of every accelerator, if one is in use), NumPy's and Python's. About 10 KiB."""
+    accelerator = devices.initialized()
     return {
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        # Of whatever accelerator is in use: the name is that of files written before there were others than CUDA.
+        "cuda": [] if accelerator is None else accelerator.rng_states(),
         "numpy": np.random.get_state(legacy=True),
         "python": random.getstate(),
     }
@@ -127,13 +130,15 @@ def give_random(state: Any) -> None:
         check_torch(state["cpu"])
         check_numpy(numpy)
         check_python(python)
-        if cuda and len(cuda) != torch.cuda.device_count():
+        accelerator = devices.initialized()
+        here = 0 if accelerator is None else accelerator.count()
+        if cuda and len(cuda) != here:
             raise StoreError(
-                f"the run drew random numbers on {len(cuda)} CUDA devices, and {torch.cuda.device_count()} are here: resume it on as many"
+                f"the run drew random numbers on {len(cuda)} accelerators, and {here} are in use here: resume it on as many"
             )
         torch.set_rng_state(state["cpu"])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        if cuda and accelerator is not None:
+            accelerator.set_rng_states(cuda)
         np.random.set_state(numpy)
         random.setstate(python)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:

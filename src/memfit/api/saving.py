@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import devices
 from memfit.api.run_state import (
     check_numbers,
     check_settings,
@@ -303,17 +304,13 @@ def _trainer_state(
         ],
         numbers={slot.name: own.numbers[slot.name] for own, slot in trained_slots(blocks, states)},
         random_cpu=bytes(random["cpu"].tolist()),
-        random_cuda=bytes(random["cuda"][_index(device)].tolist())
-        if random["cuda"] and device.type == "cuda"
+        random_device=bytes(random["cuda"][devices.of(device).index(device)].tolist())
+        if random["cuda"] and devices.is_accelerator(device)
         else None,
         noise_seed=None if noise is None else noise.seed,
         loss_scale=None if scaler is None else scaler.state_dict(),
         extra=extra,
     )
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _write_text(path: Path, text: str | bytes, operations: FileOperations) -> None:
@@ -398,7 +395,7 @@ def load(
         random = _random_of(trainer, source) if restore_random else None
         _copy(weights)
         _restore_optimizer(file, trainer, states, named, optimizer)
-    _restore_random(random, source)
+    _restore_random(random, device_of_parameters(named), source)
     return LoadResult(steps=trainer.steps, extra=trainer.extra, loss_scale=scale)
 
 
@@ -629,7 +626,7 @@ class _OpenStates:
         for name, entries in self._entries.items():
             own = self._named[name]
             scatter(name, _read_state(self._file, trainer, name, entries, own, groups[id(own)]))
-        _restore_random(self._random, self._source)
+        _restore_random(self._random, device_of_parameters(self._named), self._source)
         if self._random is not None and trainer.noise_seed is not None:
             self._noise.seed = trainer.noise_seed
         if self._scaler is not None and self._scale is not None:
@@ -648,8 +645,8 @@ def _scale_of(trainer: TrainerState, source: Path) -> Mapping[str, Any] | None:
 
 
 def _random_of(trainer: TrainerState, source: Path) -> list[torch.Tensor]:
-    """The states of torch's generator on the CPU and, if it drew there, on CUDA. See [Note: positions in generators]."""
-    kept = [trainer.random_cpu, *(() if trainer.random_cuda is None else (trainer.random_cuda,))]
+    """The states of torch's generator on the CPU and, if it drew there, on an accelerator. See [Note: positions in generators]."""
+    kept = [trainer.random_cpu, *(() if trainer.random_device is None else (trainer.random_device,))]
     found = [torch.tensor(list(state), dtype=torch.uint8) for state in kept]
     try:
         check_torch(found[0])
@@ -658,13 +655,19 @@ def _random_of(trainer: TrainerState, source: Path) -> list[torch.Tensor]:
     return found
 
 
-def _restore_random(random: Sequence[torch.Tensor] | None, source: Path) -> None:
+def device_of_parameters(named: Mapping[str, torch.nn.Parameter]) -> torch.device:
+    """The device on which a model's parameters lie; the processor for a model without any."""
+    return next((p.device for p in named.values()), torch.device("cpu"))
+
+
+def _restore_random(random: Sequence[torch.Tensor] | None, device: torch.device, source: Path) -> None:
+    """Puts the generators of the processor and of the model's device where they were (not of the thread's current device)."""
     if random is None:
         return
     try:
         torch.set_rng_state(random[0])
-        if len(random) > 1 and torch.cuda.is_available():
-            torch.cuda.set_rng_state(random[1])
+        if len(random) > 1 and devices.is_accelerator(device):
+            devices.of(device).set_rng_state(device, random[1])
     except (RuntimeError, TypeError) as error:
         raise _no_random(source, error) from error
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import devices
+
 _Container = dict | list | set
 
 
@@ -73,7 +75,8 @@ def untouched_generators() -> Iterator[None]:
     """Gives Python's, NumPy's and torch's global random generators the state back that they had at entry."""
     python = random.getstate()
     cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    accelerator = devices.initialized()
+    device = None if accelerator is None else accelerator.rng_states()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
@@ -81,8 +84,8 @@ def untouched_generators() -> Iterator[None]:
     finally:
         random.setstate(python)
         torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        if accelerator is not None and device is not None:
+            accelerator.set_rng_states(device)
         if numpy is not None and numpy_state is not None:
             numpy.random.set_state(numpy_state)
 

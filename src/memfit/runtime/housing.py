@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from memfit import devices
 from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import Plan, Tier
 from memfit.core.units import MIB
@@ -39,7 +40,7 @@ from memfit.runtime.run_store import (
     state_region,
     weight_region,
 )
-from memfit.runtime.saved import HostStore, ScratchStore, TierStore
+from memfit.runtime.saved import HostStore, ScratchStore, StagedScratchStore, TierStore
 from memfit.runtime.split import SplitMasters, rest_ends, rest_nbytes
 from memfit.runtime.states import BlockStates
 from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, ScratchFile
@@ -95,7 +96,7 @@ class House:
         self._generation = 0
         self._device = device
         self._host_ledger = host_ledger
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = devices.of(device).new_stream(device) if devices.is_accelerator(device) else None
         self._host_store = HostStore(device, stream=self._stream, ledger=host_ledger)
         self._memory_homes: list[MemoryHome] = []
         self._disk_homes: list[DiskHome] = []
@@ -103,6 +104,7 @@ class House:
         self.io: DiskIO | None = None
         self.store: DiskStore | None = None
         self.scratch: ScratchFile | None = None
+        self._staged: StagedScratchStore | None = None
         try:
             if run is not None:
                 assert model is not None
@@ -332,8 +334,10 @@ class House:
         return flips + self.keep_buffers()
 
     def _follow_copies(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # pinned homes are written by a stream that the host does not follow
+        if devices.is_accelerator(self._device):
+            devices.of(self._device).synchronize(
+                self._device
+            )  # pinned homes are written by a stream that the host does not follow
 
     def keep_buffers(self) -> list[str]:
         """Of `keep_residents`, the model's buffers alone."""
@@ -432,8 +436,12 @@ class House:
     def tier_stores(self) -> dict[Tier, TierStore]:
         """Where offloaded activations rest."""
         stores: dict[Tier, TierStore] = {Tier.HOST: self._host_store}
-        if self.scratch is not None:
+        if self.scratch is not None and not devices.is_accelerator(self._device):
             stores[Tier.DISK] = ScratchStore(self.scratch)
+        elif self.scratch is not None:
+            if self._staged is None:
+                self._staged = StagedScratchStore(self.scratch, self._device, stream=self._stream)
+            stores[Tier.DISK] = self._staged
         return stores
 
     def first_commit(self) -> None:
@@ -528,6 +536,9 @@ class House:
                 stack.callback(self.store.close, delete=True)
             if self.scratch is not None:
                 stack.callback(self.scratch.close)
+            if self._staged is not None:
+                stack.callback(self._staged.close)
+                self._staged = None
             stack.callback(self._host_store.close)
             self._residents.clear()
             while self._memory_homes:

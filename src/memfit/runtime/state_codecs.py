@@ -23,6 +23,7 @@ from functools import cache
 
 import torch
 
+from memfit import devices
 from memfit.core.states import Moment, RecordLayout, StateFormat, records_of
 from memfit.formats import BlockFormat, find_format
 from memfit.runtime.noise import RoundingNoise, round_stochastically
@@ -227,8 +228,8 @@ def probe_codecs(device: torch.device, *, elements: int = 1 << 19, tries: int = 
 
 
 def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if devices.is_accelerator(device):
+        devices.of(device).synchronize(device)
 
 
 class _PerDevice:

@@ -19,9 +19,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from memfit import devices
 from memfit.runtime.homes.base import DONE, Ticket, Tickets
 from memfit.runtime.update_pieces import Coming, PieceUpdates
 from memfit.runtime.weights import BlockWeights
@@ -141,6 +143,10 @@ class _Job:
         self._pieces = pieces
         self._block = block
         self._after = after
+        # The worker's own current stream would be the default one of device 0, whatever the caller's is: gradients come on the caller's, and what
+        # reads the weights next goes there too.
+        device = block.device
+        self._stream = devices.of(device).current_stream(device) if devices.is_accelerator(device) else None
         self._left = deque(pieces.cut(block))
         self._begun = 0
         self._leaving: list[Ticket] = []
@@ -150,10 +156,15 @@ class _Job:
         """There is a piece that has not begun to come."""
         return bool(self._left)
 
+    def _in_order(self) -> AbstractContextManager[None]:
+        """Work goes to the stream of whoever asked for the update."""
+        return nullcontext() if self._stream is None else devices.of(self._stream.device).on(self._stream)
+
     def begin(self) -> Coming | None:
         """The next piece begins to come; None if that fails, which is the end of the update."""
         try:
-            coming = self._pieces.begin(self._block, self._left.popleft())
+            with self._in_order():
+                coming = self._pieces.begin(self._block, self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
             self._end(error)
             return None
@@ -165,10 +176,11 @@ class _Job:
         if self.ticket.is_done:
             return
         try:
-            self._after.wait()
-            # The piece before goes home and the next ones come while this one is computed.
-            before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
-            Tickets(before).wait()
+            with self._in_order():
+                self._after.wait()
+                # The piece before goes home and the next ones come while this one is computed.
+                before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
+                Tickets(before).wait()
         except BaseException as error:  # noqa: BLE001, as above
             self._end(error)
             return
@@ -182,7 +194,8 @@ class _Job:
     def _end(self, error: BaseException | None = None) -> None:
         self._left.clear()
         try:
-            Tickets(self._leaving).wait()
+            with self._in_order():
+                Tickets(self._leaving).wait()
         except BaseException as other:  # noqa: BLE001, as above
             error = error or other
         self._leaving = []

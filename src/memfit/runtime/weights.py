@@ -122,6 +122,11 @@ class BlockWeights:
         self._arriving: Ticket | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights visit."""
+        return self.slots[0].parameter.device
+
+    @property
     def storage(self) -> torch.UntypedStorage:
         """The flat buffer; has no bytes while the block is away."""
         assert self._storage is not None, f"block {self.name} has not moved in"
@@ -167,7 +172,7 @@ class BlockWeights:
         assert (masters is not None) == self.has_masters
         resting = home.memory if home.tier is Tier.DEVICE else None
         assert resting is not None or home.tier is not Tier.DEVICE
-        device = self.slots[0].parameter.device
+        device = self.device
         for slot in self.slots:
             p = slot.parameter
             if bring is not None:
@@ -188,7 +193,7 @@ class BlockWeights:
         """
         assert (masters is not None) == self.has_masters
         resting = home.memory if home.tier is Tier.DEVICE else None
-        device = self.slots[0].parameter.device
+        device = self.device
         for slot in self.slots:
             mark_present(slot.parameter)
             slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from memfit import devices
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
-from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, Ledger, procfs
 from memfit.verification.family import Family, private_bytes
@@ -118,6 +118,10 @@ class DeviceMeter(Protocol):
         """Starts the peaks again at what is live and held now."""
         ...
 
+    def limit_bytes(self) -> int | None:
+        """The limit now; None without one."""
+        ...
+
     def set_limit(self, limit_bytes: int | None) -> None:
         """Sets or lifts a hard limit; a breach raises `torch.OutOfMemoryError`."""
         ...
@@ -150,30 +154,41 @@ class CpuMeter:
         """Starts both peaks again at what is live and mapped now."""
         self._allocator.reset_peak(self._ledger)
 
+    def limit_bytes(self) -> int | None:
+        """The ledger's limit on mapped bytes now; None without one."""
+        return self._allocator.stats(self._ledger).limit_bytes
+
     def set_limit(self, limit_bytes: int | None) -> None:
         """Sets or lifts the ledger's limit on mapped bytes."""
         self._allocator.set_limit(limit_bytes, self._ledger)
 
 
-class CudaMeter:
-    """GPU tensors, as torch's caching allocator counts them.
+class AcceleratorMeter:
+    """Tensors of an accelerator, as torch's caching allocator counts them.
 
-    Memory outside of it (the CUDA context, cuBLAS and NCCL workspaces that bypass it) is not seen.
+    Memory outside of it (a driver's context, workspaces of libraries that bypass it) is not seen.
+
+    Args:
+        device: kind and index; without an index the current device of the kind.
 
     Raises:
-        TierUnavailableError: no such CUDA device.
+        TierUnavailableError: no such device.
     """
 
-    def __init__(self, device: torch.device | int | str = "cuda") -> None:
-        if not torch.cuda.is_available():
-            raise TierUnavailableError("this machine has no CUDA device that torch can use")
-        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        if wanted.type != "cuda":
-            raise UsageError(f"a CUDA meter measures a CUDA device, not {wanted}")
-        index = torch.cuda.current_device() if wanted.index is None else wanted.index
-        if index >= torch.cuda.device_count():
-            raise TierUnavailableError(f"there is no CUDA device {index}: torch sees {torch.cuda.device_count()}")
-        self._device = torch.device("cuda", index)
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        wanted = torch.device(device)
+        if not devices.is_accelerator(wanted):
+            raise UsageError(f"this meter measures accelerators, not {wanted}")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type != wanted.type:
+            raise TierUnavailableError(f"this machine has no {wanted.type} device that torch can use")
+        self._accelerator = devices.of(wanted)
+        index = self._accelerator.index(wanted)
+        if index >= self._accelerator.count():
+            raise TierUnavailableError(
+                f"there is no device {wanted.type}:{index}: torch sees {self._accelerator.count()}"
+            )
+        self._device = torch.device(wanted.type, index)
 
     def live_bytes(self) -> int:
         """Bytes of live tensors, rounded to the caching allocator's 512."""
@@ -197,7 +212,7 @@ class CudaMeter:
 
     def reset_peak(self) -> None:
         """Starts both peaks again at what is allocated and reserved now."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._accelerator.reset_peaks(self._device)
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Limits what the caching allocator may reserve, for this process and device; None lifts it.
@@ -205,17 +220,25 @@ class CudaMeter:
         Raises:
             UsageError: negative, or more than the device has.
         """
-        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+        total_bytes = self._accelerator.total_bytes(self._device)
         if limit_bytes is not None and not 0 <= limit_bytes <= total_bytes:
             raise UsageError(
                 f"{self._device} has {format_bytes(total_bytes)}: its limit cannot be {format_bytes(limit_bytes)}"
             )
-        fraction = 1.0 if limit_bytes is None else limit_bytes / total_bytes
-        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
+        self._accelerator.set_limit_bytes(self._device, limit_bytes)
+
+    def limit_bytes(self) -> int | None:
+        """What the caching allocator may reserve now; None where that is all of the device."""
+        limit = self._accelerator.limit_bytes(self._device)
+        return None if limit >= self._accelerator.total_bytes(self._device) else limit
+
+    def release(self) -> None:
+        """Gives back what the caching allocator holds without a tensor in it."""
+        self._accelerator.empty_cache()
 
     def _read(self, name: str) -> int:
         # Before the first allocation torch reports an empty dictionary, which means 0.
-        return int(torch.cuda.memory_stats(self._device).get(name, 0))
+        return int(self._accelerator.statistics(self._device).get(name, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,21 +366,6 @@ class Proof:
     def holds(self) -> bool:
         """Whether the measured peak stayed within the limit, if there is one."""
         return self.limit_bytes is None or self.measured_peak_bytes <= self.limit_bytes
-
-    def __repr__(self) -> str:
-        return f"<Proof: {self.line().removeprefix('proof: ')}>"
-
-    def _repr_html_(self) -> str:
-        """In a notebook: the three figures, and the measured peak of each phase."""
-        phases = [
-            (
-                phase.name,
-                str(phase.times),
-                format_bytes(phase.held_peak_bytes if phase.process_peak_bytes is None else phase.process_peak_bytes),
-            )
-            for phase in self.phases
-        ]
-        return html_table(self.line(), phases, ("phase", "times", "measured peak"))
 
     @property
     def error(self) -> float:

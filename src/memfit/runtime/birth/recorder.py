@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memfit import devices
 from memfit.core.errors import UnsupportedError
 from memfit.core.units import round_up
 from memfit.runtime.birth.program import Operation, Place, Program, Region, flat_outputs
@@ -278,7 +279,6 @@ def _generator_of(kwargs: Mapping[str, Any], device: torch.device) -> torch.Gene
     given = kwargs.get("generator")
     if given is not None:
         return given
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
+    if devices.is_accelerator(device):
+        return devices.of(device).default_generator(device)
     return torch.default_generator

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
+from memfit import devices
 from memfit.core.errors import UnsupportedError
 from memfit.runtime.export.conversions import FileTensor, file_tensors
 from memfit.runtime.export.format import Header, TensorSpec, lay_out
@@ -40,9 +40,9 @@ def settle(blocks: Sequence[BlockWeights]) -> None:
         if block.is_here:
             block.wait()
         device = block.slots[0].parameter.device
-        if device.type == "cuda":
+        if devices.is_accelerator(device):
             # Homes in pinned memory are read by the host below, which no event orders.
-            torch.cuda.synchronize(device)
+            devices.of(device).synchronize(device)
 
 
 def weight_files(

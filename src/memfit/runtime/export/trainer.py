@@ -54,7 +54,7 @@ class TrainerState:
         optimizer_class: dotted name.
         groups: in the optimizer's order.
         numbers: by parameter, the states that are not large tensors.
-        random_cpu, random_cuda: states of torch's default generators.
+        random_cpu, random_device: states of torch's default generators.
         noise_seed: of stochastic rounding.
         loss_scale: `LossScaler.state_dict()`, which `torch.amp.GradScaler` takes as well; None where losses were not scaled.
         extra: what the user gave along.
@@ -65,7 +65,7 @@ class TrainerState:
     groups: Sequence[GroupState]
     numbers: Mapping[str, Mapping[str, Any]]
     random_cpu: bytes
-    random_cuda: bytes | None = None
+    random_device: bytes | None = None
     noise_seed: int | None = None
     loss_scale: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -96,8 +96,8 @@ def write_text(state: TrainerState) -> str:
         for name, values in state.numbers.items()
     }
     random: dict[str, Any] = {"cpu": base64.b64encode(state.random_cpu).decode()}
-    if state.random_cuda is not None:
-        random["cuda"] = base64.b64encode(state.random_cuda).decode()
+    if state.random_device is not None:
+        random["cuda"] = base64.b64encode(state.random_device).decode()
     if state.noise_seed is not None:
         random["noise"] = state.noise_seed
     document = {
@@ -210,7 +210,7 @@ def read_text(path: Path) -> TrainerState:
                 for name, values in optimizer["numbers"].items()
             },
             random_cpu=base64.b64decode(random["cpu"], validate=True),
-            random_cuda=base64.b64decode(random["cuda"], validate=True) if "cuda" in random else None,
+            random_device=base64.b64decode(random["cuda"], validate=True) if "cuda" in random else None,
             noise_seed=_noise_seed(random.get("noise")),
             loss_scale=_loss_scale(document.get("loss_scale")),
             extra={str(key): decode_value(v, f"extra[{key!r}]") for key, v in document["extra"].items()},

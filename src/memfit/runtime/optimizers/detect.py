@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memfit import devices
 from memfit.core.errors import UnsupportedError
 from memfit.runtime.optimizers.kinds import ALIGNED_PIECE_ELEMENTS, UpdateKind, Verdict
 from memfit.runtime.optimizers.samples import Sample, isolated, small_samples
@@ -57,8 +58,10 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
     Raises:
         UnsupportedError: a step on small tensors fails.
     """
-    devices = sorted({e.parameter.device.index or 0 for e in entries if e.parameter.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    there = {e.parameter.device for e in entries if devices.is_accelerator(e.parameter.device)}
+    forked = sorted({devices.of(device).index(device) for device in there})
+    kind = next((device.type for device in there), "cuda")  # of no meaning where none is forked
+    with torch.random.fork_rng(devices=forked, device_type=kind):
         try:
             return _verdicts(optimizer, small_samples(entries), piece_multiple)
         except Exception as error:

@@ -238,7 +238,7 @@ def run_again(
                 stack.enter_context(guard)
             if record.selection is not None:
                 stack.enter_context(record.selection.using())
-            outputs = record.call(*args, **kwargs)
+            outputs = record.surroundings.run(record.call, args, kwargs)
     except _EnoughError:
         outputs = None
     except AstrayError as astray:

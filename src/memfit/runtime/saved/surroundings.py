@@ -3,7 +3,8 @@
 In: the state of the thread and the module when the call begins. Out: the same state around the call when it runs again,
 and the present one put back after.
 
-Not captured: generators of the user's own (`torch.Generator` passed by hand), numbers outside of modules (a closure's), tensors and containers that the
+Not captured: generators of the user's own (`torch.Generator` passed by hand), `threading.local` (on an accelerator the recomputation runs in autograd's
+thread; context variables are carried there, thread-locals cannot be), numbers outside of modules (a closure's), tensors and containers that the
 module keeps on itself (what a recomputation does to them is taken back, but it reads them as they are), and active dispatch modes (they watch operations;
 watching the recomputation would count twice).
 """
@@ -16,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from memfit import devices
 from memfit.core.units import MIB
 from memfit.runtime.saved.tensors import version_of
 
@@ -106,7 +109,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 class RandomNumbers:
     """State of torch's, Python's and NumPy's default generators.
 
-    Memory: 5 KiB for torch's CPU generator, 16 bytes for CUDA's, about 20 KiB for Python's; nothing once `settle` saw
+    Memory: 5 KiB for torch's CPU generator, 16 bytes for an accelerator's, about 20 KiB for Python's; nothing once `settle` saw
         no use of them.
     """
 
@@ -140,7 +143,10 @@ def _numpy_random() -> Any:
 
 _GENERATORS: dict[str, tuple[Callable[[torch.device], Any], Callable[[torch.device, Any], Any]]] = {
     "torch": (lambda _: torch.get_rng_state(), lambda _, state: torch.set_rng_state(state)),
-    "cuda": (torch.cuda.get_rng_state, lambda device, state: torch.cuda.set_rng_state(state, device)),
+    "device": (
+        lambda device: devices.of(device).rng_state(device),
+        lambda device, state: devices.of(device).set_rng_state(device, state),
+    ),
     "python": (lambda _: random.getstate(), lambda _, state: random.setstate(state)),
     "numpy": (
         lambda _: _numpy_random().get_state(legacy=False),
@@ -151,8 +157,8 @@ _GENERATORS: dict[str, tuple[Callable[[torch.device], Any], Callable[[torch.devi
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     names = ["torch", "python"]
-    if device.type == "cuda":
-        names.append("cuda")
+    if devices.is_accelerator(device):
+        names.append("device")
     if "numpy.random" in sys.modules:
         names.append("numpy")
     return {name: _GENERATORS[name][0](device) for name in names}
@@ -320,9 +326,10 @@ class Surroundings:
         rng: whether random numbers may be drawn.
     """
 
-    __slots__ = ("_attributes", "_buffers", "_random", "_switches")
+    __slots__ = ("_attributes", "_buffers", "_context", "_random", "_switches")
 
     def __init__(self, module: torch.nn.Module, device: torch.device, *, rng: bool) -> None:
+        self._context = copy_context()
         self._switches = Switches.capture(device)
         self._random = RandomNumbers(device) if rng else None
         self._buffers = Buffers(module)
@@ -340,9 +347,17 @@ class Surroundings:
         self._buffers.settle()
         self._attributes.settle()
 
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls with the context variables as they were; what the call sets of them is gone after it.
+
+        The recomputation runs outside of the microbatch's coroutine and, on an accelerator, in autograd's device thread, where variables have
+        their defaults.
+        """
+        return self._context.copy().run(call, *args, **kwargs)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything as it was, with gradients enabled."""
+        """Everything but context variables as it was, with gradients enabled."""
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(self._random.restored())

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from memfit import devices
 from memfit.core.plan import Tier
 from memfit.runtime.homes.base import Ticket
 from memfit.runtime.homes.memory import MemoryHome
@@ -28,14 +28,14 @@ class _HostRest:
 
 
 class HostStore:
-    """Host memory beside the device: pinned for CUDA, plain for an emulated device on the CPU.
+    """Host memory beside the device: pinned beside an accelerator, plain for an emulated device on the CPU.
 
     Memory: the largest sum of parcels that ever rested here at once, in buffers of their exact sizes. Buffers are used again for
     parcels of the same size (steps repeat their sizes, and pinning is slow); spare ones go where another size needs the room.
 
     Args:
         device: whose storages come.
-        stream: copy stream for a CUDA device; copies to and from the host are in order on it.
+        stream: copy stream of an accelerator; copies to and from the host are in order on it.
         ledger: a context in which buffers are allocated (counts them apart on an emulated device).
 
     Attributes:
@@ -47,10 +47,10 @@ class HostStore:
         self,
         device: torch.device,
         *,
-        stream: torch.cuda.Stream | None = None,
+        stream: torch.Stream | None = None,
         ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        assert (stream is not None) == (device.type == "cuda")
+        assert (stream is not None) == devices.is_accelerator(device)
         self._device = device
         self._stream = stream
         self._ledger = ledger
@@ -78,7 +78,7 @@ class HostStore:
     def wait(self, rest: _HostRest) -> None:
         """See `TierStore`.
 
-        On CUDA the current stream is ordered behind the copy and the host does not block: the caching allocator hands
+        On an accelerator the current stream is ordered behind the copy and the host does not block: the caching allocator hands
             the storage's memory out to later work of that stream only.
         """
         rest.written.wait()
@@ -160,10 +160,11 @@ class _StagedRead:
 
 
 class _Staging:
-    """One host buffer, as large as the largest parcel so far, pinned for CUDA. Used by one thread."""
+    """One host buffer, as large as the largest parcel so far, pinned beside an accelerator. Used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+        self._device = device
+        self._is_pinned = False
         self._storage: torch.UntypedStorage | None = None
 
     def at_least(self, nbytes: int) -> torch.UntypedStorage:
@@ -171,17 +172,16 @@ class _Staging:
         if self._storage is None or self._storage.nbytes() < nbytes:
             self.close()
             self._storage = new_storage(nbytes)
-            if self._is_pinned:
-                # Registering our own pages pins exactly nbytes; the caching pinned allocator would round up to a power
-                # of two.
-                torch.cuda.check_error(_runtime().cudaHostRegister(self._storage.data_ptr(), nbytes, 0))
+            if devices.is_accelerator(self._device):
+                self._is_pinned = devices.of(self._device).pin(self._storage)
         return self._storage
 
     def close(self) -> None:
         """Unpins and frees it."""
         storage, self._storage = self._storage, None
         if storage is not None and self._is_pinned:
-            torch.cuda.check_error(_runtime().cudaHostUnregister(storage.data_ptr()))
+            devices.of(self._device).unpin(storage)
+            self._is_pinned = False
 
 
 class StagedScratchStore:
@@ -195,12 +195,13 @@ class StagedScratchStore:
     Args:
         scratch: the file; whoever made it closes it, after `close`.
         device: whose storages come.
-        stream: copy stream, for a CUDA device.
+        stream: copy stream, for an accelerator.
     """
 
-    def __init__(self, scratch: ScratchFile, device: torch.device, *, stream: torch.cuda.Stream | None = None) -> None:
-        assert (stream is not None) == (device.type == "cuda")
+    def __init__(self, scratch: ScratchFile, device: torch.device, *, stream: torch.Stream | None = None) -> None:
+        assert (stream is not None) == devices.is_accelerator(device)
         self._scratch = scratch
+        self._device = device
         self._stream = stream
         self._outward, self._inward = _Staging(device), _Staging(device)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="memfit-saved-out")
@@ -209,16 +210,17 @@ class StagedScratchStore:
     def put(self, storage: torch.UntypedStorage) -> _StagedRest:
         """See `TierStore`."""
         left: Future[None] = Future()
-        extent = self._writer.submit(self._write, storage, self._now(), left)
+        # In a list, so that the executor, which keeps its arguments until the write is through, does not keep the device's memory.
+        extent = self._writer.submit(self._write, [storage], self._now(), left)
         return _StagedRest(storage.nbytes(), left, extent)
 
     def wait(self, rest: _StagedRest) -> None:
         """See `TierStore`: until the bytes are in the host buffer; whether they reach the disk is seen by `get`."""
         rest.left.result()
 
-    def get(self, rest: _StagedRest, into: torch.UntypedStorage) -> Ticket:
-        """See `TierStore`."""
-        return _StagedRead(self._reader.submit(self._read, rest, into, self._now()))
+    def get(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `TierStore`. `into_offset`: the first byte to fill."""
+        return _StagedRead(self._reader.submit(self._read, rest, into, into_offset, self._now()))
 
     def free(self, rest: _StagedRest) -> None:
         """See `TierStore`."""
@@ -233,46 +235,44 @@ class StagedScratchStore:
 
     def _now(self) -> torch.Event | None:
         """What was enqueued on the compute stream until now."""
-        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+        if self._stream is None:
+            return None
+        device = self._stream.device
+        return devices.of(device).current_stream(device).record_event()
 
-    def _write(self, storage: torch.UntypedStorage, ready: torch.Event | None, left: Future[None]) -> Extent:
+    def _write(self, given: list[torch.UntypedStorage], ready: torch.Event | None, left: Future[None]) -> Extent:
+        storage = given.pop()
         nbytes = storage.nbytes()
         try:
             buffer = self._outward.at_least(nbytes)
             # The copy must see what compute wrote into the storage before `put`.
-            self._copy(buffer, storage, nbytes, ready)
+            self._copy(bytes_view(buffer, 0, nbytes), bytes_view(storage, 0, nbytes), ready)
         except BaseException as error:
             left.set_exception(error)
             raise
+        del storage  # whoever waits for `left` lets the last reference go, and its memory with it
         left.set_result(None)
         extent = self._scratch.put(memory_of_storage(buffer, 0, nbytes), label="saved tensor")
         extent.written.wait()  # the buffer is used again
         return extent
 
-    def _read(self, rest: _StagedRest, into: torch.UntypedStorage, ready: torch.Event | None) -> None:
+    def _read(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int, ready: torch.Event | None) -> None:
         buffer = self._inward.at_least(rest.nbytes)
         extent = rest.extent.result()
         self._scratch.get(extent, memory_of_storage(buffer, 0, rest.nbytes), label="saved tensor").wait()
         # The memory of `into` may still be read by kernels that were enqueued before it was freed and given out again.
-        self._copy(into, buffer, rest.nbytes, ready)
+        self._copy(bytes_view(into, into_offset, rest.nbytes), bytes_view(buffer, 0, rest.nbytes), ready)
 
-    def _copy(
-        self, to: torch.UntypedStorage, source: torch.UntypedStorage, nbytes: int, ready: torch.Event | None
-    ) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> None:
         """Copies and waits until it is done."""
-        target, bytes_ = bytes_view(to, 0, nbytes), bytes_view(source, 0, nbytes)
         if self._stream is None or ready is None:
-            target.copy_(bytes_)
+            target.copy_(source)
             return
-        with torch.cuda.stream(self._stream):
+        with devices.of(self._device).on(self._stream):
             self._stream.wait_event(ready)
-            target.copy_(bytes_, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
         event.synchronize()
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def _give_back(extent: Future[Extent]) -> None:

@@ -16,6 +16,7 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -44,7 +45,7 @@ _COPIES = 2
 _TENSOR_BYTES = 1024
 _COUNTERS = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.int64: "I64"}
 """Dtypes of single numbers that are kept once however often they come."""
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_DEVICE = re.compile(r"[a-z][a-z0-9_]{0,31}(:[0-9]{1,4})?")
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
@@ -259,9 +260,12 @@ def _read_dtype(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], dept
 
 def _read_device(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> torch.device:
     name = str(value["name"])
-    if name.split(":", maxsplit=1)[0] not in _DEVICES:
+    if _DEVICE.fullmatch(name) is None:
         raise _damaged(f"it has the device {name!r:.40}")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError:  # a kind of device that this torch does not know
+        raise _damaged(f"it has the device {name!r:.40}") from None
 
 
 def _read_tensor(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:

@@ -1,4 +1,7 @@
-"""Training on a GPU: the same bits as plain PyTorch there, weights and states in host memory or on disk, the limit held by the caching allocator."""
+"""Training on an accelerator: the bits of plain PyTorch there, weights and states in host memory or on disk, the limit held by the caching allocator.
+
+Every test runs on the late device (tests/accelerator) and, where there is one, on CUDA. Activations are larger than what never leaves.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.runtime.split import join, split
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-ROWS, WIDTH, LAYERS, STEPS = 8, 64, 4, 3
+ROWS, WIDTH, LAYERS, STEPS = 128, 128, 3, 2
 
 
 class _Layer(nn.Module):
@@ -51,10 +52,10 @@ def _loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def _made() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+def _made(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    model = _Tower().cuda()
-    batch = (torch.randn(ROWS, WIDTH, device="cuda"), torch.randint(0, 10, (ROWS,), device="cuda"))
+    model = _Tower().to(device)
+    batch = (torch.randn(ROWS, WIDTH, device=device), torch.randint(0, 10, (ROWS,), device=device))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch
 
 
@@ -78,10 +79,10 @@ def _plan(tier: Tier, saved: Saved, microbatches: int) -> Callable[[Profile], Pl
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
 @pytest.mark.parametrize("saved", [Saved.KEEP, Saved.RECOMPUTE, Saved.OFFLOAD])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_training_on_a_gpu_equals_plain_pytorch_bit_for_bit(
-    tier: Tier, saved: Saved, microbatches: int, tmp_path: Path
+def test_training_on_a_device_equals_plain_pytorch_bit_for_bit(
+    device: torch.device, tier: Tier, saved: Saved, microbatches: int, tmp_path: Path
 ) -> None:
-    plain, plain_optimizer, batch = _made()
+    plain, plain_optimizer, batch = _made(device)
     torch.manual_seed(1)
     for _ in range(STEPS):
         plain_optimizer.zero_grad()
@@ -92,7 +93,7 @@ def test_training_on_a_gpu_equals_plain_pytorch_bit_for_bit(
                 (loss if microbatches == 1 else loss * (len(rows) / ROWS)).backward()
         plain_optimizer.step()
 
-    model, optimizer, batch = _made()
+    model, optimizer, batch = _made(device)
     plan = _plan(tier, saved, microbatches)(memfit.profile(model, optimizer, _loss, batch))
     torch.manual_seed(1)
     with memfit.fit(model, optimizer, _loss, batch, plan=plan, directory=tmp_path / "homes") as job:
@@ -107,11 +108,11 @@ def test_training_on_a_gpu_equals_plain_pytorch_bit_for_bit(
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
 @pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_bf16_training_on_a_gpu_equals_masters_and_sums_kept_by_hand(
-    tier: Tier, splits: bool, microbatches: int, tmp_path: Path
+def test_bf16_training_on_a_device_equals_masters_and_sums_kept_by_hand(
+    device: torch.device, tier: Tier, splits: bool, microbatches: int, tmp_path: Path
 ) -> None:
     """Weights in bf16 rounded from fp32 masters, gradients of microbatches added in fp32, AdamW on the masters."""
-    plain, _, (rows, labels) = _made()
+    plain, _, (rows, labels) = _made(device)
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in plain.named_parameters()}
     by_hand = torch.optim.AdamW(masters.values(), lr=1e-2)
     plain.bfloat16()
@@ -134,7 +135,7 @@ def test_bf16_training_on_a_gpu_equals_masters_and_sums_kept_by_hand(
             for name, p in plain.named_parameters():
                 p.copy_(masters[name])
 
-    model, optimizer, batch = _made()
+    model, optimizer, batch = _made(device)
     plan = _plan(tier, Saved.RECOMPUTE, microbatches)(memfit.profile(model, optimizer, _loss, batch))
     plan = replace(plan, compute_dtype=ComputeDtype.BFLOAT16, splits_masters=splits)
     torch.manual_seed(1)
@@ -147,11 +148,11 @@ def test_bf16_training_on_a_gpu_equals_masters_and_sums_kept_by_hand(
             assert torch.equal(value, optimizer.state[ours][key]), (name, key)
 
 
-def test_a_model_born_empty_on_a_gpu_trains_as_one_built_plainly(tmp_path: Path) -> None:
+def test_a_model_born_empty_on_a_device_trains_as_one_built_plainly(device: torch.device, tmp_path: Path) -> None:
     trained: list[dict[str, torch.Tensor]] = []
     for is_born in (False, True):
-        plain, _, batch = _made()
-        model = memfit.empty(lambda: _made()[0]) if is_born else plain
+        plain, _, batch = _made(device)
+        model = memfit.empty(lambda: _made(device)[0]) if is_born else plain
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         plan = replace(
             _plan(Tier.HOST, Saved.RECOMPUTE, 4)(memfit.profile(model, optimizer, _loss, batch)),
@@ -167,11 +168,11 @@ def test_a_model_born_empty_on_a_gpu_trains_as_one_built_plainly(tmp_path: Path)
         assert torch.equal(trained[1][name], wanted), name
 
 
-def test_masters_are_split_and_joined_on_a_gpu_as_on_the_cpu() -> None:
+def test_masters_are_split_and_joined_on_a_device_as_on_the_cpu(device: torch.device) -> None:
     upper = torch.arange(1 << 16, dtype=torch.int64).unsqueeze(1) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = (upper | lower).reshape(-1).to(torch.int32).view(torch.float32)
-    on_device = master.cuda()
+    on_device = master.to(device)
     difference, marks = split(on_device)
     again = torch.empty_like(on_device)
     join(on_device.bfloat16(), difference, marks, again)
@@ -180,17 +181,16 @@ def test_masters_are_split_and_joined_on_a_gpu_as_on_the_cpu() -> None:
     assert torch.equal(again.cpu().view(torch.int32)[~is_nan], master.view(torch.int32)[~is_nan])
 
 
-def test_the_limit_is_held_by_the_device_and_an_impossible_one_is_refused() -> None:
-    model, optimizer, batch = _made()
+def test_the_limit_is_held_by_the_device_and_an_impossible_one_is_refused(device: torch.device) -> None:
+    model, optimizer, batch = _made(device)
     with pytest.raises(memfit.DoesNotFitError):
         memfit.fit(model, optimizer, _loss, batch, limit="64KiB", enforce=False)
 
 
-def test_host_homes_are_pinned_in_exact_size() -> None:
+def test_host_homes_are_pinned_in_exact_size(device: torch.device) -> None:
     from memfit.runtime.homes import MemoryHome
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    home = MemoryHome(3 << 20, tier=Tier.HOST, device=device, stream=torch.cuda.Stream(device))
+    home = MemoryHome(3 << 20, tier=Tier.HOST, device=device, stream=torch.Stream(device))
     there = torch.arange((3 << 20) // 4, dtype=torch.int32, device=device)
     back = torch.zeros_like(there)
     home.write(0, 3 << 20, there.untyped_storage()).wait()

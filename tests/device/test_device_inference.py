@@ -1,4 +1,4 @@
-"""Inference on a GPU: weights from disk, caches of keys and values in host memory, tokens of transformers, memory that does not grow with depth."""
+"""Inference on an accelerator: weights from disk, caches of keys and values in host memory, tokens of transformers, memory that does not grow with depth."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 import memfit
 from memfit.core.plan import BlockPlan, Plan, Tier
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 VOCABULARY, WIDTH = 96, 64
 
 
-def llama(depth: int = 4, *, width: int = WIDTH) -> Any:
-    """On the GPU, with weights large enough that tokens differ."""
+def llama(device: torch.device, depth: int = 4, *, width: int = WIDTH) -> Any:
+    """On the device, with weights large enough that tokens differ."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -25,7 +23,7 @@ def llama(depth: int = 4, *, width: int = WIDTH) -> Any:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with device:
         model: Any = LlamaForCausalLM(config).eval()
         with torch.no_grad():
             for p in model.parameters():
@@ -35,7 +33,7 @@ def llama(depth: int = 4, *, width: int = WIDTH) -> Any:
 
 def say(model: Any, number: int, *, samples: bool = False, beams: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
-    prompt = torch.randint(1, VOCABULARY - 1, (1 + number % 2, 4 + number), generator=generator).cuda()
+    prompt = torch.randint(1, VOCABULARY - 1, (1 + number % 2, 4 + number), generator=generator).to(model.device)
     return model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -48,8 +46,10 @@ def say(model: Any, number: int, *, samples: bool = False, beams: int = 1) -> to
 
 
 @pytest.mark.parametrize("cache_limit", [None, 0])
-def test_generation_on_a_gpu_gives_the_tokens_of_transformers(cache_limit: int | None, tmp_path: Path) -> None:
-    plain, ours = llama(), llama()
+def test_generation_on_a_device_gives_the_tokens_of_transformers(
+    device: torch.device, cache_limit: int | None, tmp_path: Path
+) -> None:
+    plain, ours = llama(device), llama(device)
     with memfit.infer(ours, cache_limit=cache_limit, directory=tmp_path / "homes") as session:
         ways: list[dict[str, Any]] = [{}, {"samples": True}, {"beams": 3}]
         for options in ways:
@@ -64,8 +64,8 @@ def test_generation_on_a_gpu_gives_the_tokens_of_transformers(cache_limit: int |
         assert torch.equal(mine, theirs)
 
 
-def test_requests_together_on_a_gpu_are_what_each_is_alone() -> None:
-    plain, ours = llama(), llama()
+def test_requests_together_on_a_device_are_what_each_is_alone(device: torch.device) -> None:
+    plain, ours = llama(device), llama(device)
     torch.manual_seed(2)
     streams = memfit.microbatch_streams(3)
     expected: list[torch.Tensor] = []
@@ -78,39 +78,39 @@ def test_requests_together_on_a_gpu_are_what_each_is_alone() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
 
 
-def test_a_directory_is_generated_from_without_the_model_on_the_gpu(tmp_path: Path) -> None:
-    plain = llama()
+def test_a_directory_is_generated_from_without_the_model_on_the_device(device: torch.device, tmp_path: Path) -> None:
+    plain = llama(device)
     plain.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
-    model = memfit.empty(llama, initialises=False)
+    model = memfit.empty(lambda: llama(device), initialises=False)
     with memfit.infer(model, weights=tmp_path / "saved") as session:
         assert torch.equal(say(session.model, 0), say(plain, 0))
 
 
-def test_the_peak_on_a_gpu_is_the_same_at_depth_4_and_64() -> None:
+def test_the_peak_on_a_device_is_the_same_at_depth_4_and_64(device: torch.device) -> None:
     peaks: dict[int, int] = {}
     before = 0
-    prompt = torch.ones(4, 32, dtype=torch.int64, device="cuda")
+    prompt = torch.ones(4, 32, dtype=torch.int64, device=device)
     for depth in (4, 64):
-        model = memfit.empty(lambda depth=depth: llama(depth, width=256))
+        model = memfit.empty(lambda depth=depth: llama(device, depth, width=256))
         with memfit.infer(model, cache_limit=0) as session:
             for _ in range(2):  # the first brings workspaces
-                torch.cuda.synchronize()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
+                torch.accelerator.synchronize(device)
+                before = torch.accelerator.memory_allocated(device)
+                torch.accelerator.reset_peak_memory_stats(device)
                 net: Any = session.model
                 net.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, pad_token_id=0)
-            peaks[depth] = torch.cuda.max_memory_allocated() - before
+            peaks[depth] = torch.accelerator.max_memory_allocated(device) - before
     assert abs(peaks[4] - peaks[64]) <= 1 << 20, peaks
 
 
-def test_a_job_on_a_gpu_generates_between_steps(tmp_path: Path) -> None:
-    model, plain = llama(), llama()
+def test_a_job_on_a_device_generates_between_steps(device: torch.device, tmp_path: Path) -> None:
+    model, plain = llama(device), llama(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss(net: Any, batch: torch.Tensor) -> torch.Tensor:
         return net(input_ids=batch, labels=batch).loss
 
-    batch = torch.randint(1, VOCABULARY - 1, (4, 16), device="cuda")
+    batch = torch.randint(1, VOCABULARY - 1, (4, 16), device=device)
     names = [block.name for block in memfit.profile(model, optimizer, loss, batch).blocks]
     home = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.DEVICE, state_home=Tier.HOST)
     with memfit.fit(

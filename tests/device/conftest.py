@@ -1,0 +1,33 @@
+"""Each test of this folder runs on the late device, where every access is checked, and on CUDA, where there is one.
+
+One process has one accelerator: the late device is left out where CUDA is there, unless `--device late` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("--device")
+        kind = wanted or ("cuda" if torch.cuda.is_available() else "late")
+        metafunc.parametrize("device", [kind], indirect=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        yield torch.device("cuda", torch.cuda.current_device())
+        return
+    late = pytest.importorskip("accelerator.late", reason="the late device needs a C++ compiler", exc_type=ImportError)
+    torch.accelerator.empty_cache()
+    with late.checked():
+        yield torch.device("late", 0)
+    # A limit that a job left behind would fail whatever comes after it.
+    assert late.native.limit_bytes(0) == late.native.total_bytes()
