@@ -25,6 +25,7 @@ from memfit.api.problem import (
     encodes_states,
     read_plan,
 )
+from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
 from memfit.core.plan import Plan
@@ -105,6 +106,7 @@ def advise(
     Raises:
         DoesNotFitError: no plan fits the limit. Others as in `fit`.
     """
+    allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm)
     machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
     problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, None))

@@ -32,6 +32,7 @@ from memfit.api.problem import (
 )
 from memfit.api.sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.api.task import Task, prepared_for
+from memfit.core.aliases import own_allowances
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
@@ -141,6 +142,7 @@ def fit(
         fits; PlanError: a plan that is not legal; StoreError: the directory, its disk, or a store of another model, dtype or optimizer, with the
         difference; StoreInUseError: a live job has the store.
     """
+    allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm)
     refuse_held(model)
     saved = None if store is not None else _save_in(resume)

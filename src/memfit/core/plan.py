@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, cast
 
+from memfit.core.aliases import own_field, own_word
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
@@ -249,7 +250,7 @@ def _take_words(made: BlockPlan | CallPlan | Plan) -> None:
         if name not in _ENUMS:
             raise PlanError(f"{name} of {type(made).__name__} is no word: {value!r:.80}")
         try:
-            object.__setattr__(made, name, _ENUMS[name](value))
+            object.__setattr__(made, name, _ENUMS[name](own_word(name, value)))
         except ValueError:
             words = [str(each) for each in _ENUMS[name]]
             raise PlanError(f"{name} of {type(made).__name__} is one of {words}, not {value!r:.80}") from None
@@ -279,12 +280,16 @@ def _list(what: str, value: object) -> list[object]:
 def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
     """Checked values of a dataclass's fields, enums made of their texts."""
     known = {f.name for f in fields(kind)}
+    own = {name if name in known else own_field(name): name for name in raw}
+    if len(own) < len(raw):
+        raise ValueError(f"a decision of {kind.__name__} is named twice, in other words: {sorted(raw)}"[:_SHOWN])
+    raw = {name: raw[given] for name, given in own.items()}
     if unknown := sorted(set(raw) - known):
         raise ValueError(f"unknown field {unknown[0]!r:.80} of {kind.__name__}; it has {sorted(known)}")
     values: dict[str, Any] = {}
     for name, value in raw.items():
         if name in _ENUMS:
-            values[name] = _ENUMS[name](value)
+            values[name] = _ENUMS[name](own_word(name, value) if isinstance(value, str) else value)
         elif name in _BOOLEANS:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be true or false, not {value!r:.80}")
