@@ -36,6 +36,7 @@ from memfit.core.errors import (
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
+from memfit.core.showing import html_table
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.runtime.guard import is_away
 from memfit.runtime.loss_scaling import LossScaler
@@ -65,6 +66,17 @@ class Job:
         self._assembly = Assembly(parts, scaler=self.loss_scaler, interrupts=self._interrupts)
         note_holder(self)
         clipping.watch(self)
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return f"<memfit.Job, closed after step {self.steps}>"
+        return f"<memfit.Job at step {self.steps}; plan: {self.reason}; {self.proof().line().removeprefix('proof: ')}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: where it stands, why this plan, and the proof so far."""
+        state = "closed" if self._is_closed else "live"
+        facts = [("steps", str(self.steps)), ("state", state), ("plan", self.reason)]
+        return html_table("memfit.Job", facts) + self.proof()._repr_html_()
 
     def holds(self, parameters: Collection[int]) -> str | None:
         """See `held.Holder`."""

@@ -16,6 +16,7 @@ from memfit.core.aliases import own_field, own_word
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
+from memfit.core.showing import html_table, in_runs, named_values
 from memfit.core.states import StateFormat
 
 PLAN_FORMAT = 1
@@ -69,6 +70,9 @@ class BlockPlan:
     def __post_init__(self) -> None:
         _take_words(self)
 
+    def __repr__(self) -> str:
+        return named_values(self)
+
     @property
     def rests_on_disk(self) -> bool:
         """Weights and states (and masters, which rest with these) have no other home."""
@@ -94,6 +98,9 @@ class CallPlan:
 
     def __post_init__(self) -> None:
         _take_words(self)
+
+    def __repr__(self) -> str:
+        return named_values(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +157,27 @@ class Plan:
             raise PlanError(f"loss_chunk_tokens must be at least 1, not {self.loss_chunk_tokens}")
         if self.calls and self.calls[0].joins_previous:
             raise PlanError("the first call cannot join a call before it (calls[0].joins_previous)")
+
+    def __repr__(self) -> str:
+        return named_values(self)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what is decided otherwise than by default, blocks and calls of one kind together."""
+        decided = [
+            (each.name, str(getattr(self, each.name)))
+            for each in fields(self)
+            if each.name not in ("blocks", "calls") and getattr(self, each.name) != each.default
+        ]
+        homes: dict[str, list[str]] = {}
+        for name, block in self.blocks.items():
+            homes.setdefault(repr(block)[len("BlockPlan(") : -1] or "device", []).append(name or "(model)")
+        decided += [
+            (f"{len(names)} blocks: {names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}", how)
+            for how, names in homes.items()
+        ]
+        fates = in_runs([repr(call)[len("CallPlan(") : -1] or "saved='keep'" for call in self.calls])
+        decided += [(f"calls {indices}", fate) for indices, fate in fates]
+        return html_table("Plan", decided or [("everything on the device, nothing recomputed, one microbatch", "")])
 
     @property
     def scales_losses(self) -> bool:

@@ -15,6 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from memfit.core.showing import html_table
+from memfit.core.units import format_bytes
+
+_BLOCKS_SHOWN = 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorProfile:
@@ -201,6 +206,12 @@ class TraceProfile:
     plain_peak_bytes: int = 0
     largest_saved: tuple[tuple[str, int], ...] = ()
 
+    def __repr__(self) -> str:
+        saved = sum(self.saved_bytes(call.index) for call in self.calls)
+        return (
+            f"<TraceProfile of {self.rows} rows: {len(self.calls)} calls, {format_bytes(saved)} saved inside of them>"
+        )
+
     def saved_bytes(self, call: int) -> int:
         """Bytes that call `call` saves inside itself beyond its arguments: what recompute drops."""
         return sum(
@@ -245,6 +256,41 @@ class Profile:
     buffer_bytes: int = 0
     source: str = "fake"
     source_reason: str = ""
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{what} {size}" for what, size in self._totals())
+        return f"<Profile of {self.batch_rows} rows, {len(self.blocks)} blocks, all predicted: {facts}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the totals, and the blocks, of which a large model's are not all shown."""
+        rows = [
+            (
+                block.name or "(model)",
+                format_bytes(block.weight_bytes),
+                format_bytes(block.gradient_bytes),
+                format_bytes(self.state_bytes.get(block.name, 0)),
+            )
+            for block in self.blocks
+        ]
+        if len(rows) > _BLOCKS_SHOWN:
+            rows = [*rows[: _BLOCKS_SHOWN - 1], (f"... and {len(rows) - _BLOCKS_SHOWN + 1} more", "", "", "")]
+        title = f"Profile of a plain step of {self.batch_rows} rows, predicted"
+        return html_table(title, self._totals()) + html_table(
+            "By block", rows, ("block", "weights", "gradients", "optimizer states")
+        )
+
+    def _totals(self) -> list[tuple[str, str]]:
+        trace = self.traces.get(self.batch_rows) or next(iter(self.traces.values()))
+        weights, states = self.weight_bytes, sum(self.state_bytes.values())
+        peak = weights + states + self.buffer_bytes + trace.plain_peak_bytes
+        sizes = {
+            "weights": weights,
+            "gradients": sum(block.gradient_bytes for block in self.blocks),
+            "optimizer states": states,
+            f"activations at their peak ({trace.rows} rows)": trace.whole_peak_bytes,
+            "peak of tensors": peak,
+        }
+        return [(what, format_bytes(nbytes)) for what, nbytes in sizes.items()]
 
     def block(self, name: str) -> BlockProfile:
         """The block of that name; `KeyError` if there is none."""

@@ -14,6 +14,7 @@ import torch
 
 from memfit import devices
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
+from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, Ledger, procfs
 from memfit.verification.family import Family, private_bytes
@@ -366,6 +367,21 @@ class Proof:
     def holds(self) -> bool:
         """Whether the measured peak stayed within the limit, if there is one."""
         return self.limit_bytes is None or self.measured_peak_bytes <= self.limit_bytes
+
+    def __repr__(self) -> str:
+        return f"<Proof: {self.line().removeprefix('proof: ')}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the three figures, and the measured peak of each phase."""
+        phases = [
+            (
+                phase.name,
+                str(phase.times),
+                format_bytes(phase.held_peak_bytes if phase.process_peak_bytes is None else phase.process_peak_bytes),
+            )
+            for phase in self.phases
+        ]
+        return html_table(self.line(), phases, ("phase", "times", "measured peak"))
 
     @property
     def error(self) -> float:

@@ -1,0 +1,51 @@
+"""How an object shows itself in a notebook: a title, a table, nothing but HTML that every front end knows.
+
+In: words. Out: HTML. Everything is escaped: names of blocks are the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from enum import StrEnum
+from html import escape
+from itertools import groupby
+from typing import Any
+
+
+def html_table(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
+    """A table under a bold title.
+
+    Args:
+        title: one line.
+        rows: cells; the first of each is text, the others figures, aligned right.
+        columns: their names.
+    """
+    head = f"<tr>{''.join(_cell('th', name, index) for index, name in enumerate(columns))}</tr>" if columns else ""
+    body = "".join(f"<tr>{''.join(_cell('td', cell, i) for i, cell in enumerate(row))}</tr>" for row in rows)
+    return f"<div><b>{escape(title)}</b><table>{head}{body}</table></div>"
+
+
+def _cell(kind: str, text: str, index: int) -> str:
+    return f'<{kind} style="text-align: {"right" if index else "left"}">{escape(text)}</{kind}>'
+
+
+def named_values(made: Any) -> str:
+    """A dataclass as the call that makes an equal one, without what is as it is by default; enums as their words."""
+    said: list[str] = []
+    for each in fields(made):
+        value = getattr(made, each.name)
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if value != default:
+            said.append(f"{each.name}={str(value)!r}" if isinstance(value, StrEnum) else f"{each.name}={value!r}")
+    return f"{type(made).__name__}({', '.join(said)})"
+
+
+def in_runs(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Equal neighbours together: (indices, word), such as ("0 to 11", "keep")."""
+    runs: list[tuple[str, str]] = []
+    for word, group in groupby(enumerate(words), key=lambda pair: pair[1]):
+        indices = [index for index, _ in group]
+        first, last = indices[0], indices[-1]
+        runs.append((str(first) if first == last else f"{first} to {last}", word))
+    return runs
