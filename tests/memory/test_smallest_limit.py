@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.api.machine import Machine
 from memfit.core.errors import DoesNotFitError
+from memfit.core.limits import Limits
+from memfit.verification.meters import ProcessMeter
 
 TOO_SMALL = 2 << 20
 
@@ -95,6 +98,88 @@ def test_the_smallest_limit_named_for_a_device_works_in_the_same_process(tmp_pat
         assert all(job.step(batch).is_finite for _ in range(3))
         job.evaluate(batch)
         assert job.proof().holds, job.proof().line()
+
+
+def _wide(width: int = 64, vocabulary: int = 20_000) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, vocabulary))
+
+
+def _guess(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["x"])
+    return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), batch["y"].view(-1))
+
+
+def test_the_smallest_limit_holds_the_rows_that_show_that_a_batch_may_be_cut(tmp_path: Path) -> None:
+    """The head's logits of three whole rows are more than a step of one row at a time holds."""
+    batch = {"x": torch.randn(8, 40, 64), "y": torch.randint(0, 20_000, (8, 40))}
+
+    def fit(limit: int) -> memfit.Job:
+        model = _wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return memfit.fit(
+            model, optimizer, _guess, batch, limit=limit, emulate_device=True, directory=tmp_path / "homes"
+        )
+
+    with pytest.raises(DoesNotFitError) as caught:
+        fit(TOO_SMALL)
+    smallest = caught.value.smallest_limit_bytes
+    assert smallest is not None
+    del caught
+    gc.collect()
+    with pytest.raises(DoesNotFitError):
+        fit(int(smallest * 0.97))
+    gc.collect()
+    with fit(smallest) as job:
+        assert job.plan.microbatches > 1
+        assert all(job.step(batch).is_finite for _ in range(2))
+        assert job.proof().holds, job.proof().line()
+
+
+def test_a_given_plan_that_does_not_fit_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(8, 40, 64), "y": torch.randint(0, 20_000, (8, 40))}
+
+    def fit(limit: int, *, enforce: bool = True) -> memfit.Job:
+        model = _wide()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return memfit.fit(
+            model,
+            optimizer,
+            _guess,
+            batch,
+            plan=memfit.Plan(),
+            limit=limit,
+            emulate_device=True,
+            enforce=enforce,
+            directory=tmp_path / "homes",
+        )
+
+    with pytest.raises(DoesNotFitError, match="the plan does not fit the limit of") as caught:
+        fit(24 << 20)
+    smallest, message = caught.value.smallest_limit_bytes, str(caught.value)
+    assert smallest is not None
+    assert f"({smallest} bytes)" in message.splitlines()[0]
+    assert "predicted device peak" in message
+    assert " 2  " in message or "  weight " in message, "the largest residents are named"
+    del caught
+    gc.collect()
+    with pytest.raises(DoesNotFitError):
+        fit(int(smallest * 0.97))
+    gc.collect()
+    with fit(smallest) as job:
+        assert job.step(batch).is_finite
+        assert job.proof().holds, job.proof().line()
+    gc.collect()
+    with fit(24 << 20, enforce=False) as job:  # the limit is only reported then
+        assert job.step(batch).is_finite
+
+
+def test_what_is_there_at_first_counts_states_that_an_optimizer_makes_when_it_is_built() -> None:
+    model = nn.Linear(1024, 4096)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    assert optimizer.state
+    machine = Machine(torch.device("cpu"), Limits(), is_emulated=False)
+    resident = ProcessMeter().resident_bytes().whole_bytes
+    assert machine.load_bytes(model, leaves=True) >= resident
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import memfit
 from memfit.core.errors import StoreError
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.store import FileOperations
@@ -75,4 +76,17 @@ def test_everything_is_back_when_the_disk_refuses(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(FileOperations, "pwrite", fails_second)
     with pytest.raises(StoreError, match="No space left"):
         WeightsAside(model.parameters(), tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_weights_that_were_never_made_are_left_to_others(tmp_path: Path) -> None:
+    model = _model()
+    unborn = memfit.empty(lambda: nn.Linear(300, 200)).weight
+    assert isinstance(unborn, nn.Parameter)
+    before = _bits(model)
+    with WeightsAside(model.parameters(), tmp_path) as aside:
+        aside.bring([unborn, *model.parameters()])
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with WeightsAside(model.parameters(), tmp_path) as aside:
+        aside.forget([unborn])
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

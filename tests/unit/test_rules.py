@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,11 +18,12 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
 from memfit.planning.explain import explain
+from memfit.planning.refusals import Refusal
 from memfit.planning.rules import choose_plan
 from memfit.planning.segments import every_kth, recompute_segments, sqrt_segments
 from memfit.prediction import predict
 from memfit.prediction.seconds import segment_flops
-from memfit.scheduling.build import build_step
+from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 from unit.profiles import PAGE, chain_profile, gpt_profile
 
@@ -207,10 +209,47 @@ def test_the_smallest_limit_that_is_named_fits_and_a_byte_less_does_not() -> Non
 
 
 def test_what_stands_in_the_way_is_named() -> None:
-    with pytest.raises(DoesNotFitError, match=r"smallest limit that one would fit is .*In its way:\n.*peak") as error:
+    with pytest.raises(DoesNotFitError, match=r"smallest limit that works is (?s:.)*In its way:\n.*peak") as error:
         choose_plan(wide_profile(), limit(MIB), machine(), has_disk=False, splits_allowed=False)
     assert "lm_head" in str(error.value)
     assert "the disk as a tier" in str(error.value)
+
+
+def test_a_refusal_names_one_limit_and_names_it_first() -> None:
+    base = Budget(limit_bytes=MIB, base_bytes=3 * MIB, reserve_bytes=5 * MIB)
+    with pytest.raises(DoesNotFitError) as error:
+        choose_plan(wide_profile(), base, machine())
+    smallest, message = error.value.smallest_limit_bytes, str(error.value)
+    assert re.findall(r"(\d+) bytes", message) == [str(smallest)]
+    assert f"({smallest} bytes)" in message.splitlines()[0]
+    assert not re.search(r"-\d", message), "a rest below nothing is not a size"
+    told = refused(
+        Refusal(budget=base, peak_bytes=MIB, plan="p", report="", advice=("less",), load_bytes=70 * MIB, varies=True)
+    )
+    assert told.smallest_limit_bytes == 74 * MIB
+    assert "70.0 MiB are there at first" in str(told)
+
+
+def refused(refusal: Refusal) -> DoesNotFitError:
+    return refusal.error()
+
+
+def test_a_plan_that_cuts_the_batch_takes_what_showing_that_takes() -> None:
+    profile = wide_profile()
+    free = choose_plan(profile, limit(1 << 40), machine())
+    assert free.plan.microbatches == 1
+    with pytest.raises(DoesNotFitError) as unchecked:
+        choose_plan(profile, limit(1), machine())
+    with pytest.raises(DoesNotFitError) as checked:
+        choose_plan(profile, limit(1), machine(), checked_rows=profile.batch_rows)
+    before, after = unchecked.value.smallest_limit_bytes, checked.value.smallest_limit_bytes
+    assert before is not None
+    assert after is not None
+    assert after > before
+    found = choose_plan(profile, limit(after), machine(), checked_rows=profile.batch_rows)
+    if found.plan.microbatches > 1:
+        whole = predict(build_forward(found.plan, profile, 1), found.plan, profile, microbatches=1).peak_bytes
+        assert whole <= after
 
 
 def test_a_disk_that_is_too_small_is_not_used() -> None:

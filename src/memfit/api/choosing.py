@@ -14,6 +14,7 @@ from torch import nn
 
 from memfit.api.machine import Machine
 from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
+from memfit.api.splitting import checked_rows
 from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
@@ -22,12 +23,11 @@ from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.states import StateFormat
-from memfit.core.units import MIB, format_bytes, round_up
+from memfit.core.units import MIB, format_bytes
+from memfit.planning.refusals import Refusal, RefusedError
 from memfit.planning.rules import PlanChoice, choose_plan
 from memfit.runtime.losses import known_head, knows_loss
 
-# Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
-_BASE_VARIATION_BYTES = 4 * MIB
 # A plan that takes less than this share of what another way to compute takes at least wins in any case: ways differ a little in operations.
 _SURELY_LESS = 0.8
 
@@ -65,6 +65,7 @@ def choose(
     load_bytes: int,
     like: Plan | None = None,
     scheme: Scheme | None = None,
+    checks_split: bool = True,
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -81,6 +82,7 @@ def choose(
         load_bytes: held while weights move home: no smaller limit is advised.
         like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
         scheme: of the store that the run is committed to.
+        checks_split: a plan that cuts the batch is to be shown to mean the same, which takes memory too.
 
     Raises:
         DoesNotFitError: no plan does.
@@ -130,6 +132,7 @@ def choose(
                     host_bytes=machine.limits.host_bytes,
                     disk_bytes=machine.limits.disk_bytes,
                     scheme=scheme,
+                    checked_rows=checked_rows(problem.cut) if checks_split and "nonadditive-loss" not in allow else 0,
                 )
             except DoesNotFitError as error:
                 refusals.append(error)
@@ -138,9 +141,23 @@ def choose(
             choice = Choice(plan=plan, reason=_words(found, plan), profile=profile, hardware=speeds, found=found)
             choices.append((way, choice))
     if not choices:
-        raise _refusal(refusals, budget, load_bytes)
+        raise _refusal(refusals, load_bytes, varies=machine.counts_process)
     # Of equally fast ones the more exact.
-    return min(choices, key=lambda found: (found[1].found.timeline.seconds, found[0]))[1]
+    best = min(choices, key=lambda found: (found[1].found.timeline.seconds, found[0]))[1]
+    if budget.limit_bytes is not None and load_bytes > budget.limit_bytes:
+        raise Refusal(
+            budget=budget,
+            peak_bytes=best.found.timeline.peak_bytes,
+            plan=best.found.name,
+            report=f"the process as it is, {format_bytes(load_bytes)}",
+            advice=(
+                "memfit.empty, which builds a model without its weights",
+                "an optimizer that makes its states when it steps",
+            ),
+            load_bytes=load_bytes,
+            varies=machine.counts_process,
+        ).error()
+    return best
 
 
 def _compute_seconds(profile: Profile, hardware: Hardware) -> float:
@@ -175,29 +192,12 @@ def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
     return replace(hardware, flops_per_s=hardware.bf16_flops_per_s or hardware.flops_per_s)
 
 
-def _refusal(refusals: Sequence[DoesNotFitError], budget: Budget, load_bytes: int) -> DoesNotFitError:
-    """The refusal that asks for least, with a limit that holds from the load on, and in the next process as well."""
+def _refusal(refusals: Sequence[DoesNotFitError], load_bytes: int, *, varies: bool) -> DoesNotFitError:
+    """The refusal that asks for least, with a limit that holds from the load on."""
     refusal = min(refusals, key=lambda error: error.smallest_limit_bytes or float("inf"))
-    smallest = refusal.smallest_limit_bytes
-    if smallest is None:
+    if not isinstance(refusal, RefusedError):
         return refusal
-    words: list[str] = []
-    sure = max(smallest, load_bytes)
-    if load_bytes > smallest:
-        words.append(
-            f"Until its weights have moved home, the model as it was built makes that {format_bytes(load_bytes)}."
-        )
-    if budget.base_bytes:
-        sure = round_up(sure + _BASE_VARIATION_BYTES, MIB)
-        words.append(
-            f"Before any tensor, the process takes {format_bytes(budget.base_bytes)} (interpreter, libraries), which differs by a few MiB from one start "
-            f"to the next, and {format_bytes(budget.reserve_bytes)} are kept for scratch of kernels."
-        )
-    elif budget.reserve_bytes:
-        words.append(f"Of that {format_bytes(budget.reserve_bytes)} are kept for scratch of kernels.")
-    if words:
-        words.append(f"Give at least {format_bytes(sure)} ({sure} bytes).")
-    return DoesNotFitError(" ".join([str(refusal), *words]), smallest_limit_bytes=sure)
+    return replace(refusal.refusal, load_bytes=load_bytes, varies=varies).error()
 
 
 def chunk_tokens(model: nn.Module) -> int:

@@ -227,7 +227,7 @@ def _save_in(directory: str | Path | None) -> Path | None:
 def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
     """The job of the given plan, of the run's own, or of the fastest that fits."""
     if given is not None:
-        return _in_ways(task, given, lambda own: own.checked_job(given, "given by the user", own.trace(given), budget))
+        return _in_ways(task, given, lambda own: _given_job(own, given, budget))
     own = task.like
     if own is None or task.run is None:
         return _chosen_job(task, budget, lambda _: "")
@@ -249,6 +249,12 @@ def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
             f"the run in {task.run.directory} goes on under another plan. {told} {sums}", MemfitWarning, stacklevel=3
         )
     return job
+
+
+def _given_job(task: Task, given: Plan, budget: Budget) -> Job:
+    found = task.trace(given)
+    task.check_fits(given, found, budget)
+    return task.checked_job(given, "given by the user", found, budget)
 
 
 _JobT = TypeVar("_JobT", bound=Job | None)

@@ -135,7 +135,8 @@ class Machine:
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
         """What is there when `fit` begins to move weights home.
 
-        Of a process the base, with the whole model, and scratch; of a device what it holds, with scratch where it is emulated and small.
+        Of a process all that is resident, scratch, and the largest weight that is still to be made; of a device what it holds, with scratch where it is
+        emulated and small.
 
         Args:
             model: still whole, or built empty: then its weights come one at a time.
@@ -143,11 +144,10 @@ class Machine:
         """
         if not self.counts_process:
             return self.meter.live_bytes() + (_EMULATED_LOAD_SCRATCH_BYTES if self.is_emulated else 0)
-        weights = sum(p.nbytes for p in model.parameters() if not is_away(p))
-        weights += max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
-        foreign = max(0, weights - self.meter.live_bytes())
-        scratch = _ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES
-        return max(0, self.base_bytes() - foreign) + weights + scratch
+        # Not only weights: some optimizers make their states when they are built.
+        here = self.base_bytes() + self._mapped_bytes()
+        to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
+        return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
     def reserve_bytes(self) -> int:
         """Scratch of kernels and libraries that no trace sees; little of it on an emulated device, whose meter counts tensors alone."""

@@ -6,6 +6,7 @@ In: a batch and a way to cut it. Out: the parts' shares of the loss, and the pro
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from memfit.runtime.trees import tensors_in
 
 # The sizes of the check's unequal parts: enough that a mean of means differs from the mean. Of a sample of two rows, one each.
 _CHECK_PARTS = {3: (2, 1), 2: (1, 1)}
+CHECKED_ROWS = max(_CHECK_PARTS)
 _CHECK_TOLERANCE = 1e-5
 _ROUNDED_TOLERANCE = 1 / 64
 
@@ -94,13 +96,18 @@ class Trial:
         return f"{sum(self.weights):.0f} rows, as the weighted sum over {' and '.join(f'{w:.0f}' for w in self.weights)} of them,"
 
 
+def checked_rows(cut: Cut) -> int:
+    """Rows that run whole to show that a batch may be cut; all, where they are not told apart."""
+    return CHECKED_ROWS if isinstance(cut, ByRows) else sys.maxsize
+
+
 def trial_of(sample: Any, cut: Cut) -> Trial | None:
     """Three rows whole, and cut into two and one; two rows whole and cut, of a sample that has no more; None of one row, which cannot be cut.
 
     What the user's function cuts is compared as it is cut into two.
     """
     if isinstance(cut, ByRows):
-        rows = min(cut.rows(sample), max(_CHECK_PARTS))
+        rows = min(cut.rows(sample), CHECKED_ROWS)
         if rows not in _CHECK_PARTS:
             return None
         first, _ = _CHECK_PARTS[rows]

@@ -21,7 +21,7 @@ from memfit.api.parts import JobParts, Prepared
 from memfit.api.plan_checks import check_compiled, check_meaning, check_tiers
 from memfit.api.problem import Problem, check_precision
 from memfit.api.sources import Bring, Forget, TakeBack
-from memfit.api.splitting import Weigh, signature_of
+from memfit.api.splitting import Weigh, checked_rows, signature_of
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
@@ -29,8 +29,11 @@ from memfit.core.plan import Plan, Tier
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
 from memfit.planning.journaling import check_journaled
+from memfit.planning.refusals import Refusal
+from memfit.planning.rules import bytes_of_check
 from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 from memfit.prediction.predict import predict
+from memfit.prediction.residents import peak_report
 from memfit.profiling.batch import UncuttableError
 from memfit.profiling.trace import arrange_blocks
 from memfit.runtime.run_store import RunStore
@@ -124,7 +127,7 @@ class Task:
             task = task.cut_by(Whole(str(error)))
             found = task.profile_counts()
         may_split = found.may_split and adds_up is not False
-        chosen = task.choose(found, budget, self.hardware(), may_split=may_split, like=like)
+        chosen = task.choose(found, budget, self.hardware(), may_split=may_split, like=like, is_running=True)
         plan = chosen.plan
         if plan.microbatches == task.problem.cut.rows(batch):
             # It is cut into as many by any larger number too: then batches with more rows keep theirs.
@@ -149,9 +152,16 @@ class Task:
         return self.max_grad_norm is not None
 
     def choose(
-        self, found: Profile, budget: Budget, probed: Hardware, *, may_split: bool, like: Plan | None = None
+        self,
+        found: Profile,
+        budget: Budget,
+        probed: Hardware,
+        *,
+        may_split: bool,
+        like: Plan | None = None,
+        is_running: bool = False,
     ) -> Choice:
-        """See `choosing.choose`; `like` is the plan of a resumed run, where none is given."""
+        """See `choosing.choose`; `like` is the plan of a resumed run, where none is given. While a job runs nothing is loaded, and no cut is checked."""
         return choose(
             self.problem,
             self.sample,
@@ -162,7 +172,8 @@ class Task:
             allow=self.allow,
             may_split=may_split,
             clips_norm=self.clips_norm,
-            load_bytes=self.load_bytes,
+            load_bytes=0 if is_running else self.load_bytes,
+            checks_split=not is_running,
             like=like or self.like,
             scheme=None if self.run is None else self.run.scheme,
         )
@@ -191,6 +202,41 @@ class Task:
         if limits.disk_bytes is not None and on_disk > limits.disk_bytes:
             return f"takes {format_bytes(on_disk)} of disk{store}, above disk_limit of {format_bytes(limits.disk_bytes)}{less}"
         return None
+
+    def check_fits(self, plan: Plan, found: Profile, budget: Budget) -> None:
+        """Refuses a given plan that is predicted to pass the limit.
+
+        Raises:
+            DoesNotFitError: with its peak, what stands there, and the smallest limit for it.
+        """
+        if budget.limit_bytes is None or budget.tensor_bytes is None or not self.enforces:
+            return
+        cut = replace(plan, microbatches=self.problem.cut.most(self.sample, plan.microbatches))
+        ready = prepared_for(found, cut, clips_norm=self.clips_norm)
+        peak, report = ready.timeline.peak_bytes, peak_report(ready.schedule, cut, found, rows=6)
+        if cut.microbatches > 1 and "nonadditive-loss" not in self.allow:
+            rows = min(checked_rows(self.problem.cut), found.batch_rows)
+            traced = found
+            if max(found.traces) < rows:
+                traced = self.problem.profile_for(replace(cut, microbatches=found.batch_rows // rows), self.sample)
+            checked = bytes_of_check(cut, traced, rows)
+            if checked > peak:
+                peak, report = (
+                    checked,
+                    f"{rows} rows that run whole, to show that the batch may be cut, {format_bytes(checked)}",
+                )
+        load_bytes = self.load_bytes if self.machine.counts_process else 0
+        if peak > budget.tensor_bytes or load_bytes > budget.limit_bytes:
+            raise Refusal(
+                budget=budget,
+                peak_bytes=peak,
+                plan="the given plan",
+                report=report,
+                advice=("a plan that keeps less here", "none, so that one is chosen"),
+                load_bytes=load_bytes,
+                is_given=True,
+                varies=self.machine.counts_process,
+            ).error()
 
     def job(self, plan: Plan, reason: str, found: Profile, budget: Budget, *, adds_up: bool | None = None) -> Job:
         """The job of a plan: everything moves home."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
@@ -29,9 +30,11 @@ from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
+from memfit.planning.refusals import Refusal
 from memfit.prediction.bounds import PeakBounds
 from memfit.prediction.bytes import (
     STAGING_BYTES,
+    DeviceBytes,
     disk_bytes_with_store,
     flat_weight_bytes,
     master_home_bytes,
@@ -40,7 +43,7 @@ from memfit.prediction.bytes import (
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
 from memfit.prediction.seconds import compute_seconds, link_of, update_compute_seconds, update_traffic
-from memfit.scheduling.build import build_step
+from memfit.scheduling.build import build_forward, build_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +117,15 @@ class _Question:
     masters: MasterForms
     compute: ComputeDtype | None
     like: Plan | None
+    checked_rows: int
+    checks: dict[Any, int] = field(default_factory=dict[Any, int])
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
         schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
         found = appraise(schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes)
+        if plan.microbatches > 1 and self.checked_rows:
+            found = replace(found, peak_bytes=max(found.peak_bytes, self._check_bytes(plan, priced.profile)))
         if self.scheme is not None:
             in_all = disk_bytes_with_store(plan, priced.profile, found.disk_peak_bytes, self.scheme)
             found = replace(found, disk_peak_bytes=in_all)
@@ -129,6 +136,29 @@ class _Question:
             fits=elsewhere and _within(found.peak_bytes, self.budget.tensor_bytes),
             fits_elsewhere=elsewhere,
         )
+
+    def _check_bytes(self, plan: Plan, profile: Profile) -> int:
+        key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters)
+        if key not in self.checks:
+            self.checks[key] = bytes_of_check(plan, profile, self.checked_rows, staging_bytes=self.staging_bytes)
+        return self.checks[key]
+
+
+def bytes_of_check(plan: Plan, profile: Profile, rows: int, *, staging_bytes: int = STAGING_BYTES) -> int:
+    """Predicted device peak of so many rows (all, if the batch has fewer) that run forward whole, to show that the batch may be cut.
+
+    Args:
+        plan: with more than one microbatch.
+        profile: with a trace of that many rows or more; the smallest such is taken.
+        rows: that are checked.
+        staging_bytes: as in `prediction.predict`.
+    """
+    needed = min(rows, profile.batch_rows)
+    sizes = {count: -(-profile.batch_rows // count) for count in range(1, profile.batch_rows + 1)}
+    count = max(count for count, size in sizes.items() if size >= needed and size in profile.traces)
+    schedule = build_forward(plan, profile, 1)
+    memory = DeviceBytes(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes)
+    return max(b.peak_bytes for b in memory.run(schedule))
 
 
 def choose_plan(
@@ -147,6 +177,7 @@ def choose_plan(
     disk_bytes: int | None = None,
     scheme: Scheme | None = None,
     staging_bytes: int = STAGING_BYTES,
+    checked_rows: int = 0,
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
 
@@ -167,6 +198,7 @@ def choose_plan(
         scheme: of the store that the run is committed to, whose room counts as disk; with a journal only plans that go with it, and with `like`, see
             `planning.journaling`.
         staging_bytes: as in `prediction.predict`.
+        checked_rows: so many rows run forward whole before a batch is cut, to show that it may be; such a plan takes that too. 0: they do not.
 
     Raises:
         DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that one would.
@@ -183,6 +215,7 @@ def choose_plan(
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
         compute=compute,
         like=like,
+        checked_rows=checked_rows,
     )
     tiers = tuple(
         tier
@@ -365,8 +398,6 @@ def _does_not_fit(
             f"{format_bytes(leanest.cost.disk_peak_bytes)} of disk; raise those limits or free space"
         )
     leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
-    budget = question.budget
-    smallest = leanest.cost.peak_bytes + budget.base_bytes + budget.reserve_bytes
     advice = ["shorter sequences or smaller images"]
     if not may_split:
         advice.insert(0, "a loss and a model that allow the batch to be split, or fewer rows")
@@ -377,13 +408,19 @@ def _does_not_fit(
     plan, profile = leanest.priced.candidate.plan, leanest.priced.profile
     schedule = build_step(plan, profile, clips_norm=question.clips_norm)
     report = peak_report(schedule, plan, profile, staging_bytes=question.staging_bytes, rows=6)
-    return DoesNotFitError(
-        f"no plan fits the limit of {format_bytes(budget.limit_bytes or 0)} "
-        f"({format_bytes(budget.tensor_bytes or 0)} of it for tensors). The smallest limit that one would fit is "
-        f"{format_bytes(smallest)} ({smallest} bytes), with {leanest.priced.candidate.name}. In its way:\n{report}\n"
-        f"Try {'; '.join(advice)}.",
-        smallest_limit_bytes=smallest,
+    checked = (
+        leanest.cost.peak_bytes
+        - appraise(schedule, plan, profile, question.hardware, staging_bytes=question.staging_bytes).peak_bytes
     )
+    if checked > 0:
+        report += f"\n{format_bytes(leanest.cost.peak_bytes)} where {question.checked_rows} rows run whole, to show that the batch may be cut"
+    return Refusal(
+        budget=question.budget,
+        peak_bytes=leanest.cost.peak_bytes,
+        plan=leanest.priced.candidate.name,
+        report=report,
+        advice=tuple(advice),
+    ).error()
 
 
 def _within(nbytes: int, limit: int | None) -> bool:

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from memfit.runtime.guard import is_away
 from memfit.runtime.store import DiskIO, Extent, ScratchFile, memory_of_storage
 
 _LEAST_BYTES = 64 << 10
@@ -66,7 +67,8 @@ class WeightsAside:
             StoreError: they cannot be read; may be repeated.
         """
         for parameter in parameters:
-            self._bring(parameter.untyped_storage()._cdata)
+            if not is_away(parameter):  # one that was built empty: another source's
+                self._bring(parameter.untyped_storage()._cdata)
 
     def _bring(self, key: int) -> None:
         entry = self._away.get(key)
@@ -85,7 +87,7 @@ class WeightsAside:
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """The bytes of these are not asked for any more: they have others by now."""
         for parameter in parameters:
-            entry = self._away.pop(parameter.untyped_storage()._cdata, None)
+            entry = None if is_away(parameter) else self._away.pop(parameter.untyped_storage()._cdata, None)
             if entry is not None:
                 self._file.free(entry[1])
 

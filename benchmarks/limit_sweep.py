@@ -1,0 +1,519 @@
+"""Limits drawn at random: does the process stay below each, and below what was predicted?
+
+    .venv/bin/python benchmarks/limit_sweep.py --seed 1 --smallest 30 --out benchmarks/results/smallest-limits.json
+    .venv/bin/python benchmarks/limit_sweep.py --seed 1 --cases 60 --out benchmarks/results/limit-sweep.json
+
+A case is a model, an optimizer, a batch and a limit, all drawn from the seed and its number; half of the cases have a known loss over a wide vocabulary
+(which can run in chunks), very many small tensors, or are built with `memfit.empty`. Every measurement is a fresh process.
+
+`--cases`: a process asks for 2 MiB and is told the smallest limit. A quarter of the cases get that limit, the others one between it and what training
+without a limit would take. A second process trains three steps, evaluates and saves. It must not breach; the kernel's peak of the process (VmHWM, phase by
+phase) must not be above the limit, nor above the predicted peak by more than 1 % or 2 MiB, whichever is larger; nor may the allocator's peak of tensors be
+above the predicted one by more than that.
+
+`--smallest`: every case gets its smallest limit, and a third process 3 % less, which must be refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import common
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+STEPS = 3
+LEAST_LIMIT = 2 * common.MIB
+BELOW = 0.97
+MOST_ABOVE, MOST_ABOVE_BYTES = 1.01, 2 * common.MIB
+TIMEOUT_S = 1200
+SPECIAL: dict[str, Any] = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model with its optimizer and batch, as JSON says it.
+
+    Attributes:
+        name: the seed's and the number's, and the family.
+        family: transformers' config and model, or ("torch", a kind of `_modules`).
+        config: of the model.
+        batch: "text", "pairs", "images" or "rows".
+        sizes: of the batch: rows, tokens (or pixels, or features), vocabulary (or classes).
+        optimizer: a class of torch.optim, and its settings.
+        is_empty: built by `memfit.empty`.
+        share: of the way from the smallest limit to that of training without one; 0: the smallest limit itself.
+    """
+
+    name: str
+    family: tuple[str, str]
+    config: Mapping[str, Any]
+    batch: str
+    sizes: tuple[int, int, int]
+    optimizer: tuple[str, Mapping[str, Any]]
+    is_empty: bool
+    share: float
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, number: int, *, smallest: bool) -> Case:
+    """The case of that number. Every fourth has the smallest limit; odd ones have wide vocabularies, small tensors or are empty."""
+    rng = random.Random(f"{seed}/{number}")
+    traits = ("chunks", "small", "empty")
+    trait = traits[number // 2 % len(traits)] if number % 2 else "any"
+    families = {"chunks": CAUSAL, "small": SMALL, "empty": (*CAUSAL, *OTHERS), "any": (*CAUSAL, *OTHERS, *SMALL)}[trait]
+    make = rng.choice(families)
+    family, config, batch, sizes = make(rng, trait == "chunks" or rng.random() < 0.3)
+    # Adagrad makes its states from the weights' values when it is built; Muon takes matrices alone.
+    kinds = [
+        kind
+        for kind in OPTIMIZERS
+        if (kind != "Muon" or config.get("bias") is False) and not (kind == "Adagrad" and trait == "empty")
+    ]
+    kind = "Muon" if "Muon" in kinds and rng.random() < 0.5 else rng.choice(kinds)
+    return Case(
+        name=f"{seed}/{number} {family[1]}",
+        family=family,
+        config=config,
+        batch=batch,
+        sizes=sizes,
+        optimizer=(kind, OPTIMIZERS[kind]),
+        is_empty=trait == "empty",
+        share=0.0 if smallest or number % 4 == 3 else round(rng.uniform(0.02, 1.1), 3),
+    )
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+    "Adafactor": {"lr": 1e-2},
+    "RMSprop": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "NAdam": {"lr": 1e-3},
+    "Muon": {"lr": 1e-3},
+}
+Drawn = tuple[tuple[str, str], dict[str, Any], str, tuple[int, int, int]]
+
+
+def _text_sizes(rng: random.Random, *, is_wide: bool) -> tuple[int, int, int]:
+    vocabulary = rng.choice((20_000, 32_000, 50_257)) if is_wide else rng.choice((500, 3000, 8000))
+    return rng.choice((2, 3, 4, 8, 12)), rng.choice((32, 64, 100, 128)), vocabulary
+
+
+def _gpt2(rng: random.Random, is_wide: bool) -> Drawn:  # noqa: FBT001, one table of functions
+    rows, tokens, vocabulary = _text_sizes(rng, is_wide=is_wide)
+    config = {
+        "n_layer": rng.randint(2, 6), "n_embd": rng.choice((64, 128, 192, 256)), "n_head": 4, "vocab_size": vocabulary, "n_positions": 128, **SPECIAL,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }  # fmt: skip
+    return ("GPT2Config", "GPT2LMHeadModel"), config, "text", (rows, tokens, vocabulary)
+
+
+def _llama_like(name: str, **more: Any) -> Callable[[random.Random, bool], Drawn]:
+    def make(rng: random.Random, is_wide: bool) -> Drawn:  # noqa: FBT001
+        rows, tokens, vocabulary = _text_sizes(rng, is_wide=is_wide)
+        width = rng.choice((64, 128, 192, 256))
+        config = {
+            "hidden_size": width, "num_hidden_layers": rng.randint(2, 6), "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": rng.choice((2, 3)) * width, "vocab_size": vocabulary, "tie_word_embeddings": rng.random() < 0.5, **SPECIAL, **more,
+        }  # fmt: skip
+        return (f"{name}Config", f"{name}ForCausalLM"), config, "text", (rows, tokens, vocabulary)
+
+    return make
+
+
+def _mamba(rng: random.Random, is_wide: bool) -> Drawn:  # noqa: FBT001
+    rows, _, vocabulary = _text_sizes(rng, is_wide=is_wide)
+    config = {
+        "hidden_size": rng.choice((64, 128)), "num_hidden_layers": rng.randint(2, 3), "state_size": 16, "vocab_size": vocabulary, "use_cache": False,
+        "use_mambapy": False, "tie_word_embeddings": rng.random() < 0.5,
+    }  # fmt: skip
+    return ("MambaConfig", "MambaForCausalLM"), config, "text", (min(rows, 4), 24, vocabulary)
+
+
+def _t5(rng: random.Random, is_wide: bool) -> Drawn:  # noqa: FBT001
+    rows, tokens, vocabulary = _text_sizes(rng, is_wide=is_wide)
+    config = {
+        "num_layers": rng.randint(2, 4), "d_model": rng.choice((64, 128, 256)), "d_kv": 32, "num_heads": 4, "d_ff": 512, "vocab_size": vocabulary,
+        "use_cache": False, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    return ("T5Config", "T5ForConditionalGeneration"), config, "pairs", (rows, tokens, vocabulary)
+
+
+def _bert(rng: random.Random, is_wide: bool) -> Drawn:  # noqa: FBT001
+    rows, tokens, vocabulary = _text_sizes(rng, is_wide=is_wide)
+    width = rng.choice((64, 128, 256))
+    config = {
+        "hidden_size": width,
+        "num_hidden_layers": rng.randint(2, 6),
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * width,
+        "vocab_size": vocabulary,
+    }
+    return ("BertConfig", "BertForMaskedLM"), config, "text", (rows, tokens, vocabulary)
+
+
+def _vit(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    width, pixels = rng.choice((128, 192, 256)), rng.choice((64, 96, 128))
+    config = {
+        "hidden_size": width, "num_hidden_layers": rng.randint(2, 6), "num_attention_heads": 4, "intermediate_size": 3 * width, "image_size": pixels,
+        "patch_size": 8, "num_labels": 100,
+    }  # fmt: skip
+    return ("ViTConfig", "ViTForImageClassification"), config, "images", (rng.choice((2, 4, 8)), pixels, 100)
+
+
+def _resnet(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    config = {
+        "embedding_size": 32, "hidden_sizes": [64, 128, 256][: rng.randint(2, 3)], "layer_type": rng.choice(("basic", "bottleneck")), "num_labels": 10,
+    }  # fmt: skip
+    config["depths"] = [rng.randint(1, 3) for _ in config["hidden_sizes"]]
+    return (
+        ("ResNetConfig", "ResNetForImageClassification"),
+        config,
+        "images",
+        (rng.choice((4, 8)), rng.choice((64, 96)), 10),
+    )
+
+
+def _convnext(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    config = {
+        "hidden_sizes": [48, 96, 192],
+        "depths": [rng.randint(1, 3) for _ in range(3)],
+        "num_stages": 3,
+        "num_labels": 10,
+    }
+    return (
+        ("ConvNextConfig", "ConvNextForImageClassification"),
+        config,
+        "images",
+        (rng.choice((2, 4)), rng.choice((64, 96)), 10),
+    )
+
+
+def _perceptron(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    width = rng.choice((256, 512, 700))
+    config = {"kind": "perceptron", "width": width, "layers": rng.randint(3, 8), "bias": rng.random() < 0.5}
+    return ("torch", "perceptron"), config, "rows", (rng.choice((8, 64, 500)), width, 0)
+
+
+def _encoder(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    width = rng.choice((64, 128, 256))
+    return (
+        ("torch", "encoder"),
+        {"kind": "encoder", "width": width, "layers": rng.randint(2, 5)},
+        "rows",
+        (rng.choice((2, 4, 8)), width, 96),
+    )
+
+
+def _recurrent(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    width = rng.choice((64, 128, 256))
+    return (
+        ("torch", "recurrent"),
+        {"kind": "recurrent", "width": width, "layers": rng.randint(1, 3)},
+        "rows",
+        (rng.choice((4, 16)), width, 48),
+    )
+
+
+def _tiny(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    """Layers of tensors below the sizes that travel: 120 x 128 floats are 61,440 bytes."""
+    width = rng.choice((24, 64, 120))
+    return (
+        ("torch", "tiny"),
+        {"kind": "tiny", "width": width, "layers": rng.randint(20, 60)},
+        "rows",
+        (rng.choice((8, 100, 400)), width, 0),
+    )
+
+
+def _lean_gpt2(rng: random.Random, _: bool) -> Drawn:  # noqa: FBT001
+    """A deep and narrow model: hundreds of tensors of a few KiB."""
+    config = {
+        "n_layer": rng.randint(8, 16),
+        "n_embd": rng.choice((32, 48, 96)),
+        "n_head": 4,
+        "vocab_size": 500,
+        "n_positions": 128,
+        **SPECIAL,
+    }
+    return ("GPT2Config", "GPT2LMHeadModel"), config, "text", (rng.choice((2, 4, 8)), rng.choice((32, 64)), 500)
+
+
+CAUSAL = (
+    _gpt2,
+    _llama_like("Llama"),
+    _llama_like("Qwen3", head_dim=32),
+    _llama_like("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    _mamba,
+)
+OTHERS = (_t5, _bert, _vit, _resnet, _convnext, _perceptron, _encoder, _recurrent)
+SMALL = (_tiny, _lean_gpt2)
+
+
+# --- the parent -------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, default=0, help="so many, a quarter at the smallest limit")
+    parser.add_argument("--smallest", type=int, default=0, help="so many, each at the smallest limit and 3 % below it")
+    parser.add_argument("--only", type=int, action="append", help="cases of these numbers (may be repeated)")
+    parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
+    parser.add_argument("--out", type=Path, help="write all figures there as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        _work(json.loads(arguments.worker))
+        return 0
+    smallest = arguments.smallest > 0
+    numbers = arguments.only or range(arguments.smallest or arguments.cases)
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="memfit-sweep-", dir=arguments.directory) as directory:
+        for number in numbers:
+            results.append(measure(draw(arguments.seed, number, smallest=smallest), Path(directory), below=smallest))
+            print(_row_text(results[-1]), flush=True)
+            if arguments.out is not None:
+                arguments.out.write_text(
+                    json.dumps({"machine": common.machine(), "seed": arguments.seed, "results": results}, indent=1)
+                    + "\n"
+                )
+    failed = [r for r in results if not r["holds"]]
+    print(f"{len(results)} cases, {len(failed)} failed: {', '.join(r['case']['name'] for r in failed) or 'none'}")
+    return 1 if failed else 0
+
+
+def measure(case: Case, directory: Path, *, below: bool) -> dict[str, Any]:
+    """The smallest limit of a case, what happens at its own limit, and (where asked) 3 % below the smallest one."""
+    asked = _run(case, LEAST_LIMIT, directory)
+    found: dict[str, Any] = {"case": asdict(case), "asked": asked, "holds": False, "problems": []}
+    smallest = asked.get("smallest")
+    if smallest is None:
+        found["problems"] = [
+            f"no smallest limit: {asked.get('died') or asked.get('message') or 'it trains with 2 MiB'}"
+        ]
+        return found
+    limit = smallest if case.share == 0.0 else int(smallest + case.share * max(0, asked["plain_bytes"] - smallest))
+    trained = _run(case, limit, directory)
+    found |= {"smallest_bytes": smallest, "limit_bytes": limit, "trained": trained}
+    problems = _problems(trained, limit)
+    if below:
+        less = _run(case, int(smallest * BELOW), directory)
+        found["below"] = less
+        if "smallest" not in less:
+            problems.append(f"3 % below: {less.get('died', 'it trains')}")
+    found["problems"], found["holds"] = problems, not problems
+    return found
+
+
+def _problems(trained: Mapping[str, Any], limit: int) -> list[str]:
+    if "peaks" not in trained:
+        return [trained.get("died") or f"refused: {trained['message']}"]
+    problems: list[str] = []
+    peak = max(trained["peaks"].values())
+    if peak > limit:
+        problems.append(f"{peak} bytes measured, {limit} were the limit")
+    for what, measured, predicted in (
+        ("process", peak, trained["predicted_process_bytes"]),
+        ("tensors", trained["tensor_bytes"], trained["predicted_tensor_bytes"]),
+    ):
+        if measured > max(predicted * MOST_ABOVE, predicted + MOST_ABOVE_BYTES):
+            problems.append(f"{what}: {measured} bytes measured, {predicted} predicted")
+    if not trained["is_finite"]:
+        problems.append("a loss that is not finite")
+    return problems
+
+
+def _run(case: Case, limit: int, directory: Path) -> dict[str, Any]:
+    """One child; its JSON, or how it ended."""
+    home = Path(tempfile.mkdtemp(dir=directory))
+    request = {"case": asdict(case), "limit": limit, "directory": str(home)}
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    done = subprocess.run(
+        [sys.executable, __file__, "--worker", json.dumps(request)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment,
+    )
+    shutil.rmtree(home)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    return {"died": f"exit {done.returncode}: {done.stderr.strip()[-1500:]}"}
+
+
+def _row_text(result: Mapping[str, Any]) -> str:
+    case, trained = result["case"], result.get("trained", {})
+    mib = common.mib
+    words = [case["name"], case["optimizer"][0], "empty" if case["is_empty"] else "whole"]
+    words += [f"smallest {mib(result.get('smallest_bytes'))}", f"limit {mib(result.get('limit_bytes'))}"]
+    if "peaks" in trained:
+        peaks = trained["peaks"]
+        highest = max(peaks, key=lambda name: peaks[name])
+        words += [f"peak {mib(peaks[highest])} ({highest}) of {mib(trained['predicted_process_bytes'])} predicted"]
+        words += [
+            f"tensors {trained['tensor_bytes'] / common.MIB:.1f} of {trained['predicted_tensor_bytes'] / common.MIB:.1f}",
+            trained["plan"],
+        ]
+    return "; ".join(words) + ("" if result["holds"] else f"\n   FAILED: {' | '.join(result['problems'])}")
+
+
+# --- the child --------------------------------------------------------------------------------------------------------------------
+
+
+def _work(request: dict[str, Any]) -> None:
+    import torch
+
+    import memfit
+    from memfit.api.machine import prepare_process
+    from memfit.core.errors import DoesNotFitError
+    from memfit.prediction import predict
+    from memfit.runtime.allocator import install
+
+    case = Case(**request["case"])
+    where = Path(request["directory"])
+    loss = _import(case)
+    prepare_process()
+    torch.manual_seed(0)
+    model = memfit.empty(lambda: _build(case)) if case.is_empty else _build(case)
+    optimizer = getattr(torch.optim, case.optimizer[0])(model.parameters(), **case.optimizer[1])
+    batch = _batch(case)
+    try:
+        job = memfit.fit(model, optimizer, loss, batch, limit=request["limit"], directory=where / "homes")
+    except DoesNotFitError as error:
+        print(
+            json.dumps(
+                {
+                    "smallest": error.smallest_limit_bytes,
+                    "message": str(error),
+                    "plain_bytes": _plain_bytes(model, optimizer, loss, batch),
+                }
+            )
+        )
+        return
+    steps = [job.step(batch) for _ in range(STEPS)]
+    evaluated = job.evaluate(batch)
+    job.save(where / "saved")
+    phases = job.proof().phases
+    predicted = predict(job.schedule, job.plan, job.profile).peak_bytes
+    found = {
+        "is_finite": all(step.is_finite for step in steps) and evaluated.loss == evaluated.loss,
+        "peaks": {phase.name: phase.process_peak_bytes or 0 for phase in phases},
+        "tensor_bytes": max(phase.peak_bytes for phase in phases if "step" in phase.name or phase.name == "steady"),
+        "predicted_process_bytes": job.predicted_peak_bytes,
+        "predicted_tensor_bytes": predicted,
+        "plan": job.reason.split(":")[0]
+        + (f"; loss in chunks of {job.plan.loss_chunk_tokens}" if job.plan.loss_chunk_tokens else ""),
+        "phases": [phase.name for phase in phases],
+    }
+    job.close(restore=False)
+    assert install().stats().limit_bytes is None
+    print(json.dumps(found))
+
+
+def _import(case: Case) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """The loss; whatever is imported for the model is imported now."""
+    import torch
+
+    if case.family[0] == "torch":
+        return lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    import transformers
+
+    assert all(hasattr(transformers, name) for name in case.family)
+    return lambda model, batch: model(**batch).loss
+
+
+def _build(case: Case) -> nn.Module:
+    if case.family[0] == "torch":
+        return _module(**case.config)
+    import transformers
+
+    config, model = (getattr(transformers, name) for name in case.family)
+    return model(config(**case.config)).train()
+
+
+def _module(kind: str, width: int, layers: int, bias: bool = True) -> nn.Module:  # noqa: FBT001, FBT002, as JSON has it
+    from torch import nn
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)[0]
+            return x
+
+    if kind == "perceptron":
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, 2 * width, bias=bias), nn.GELU(), nn.Linear(2 * width, width, bias=bias))
+                for _ in range(layers)
+            )
+        )
+    if kind == "encoder":
+        return nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, 4, 3 * width, batch_first=True), layers, enable_nested_tensor=False
+        )
+    if kind == "tiny":
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, width)) for _ in range(layers))
+        )
+    return Recurrent()
+
+
+def _batch(case: Case) -> Any:
+    import torch
+
+    rows, length, count = case.sizes
+    match case.batch:
+        case "rows":
+            shape = (rows, count, length) if count else (rows, length)
+            return (torch.randn(shape), torch.randn(shape))
+        case "images":
+            return {"pixel_values": torch.randn(rows, 3, length, length), "labels": torch.randint(0, count, (rows,))}
+        case "pairs":
+            return {
+                "input_ids": torch.randint(1, count, (rows, length)),
+                "labels": torch.randint(1, count, (rows, length * 3 // 4)),
+            }
+        case _:
+            tokens = torch.randint(3, count, (rows, length))
+            return {"input_ids": tokens, "labels": tokens}
+
+
+def _plain_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., torch.Tensor], batch: Any
+) -> int:
+    """Of the process, if it trained with everything resident."""
+    import memfit
+    from memfit.runtime.allocator import install
+    from memfit.verification.meters import ProcessMeter
+
+    base = ProcessMeter().resident_bytes().whole_bytes - install().stats().mapped_bytes
+    profile = memfit.profile(model, optimizer, loss, batch)
+    trace = next(iter(profile.traces.values()))
+    return base + profile.weight_bytes + sum(profile.state_bytes.values()) + trace.plain_peak_bytes + 64 * common.MIB
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The words of a refusal: what does not fit, the one number that would, what stands in its way.
+
+In: a budget and a plan's predicted peak. Out: `DoesNotFitError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.core.errors import DoesNotFitError
+from memfit.core.limits import Budget
+from memfit.core.units import MIB, format_bytes, round_up
+
+# Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
+_BASE_VARIATION_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a limit is refused, and which one would not be.
+
+    Attributes:
+        budget: with the limit.
+        peak_bytes: of tensors, that the leanest plan (or the given one) is predicted to take.
+        plan: its name.
+        report: the residents at its peak, line by line.
+        advice: what else could help.
+        load_bytes: held until the weights have moved home.
+        is_given: the plan is the user's, and others may do with less.
+        varies: the limit is for a process, which holds a little more or less each time; the number that is named is above that.
+    """
+
+    budget: Budget
+    peak_bytes: int
+    plan: str
+    report: str
+    advice: tuple[str, ...]
+    load_bytes: int = 0
+    is_given: bool = False
+    varies: bool = False
+
+    @property
+    def smallest_limit_bytes(self) -> int:
+        """The smallest limit that holds from the load on; of a process, in the next one as well."""
+        found = max(self.peak_bytes + self.budget.base_bytes + self.budget.reserve_bytes, self.load_bytes)
+        return round_up(found + _BASE_VARIATION_BYTES, MIB) if self.varies else found
+
+    def error(self) -> RefusedError:
+        """The refusal, to be raised."""
+        return RefusedError(self)
+
+    def __str__(self) -> str:
+        budget, smallest = self.budget, self.smallest_limit_bytes
+        whose = "the plan does not fit" if self.is_given else "no plan fits"
+        with_what = "it" if self.is_given else self.plan
+        parts = [f"{format_bytes(self.peak_bytes)} are tensors"]
+        if budget.base_bytes:
+            parts.append(
+                f"{format_bytes(budget.base_bytes)} what the process holds before them (interpreter, libraries)"
+            )
+        if budget.reserve_bytes:
+            parts.append(f"{format_bytes(budget.reserve_bytes)} kept for scratch of kernels")
+        if self.load_bytes > self.peak_bytes + budget.base_bytes + budget.reserve_bytes:
+            parts.append(
+                f"and {format_bytes(self.load_bytes)} are there at first: the model as it was built, until its weights have moved home"
+            )
+        return (
+            f"{whose} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that works is {format_bytes(smallest)} ({smallest} bytes), "
+            f"with {with_what}.\n"
+            f"Of that {', '.join(parts)}. Try {'; '.join(self.advice)}.\n"
+            f"In its way:\n{self.report}"
+        )
+
+
+class RefusedError(DoesNotFitError):
+    """`DoesNotFitError` with what it was made of."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(str(refusal), smallest_limit_bytes=refusal.smallest_limit_bytes)
+        self.refusal = refusal
