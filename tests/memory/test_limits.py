@@ -64,7 +64,7 @@ def allocator() -> Iterator[Allocator]:
 def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
     share: int, allocator: Allocator, tmp_path: Path
 ) -> None:
-    layers, width = 8, 256
+    layers, width = 12, 256
     before = allocator.stats().mapped_bytes
     allocator.reset_peak()
     wanted = _train_plainly(Tower(width, layers).build(), width)
