@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from memfit.core.plan import Plan
+    from memfit.core.trials import is_planning
     from memfit.runtime.streams import microbatch_streams
 
 __version__ = VERSION
@@ -53,6 +54,7 @@ _ORIGINS = {
     "empty": "memfit.api",
     "fit": "memfit.api",
     "infer": "memfit.api",
+    "is_planning": "memfit.core.trials",
     "microbatch_streams": "memfit.runtime.streams",
     "profile": "memfit.api",
 }
@@ -78,6 +80,7 @@ __all__ = [
     "empty",
     "fit",
     "infer",
+    "is_planning",
     "losses",
     "microbatch_streams",
     "profile",

@@ -17,6 +17,7 @@ from torch import nn
 from memfit.api.arguments import check_limit
 from memfit.api.commits import check_run, stored_reason
 from memfit.api.held import refuse_held
+from memfit.api.hooks import tell_hooks
 from memfit.api.job import Job
 from memfit.api.machine import Machine, device_of
 from memfit.api.plan_checks import lacks_tier, other_sums
@@ -82,6 +83,8 @@ def fit(
 
     The model, the optimizer and the loss stay the user's own objects. While the job lives, weights may be away from the device between their uses:
     touching one raises `AwayError`; `job.weights(...)` brings them, `job.close()` gives everything back.
+
+    To plan, the model, its hooks and the loss run on tensors without values; `memfit.is_planning()` is true there.
 
     Args:
         model: any module, on one device, in any mode; or one that `memfit.empty` built, whose weights get their values here, one at a time.
@@ -206,6 +209,7 @@ def fit(
             job.undo()
             raise
         giving_up.pop_all()  # the directory is the job's now
+        tell_hooks(model)
         return job
 
 

@@ -22,6 +22,7 @@ from memfit.api.splitting import compare_split, evaluating, rows_differ, trial_o
 from memfit.api.steps import cut
 from memfit.core.errors import MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.precision import ComputeDtype
+from memfit.core.trials import trial
 from memfit.runtime.engine import Work
 from memfit.runtime.saved import Buffers
 from memfit.scheduling.build import build_forward
@@ -54,6 +55,7 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
     return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
 
 
+@trial()
 def check_split(assembly: Assembly, sample: Any) -> None:
     """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
 

@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.core.errors import AwayError, MemfitError, UnsupportedError, UsageError
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import Profile, TraceProfile
+from memfit.core.trials import trial
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
@@ -296,6 +297,7 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
     part = setting.parts[rows]
     device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
+        stack.enter_context(trial())
         stack.enter_context(untouched_generators())
         stack.enter_context(storage_resizes(recorder))
         if is_fake:

@@ -1,0 +1,39 @@
+"""Whether the user's own code runs for memfit to look at, and not to train.
+
+In: those who run it so. Out: `is_planning()`, for hooks and loss functions that count, log or collect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+# One for the process, not for the thread or the context: hooks in backward may run on a thread of autograd's.
+_running: list[object] = []
+
+
+def is_planning() -> bool:
+    """Tells whether memfit runs the model, its hooks and the loss to plan, in place of training.
+
+    `memfit.fit` runs them on tensors without values (or, where a program must see values, on a few rows of the sample), and `job.step` does when a batch of a
+    new shape comes. Nothing of the model is changed by it; what a hook or a loss function counts, logs or collects would be.
+
+        def log_activations(module, args, output):
+            if not memfit.is_planning():
+                writer.add_scalar("mean", output.mean())
+
+    Returns:
+        True inside of such a run.
+    """
+    return bool(_running)
+
+
+@contextmanager
+def trial() -> Generator[None]:
+    """What runs inside is a trial."""
+    mark = object()
+    _running.append(mark)
+    try:
+        yield
+    finally:
+        _running.remove(mark)
