@@ -5,9 +5,11 @@ In: a name of `ODD`. Out: a `Case` with blocks in a row; `REFUSED` holds what ca
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -122,6 +124,20 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
+
+
+class Masked(nn.Module):
+    """Masks that NumPy and Python draw: the time masks of speech models come so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.inner(x)
+        kept = torch.from_numpy(np.random.rand(WIDTH) < 0.8).to(x.dtype)
+        return self.inner(x * kept) * (0.5 + random.random())
 
 
 class Strided(nn.Module):
@@ -278,6 +294,7 @@ def linear() -> nn.Linear:
 _HIDDEN = ("weight_hh_l0", "bias_hh_l0")
 
 ODD: dict[str, Callable[[], zoo.Case]] = {
+    "masked": row(Masked),
     "lstm": row(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), first, _HIDDEN),
     "lstm-deep": row(
         lambda: nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True),

@@ -3,18 +3,22 @@
 In: a `Case` and an optimizer. Out: losses, gradients, weights, states, as tensors of their own.
 
 The random streams are drawn here again from their description, not by memfit's helper: at the step's start k seeds come
-from one draw of the default generator; microbatch m runs on the stream of seed m; then the default generator goes on
-behind that one draw. One microbatch uses the generator as it stands.
+from one draw of the default generator; microbatch m runs on the stream of seed m, as do Python's and NumPy's generators
+(NumPy's on its lowest 32 bits); then the default generator goes on behind that one draw, the others where they were.
+One microbatch uses the generators as they stand.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +29,17 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass
 class RandomState:
-    """One trainer's own default generator, so that two trainers can take turns in a process."""
+    """One trainer's own default generators, so that two trainers can take turns in a process.
+
+    Attributes:
+        state: of torch's.
+        others: of Python's and NumPy's; two new trainers have the same.
+    """
 
     state: Tensor = field(default_factory=torch.get_rng_state)
+    others: tuple[Any, Any] = field(
+        default_factory=lambda: (Random(7).getstate(), np.random.RandomState(7).get_state())
+    )
 
     @classmethod
     def seeded(cls, seed: int) -> RandomState:
@@ -35,13 +47,24 @@ class RandomState:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        outer = torch.get_rng_state()
+        outer, outer_others = torch.get_rng_state(), _other_states()
         torch.set_rng_state(self.state)
+        _set_other_states(self.others)
         try:
             yield
         finally:
-            self.state = torch.get_rng_state()
+            self.state, self.others = torch.get_rng_state(), _other_states()
             torch.set_rng_state(outer)
+            _set_other_states(outer_others)
+
+
+def _other_states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_other_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def split_rows(batch: Batch, microbatches: int) -> list[Batch]:
@@ -117,10 +140,12 @@ class PlainTrainer:
         parts = split_rows(batch, self.microbatches)
         weights = [(self.case.weight or rows_of)(part) for part in parts]
         seeds = torch.randint(2**63 - 1, (self.microbatches,))
-        after = torch.get_rng_state()
+        after, others = torch.get_rng_state(), _other_states()
         self.losses, self.loss = [], torch.zeros(())
         for part, weight, seed in zip(parts, weights, seeds.tolist(), strict=True):
             torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
             loss = self.case.loss(self.model, part)
             weighted = loss * (weight / sum(weights))
             self._watch_terms(weighted)
@@ -128,6 +153,7 @@ class PlainTrainer:
             self.losses.append(loss.detach().clone())
             self.loss = self.loss + weighted.detach()
         torch.set_rng_state(after)
+        _set_other_states(others)
 
     def _watch_terms(self, loss: Tensor) -> None:
         """Has every edge of the graph that ends at a shared weight tell what goes over it: sums are made by their terms, not by their result."""

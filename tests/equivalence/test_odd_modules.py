@@ -18,7 +18,7 @@ from memfit.core.errors import MemfitError, UnsupportedError
 from memfit.core.plan import Plan
 
 WIDTH = zoo.WIDTH
-QUICK = ("gru", "weight-norm", "scalars", "listed", "strided", "partly-frozen")
+QUICK = ("gru", "weight-norm", "scalars", "listed", "strided", "partly-frozen", "masked")
 
 
 @pytest.fixture(autouse=True)

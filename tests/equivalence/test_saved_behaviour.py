@@ -509,7 +509,7 @@ def test_microbatches_may_be_interleaved_call_by_call(policy: str, offloader: Of
             for index in range(at, end):
                 block = model[index]
                 site = CallSite(
-                    name=str(index), module=block, call=block, device=CPU, stays=lambda s: s._cdata in there, rng=False
+                    name=str(index), module=block, call=block, device=CPU, stays=lambda s: s._cdata in there
                 )
                 frame = make_frame(plans[index], site, (hidden[m],), {}, offloader=offloader, group=group)
                 frame.enter()

@@ -131,7 +131,7 @@ class CallProfile:
         kind: equal for calls of equal cost.
         is_repeated: the site is one of a row of like modules (a transformer layer), not head, embedding or norm.
         has_backward: gradients flow through it.
-        uses_random: it draws random numbers (dropout): recompute must restore the generator.
+        uses_random: torch's operations in it draw random numbers (dropout).
         mutates_inputs: it changes a tensor it received in place: recompute must hold a copy.
         must_keep: what it was given or has saved is changed in place by somebody later (or what it was given is a buffer or the batch, and it changes
             that itself): run again, or brought back, it would meet other values.

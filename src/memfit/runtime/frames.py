@@ -50,7 +50,7 @@ class CallFrames:
         self._calls: Sequence[CallProfile] = ()
         self._group_of: dict[int, int] = {}
         self._groups: dict[tuple[int, int], SegmentGroup] = {}
-        self._sites: dict[tuple[str, bool, bool], CallSite] = {}
+        self._sites: dict[tuple[str, bool], CallSite] = {}
         self._engine: weakref.ref[Engine] | None = None
 
     def attach(self, engine: Engine) -> None:
@@ -102,15 +102,15 @@ class CallFrames:
         profile = self._calls[call]
         return make_frame(
             policy,
-            self._site(site, rng=profile.uses_random, copies_inputs=profile.mutates_inputs),
+            self._site(site, copies_inputs=profile.mutates_inputs),
             args,
             kwargs,
             offloader=self._offloader,
             group=group,
         )
 
-    def _site(self, site: Site, *, rng: bool, copies_inputs: bool) -> CallSite:
-        key = (site.name, rng, copies_inputs)
+    def _site(self, site: Site, *, copies_inputs: bool) -> CallSite:
+        key = (site.name, copies_inputs)
         if key not in self._sites:
             assert self._engine is not None
             self._sites[key] = CallSite(
@@ -119,7 +119,6 @@ class CallFrames:
                 call=_RunAgain(site, self._engine),
                 device=self._device,
                 stays=_Stays(weakref.ref(self)),
-                rng=rng,
                 copies_inputs=copies_inputs,
                 writes=self._writes,
             )

@@ -61,7 +61,6 @@ class CallSite:
         device: where it computes.
         stays: whether a storage is there anyway: weights, buffers, the batch. Such tensors are kept, whatever the
             policy.
-        rng: whether it may draw random numbers; False saves capturing the generators.
         copies_inputs: it changes arguments in place.
         writes: of the job's forwards, which run inside its `watching`.
     """
@@ -71,7 +70,6 @@ class CallSite:
     call: Callable[..., object]
     device: torch.device
     stays: Stays
-    rng: bool = True
     copies_inputs: bool = False
     writes: Writes = field(default_factory=Writes)
 
@@ -198,7 +196,7 @@ class RecomputedFrame(_HookedFrame):
         record = CallRecord(
             place=site.name,
             call=site.call,
-            surroundings=Surroundings(site.module, site.device, rng=site.rng),
+            surroundings=Surroundings(site.module, site.device),
             arguments=HeldArguments(
                 *given,
                 place=site.name,
