@@ -1,0 +1,108 @@
+"""What README shows runs: its Python blocks, in order, on a small model; and the names that it tells of are there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import memfit
+from memfit.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _objects() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = [(torch.randn(8, 8), torch.arange(8) % 4) for _ in range(4)]
+    return {
+        "torch": torch,
+        "memfit": memfit,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "loss": _loss,
+        "compute_loss": _loss,
+        "loader": loader,
+        "sample": loader[0],
+    }
+
+
+def _blocks() -> list[str]:
+    # A machine with less than 8 GiB would refuse a limit of that.
+    return [
+        block.replace('limit="8GiB"', 'limit="1GiB"') for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(_blocks())))
+def test_a_python_block_of_readme_runs(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _objects()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(_blocks()[index], names)
+    names["job"].close()
+
+
+def test_an_accumulation_loop_and_what_readme_puts_in_its_place_train_alike() -> None:
+    (block,) = [block for block in _blocks() if "# before" in block]
+    before, _, after = block.partition("# after")
+    plain, mine = _objects(), _objects()
+    exec(before, plain)
+    # One batch that is four times as large.
+    whole = tuple(torch.cat(parts) for parts in zip(*mine["loader"], strict=True))
+    mine.update(loader=[whole], sample=whole)
+    exec("#" + after, mine)
+    mine["job"].close()
+    for theirs, ours in zip(plain["model"].parameters(), mine["model"].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_names_and_arguments_that_readme_tells_of_are_there() -> None:
+    for name in set(re.findall(r"\bmemfit\.([a-z_]+)\(", README)):
+        assert callable(getattr(memfit, name)), name
+    for name in set(re.findall(r"\bjob\.([a-z_]+)\(", README)):
+        assert callable(getattr(memfit.Job, name)), name
+    told = set(re.findall(r"fit\(\.\.\., ([a-z_]+)=", README)) | set(re.findall(r"fit\(([a-z_]+)=", README))
+    assert told
+    assert told <= set(inspect.signature(memfit.fit).parameters)
+
+
+def test_files_that_readme_names_are_there() -> None:
+    named = set(re.findall(r"\]\(([^)#]+\.md|LICENSE)\)", README)) | set(
+        re.findall(r"((?:examples|benchmarks|tests)/[a-z_/]+\.py)", README)
+    )
+    assert len(named) > 8
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_commands_and_options_that_readme_shows_are_there() -> None:
+    commands = re.findall(r"`memfit ([a-z]+)([^`]*)`", README)
+    assert {name for name, _ in commands} >= {"train", "verify", "export"}
+    for name, rest in commands:
+        told = CliRunner().invoke(app, [name, "--help"])
+        assert told.exit_code == 0, name
+        for option in re.findall(r"--[a-z]+", rest):
+            assert option in told.output, (name, option)
+
+
+def test_make_targets_that_readme_shows_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"\bmake ([a-z]+)  ", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
