@@ -9,11 +9,13 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from memfit.api.alike import RowsAlike
 from memfit.api.assembly import Assembly
 from memfit.api.interrupts import Interrupts
 from memfit.api.results import EvaluateResult
@@ -61,9 +63,9 @@ def check_split(assembly: Assembly, sample: Any) -> None:
 
     A model that does not run on these parts is told of in the same way: then they are none.
 
-    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode. Generators and buffers are as they were after;
-    weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts, and that rows were alike, which shows little:
-    the first batch of a step is looked at then.
+    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode, and each row meets the same ones. Generators and buffers
+    are as they were after; weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts, and that rows
+    were alike, which shows little: the first batch of a step is looked at then.
 
     Raises:
         UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
@@ -134,7 +136,12 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
         for batches in ([whole], parts):
             give_random(before)
             schedule = build_forward(assembly.plan, assembly.parts.prepared.profile, len(batches))
-            work = Work(run=lambda m, b=batches: loss(model, b[m]), shares=None, streams=[None] * len(batches))
+
+            def run(m: int, batches: Sequence[Any] = batches) -> Any:
+                with RowsAlike() if may_draw else nullcontext():
+                    return loss(model, batches[m])
+
+            work = Work(run=run, shares=None, streams=[None] * len(batches))
             with torch.no_grad(), Buffers(model).restored(), assembly.setting():
                 results.append(assembly.engine.evaluate(schedule, work))
             if not may_draw and not is_random_state(before):

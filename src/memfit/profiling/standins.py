@@ -11,11 +11,14 @@ caches). Objects of other classes that a forward changes (a counter inside a con
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import nn
 from memfit import devices
 
 _Container = dict | list | set
+_CachedFunction = functools._lru_cache_wrapper
 
 
 @contextmanager
@@ -38,7 +42,7 @@ def stand_ins(
         The stand-in by `id` of the real tensor.
     """
     modules = list(model.modules())
-    snapshot = [(module, dict(module.__dict__), _contents(module)) for module in modules]
+    snapshot = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in modules]
     made: dict[int, torch.Tensor] = {}
     try:
         for module in modules:
@@ -63,11 +67,32 @@ def stand_ins(
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in contents:
-                container.clear()
-                if isinstance(container, list):
-                    container.extend(content)
-                else:
-                    container.update(content)
+                _refill(container, content)
+
+
+@contextmanager
+def untouched_caches(model: nn.Module) -> Iterator[None]:
+    """Leaves no stand-in in what outlives a forward beside the modules: cached functions, and the dicts, lists and sets of classes and their files.
+
+    Functions of `functools.lru_cache` that were called with something new are emptied, since what they hold cannot be told apart. So each forward does the
+    work of the first, and none finds there what a trace has left, a tensor without data.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not _is_foreign(kind.__module__)}
+    files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
+    places = [vars(place) for place in (*kinds, *files)]
+    contents = [one for attributes in places for one in _contents(attributes)]
+    functions = _cached_functions(len(sys.modules))
+    functions |= {one for attributes in [*places, *map(vars, model.modules())] for one in _cached_in(attributes)}
+    cached = [(one, one.cache_info()) for one in functions if not _is_foreign(getattr(one, "__module__", None))]
+    try:
+        yield
+    finally:
+        for function, before in cached:
+            if function.cache_info().misses != before.misses:
+                function.cache_clear()
+        for container, content in contents:
+            if len(container) != len(content) or not _holds_same(container, content):
+                _refill(container, content)
 
 
 @contextmanager
@@ -107,9 +132,48 @@ def fake_like(
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
 
 
-def _contents(module: nn.Module) -> list[tuple[_Container, _Container]]:
+def _contents(attributes: Mapping[str, Any]) -> list[tuple[_Container, _Container]]:
     return [
         (value, type(value)(value))
-        for value in module.__dict__.values()
-        if type(value) in (dict, OrderedDict, list, set)
+        for name, value in attributes.items()
+        if type(value) in (dict, OrderedDict, list, set) and not name.startswith("__")
     ]
+
+
+@functools.lru_cache(maxsize=1)
+def _cached_functions(loaded: int) -> frozenset[Any]:
+    """Those of `functools.lru_cache` in the process, looked for again when more files are loaded: decorators hide them where no attribute leads."""
+    del loaded
+    return frozenset(one for one in gc.get_objects() if type(one) is _CachedFunction)
+
+
+def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """The same among attributes, and one wrapper deep: what was made since."""
+    for value in attributes.values():
+        if type(value) is _CachedFunction:
+            yield value
+        elif isinstance(value, FunctionType) and value.__closure__ is not None:
+            for cell in value.__closure__:
+                with suppress(ValueError):  # a cell that nothing was put into yet
+                    if type(cell.cell_contents) is _CachedFunction:
+                        yield cell.cell_contents
+
+
+def _holds_same(container: _Container, content: _Container) -> bool:
+    """The very same objects, in their order; tensors do not compare with ==."""
+    mine, theirs = ((one.items() if isinstance(one, dict) else enumerate(one)) for one in (container, content))
+    return all(a[0] == b[0] and a[1] is b[1] for a, b in zip(mine, theirs, strict=True))
+
+
+def _refill(container: _Container, content: _Container) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _is_foreign(name: str | None) -> bool:
+    """A file of torch's or of the standard library, whose caches hold no tensors of a model."""
+    root = (name or "builtins").partition(".")[0]
+    return root == "torch" or root in sys.stdlib_module_names

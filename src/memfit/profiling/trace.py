@@ -40,7 +40,7 @@ from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, sli
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, storage_resizes
-from memfit.profiling.standins import fake_like, stand_ins, untouched_generators
+from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
 from memfit.profiling.summary import summarize
 from memfit.profiling.trees import contained_tensors
 from memfit.profiling.values import give_copy
@@ -299,6 +299,7 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
     with ExitStack() as stack:
         stack.enter_context(trial())
         stack.enter_context(untouched_generators())
+        stack.enter_context(untouched_caches(setting.model))
         stack.enter_context(storage_resizes(recorder))
         if is_fake:
             stack.enter_context(_without_torchs_log())
