@@ -47,6 +47,20 @@ class Kind(StrEnum):
     SPARE_WEIGHT = "spare-weight"
 
 
+class Edit(StrEnum):
+    """What a block does to a value inside, in place or by views; rows stay apart."""
+
+    PRODUCT = "product"
+    NARROW = "narrow"
+    CHUNKS = "chunks"
+    EXPAND = "expand"
+    FOREACH = "foreach"
+    OUT = "out"
+    TRANSPOSE = "transpose"
+    UNSAFE_VIEW = "unsafe-view"
+    COPY = "copy"
+
+
 class Side(StrEnum):
     """By which other door something leaves a block for the loss."""
 
@@ -62,6 +76,9 @@ class Glue(StrEnum):
     IN_PLACE = "in-place"
     TRANSPOSE = "transpose"
     VIEW = "view"
+    IN_PLACE_PART = "in-place-part"
+    IN_PLACE_FOREACH = "in-place-foreach"
+    IN_PLACE_OUT = "in-place-out"
     READ_WEIGHT = "read-weight"
     DETACH = "detach"
 
@@ -72,6 +89,7 @@ class BlockSpec:
 
     kind: Kind = Kind.PLAIN
     side: Side = Side.NONE
+    edits: tuple[Edit, ...] = ()
     has_dropout: bool = False
     is_frozen: bool = False
 
@@ -145,13 +163,50 @@ class Block(nn.Module):
             self.other = nn.Linear(WIDTH, WIDTH)
         if spec.kind is Kind.SPARE_WEIGHT:
             self.spare = nn.Parameter(torch.ones(3))
+        if Edit.PRODUCT in spec.edits:
+            self.mix = nn.Parameter(torch.randn(2, 6, 6) / 3)
         self.side: Tensor | None = None
         if spec.side is Side.HOOK:
             self.register_forward_hook(_capture)
         self.requires_grad_(requires_grad=not spec.is_frozen)
 
     def _inner(self, hidden: Tensor) -> Tensor:
-        return self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
+        values = functional.gelu(self.up(self.norm(hidden)))
+        for edit in self.spec.edits:
+            values = self._edit(edit, values * 0.9)
+        return self.dropout(self.down(values))
+
+    def _edit(self, edit: Edit, values: Tensor) -> Tensor:
+        """`values` are fresh, and nobody else holds them."""
+        match edit:
+            case Edit.PRODUCT:
+                heads = values.unflatten(-1, (2, 6)).unsqueeze(-2)
+                product = torch.matmul(heads, self.mix)
+                product += torch.tanh(heads)
+                return product.flatten(-3)
+            case Edit.NARROW:
+                values.narrow(-1, 3, 4).mul_(0.5)
+            case Edit.CHUNKS:
+                first, second = values.unsafe_chunk(2, dim=-1)
+                return torch.cat([second.tanh_(), first.sigmoid_()], dim=-1)
+            case Edit.EXPAND:
+                return values + values.narrow(-1, 0, 1).expand(values.shape)
+            case Edit.FOREACH:
+                torch.ops.aten._foreach_mul_([values], 0.8)
+            case Edit.OUT:
+                gate = torch.empty(values.shape)
+                with torch.no_grad():
+                    torch.sigmoid(values.detach(), out=gate)
+                return values * gate
+            case Edit.TRANSPOSE:
+                values.transpose(-1, -2).mul_(0.7)
+            case Edit.UNSAFE_VIEW:
+                view = torch.ops.aten._unsafe_view(values, values.shape)
+                view += 0.25
+                return view
+            case Edit.COPY:
+                values[..., :4].copy_(values[..., 4:8] * 0.5)
+        return values
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Any:
         (hidden,) = args or (kwargs["hidden"],)
@@ -223,8 +278,16 @@ class RandomModel(nn.Module):
             hidden = hidden.reshape(shape)
         if call.glue is Glue.TRANSPOSE:
             hidden = hidden.transpose(0, 1)
-        if call.glue is Glue.IN_PLACE:
-            hidden.add_(0.25)
+        match call.glue:
+            case Glue.IN_PLACE:
+                hidden.add_(0.25)
+            case Glue.IN_PLACE_PART:
+                hidden[..., 1:5].mul_(0.5)
+            case Glue.IN_PLACE_FOREACH:
+                torch.ops.aten._foreach_add_([hidden], 0.125)
+            case Glue.IN_PLACE_OUT:
+                with torch.no_grad():
+                    torch.mul(hidden.detach(), 0.75, out=hidden.detach())
         return hidden
 
 
@@ -279,6 +342,7 @@ def _block_specs() -> st.SearchStrategy[BlockSpec]:
         BlockSpec,
         kind=st.sampled_from(Kind),
         side=st.sampled_from(Side),
+        edits=st.one_of(st.just(()), st.lists(st.sampled_from(Edit), min_size=1, max_size=3).map(tuple)),
         has_dropout=st.booleans(),
         # One in four: a frozen block hides what is wrong inside it.
         is_frozen=st.sampled_from([False, False, False, True]),

@@ -98,6 +98,49 @@ def _resnet() -> nn.Module:
     )
 
 
+class _Small(nn.Module):
+    """Saves a hundred tensors of 61,440 bytes, which do not leave; some of twice that, which do; and a larger one that its function keeps to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+        self.wide = nn.Linear(256, 512)
+        self.narrow = nn.Linear(512, 256)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for _ in range(24):
+            hidden = torch.tanh(hidden * self.scale) + 0.5 * hidden
+        return _Secretive.apply(hidden) + self.narrow(torch.tanh(self.wide(hidden)))  # type: ignore[operator]
+
+
+class _Secretive(torch.autograd.Function):
+    """A square that keeps its argument past the hooks of saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.values = (value.detach() * 2).repeat(16, 1)
+        return value * value * 0.01
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * ctx.values[: gradient.shape[0]] * 0.01
+
+
+class _Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Small() for _ in range(4)])
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        return values
+
+
+def _square(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["values"]).square().mean()
+
+
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
@@ -117,6 +160,7 @@ def _pairs() -> dict[str, Tensor]:
 
 SUBJECTS = {
     "gpt2": Subject(_gpt2, _loss, _tokens),
+    "small": Subject(_Rows, _square, lambda: {"values": torch.randn(60, 256)}),
     "vit": Subject(_vit, _loss, _images),
     "t5": Subject(_t5, _loss, _pairs),
     # oneDNN reorders the weights and inputs of a convolution's backward into buffers of its own choice.
@@ -130,6 +174,9 @@ VARIANTS: dict[str, Callable[[Profile], Plan]] = {
         blocks=plans.on_disk(profile),
         calls=plans.fates(profile, CallPlan(saved=Saved.RECOMPUTE, boundary_home=Tier.DISK)),
         tail=plans.tail(profile),
+    ),
+    "arguments-away": lambda profile: Plan(
+        calls=plans.fates(profile, CallPlan(saved=Saved.RECOMPUTE, boundary_home=Tier.DISK))
     ),
     "bf16-resident": lambda profile: Plan(compute_dtype=BF16),
     "bf16-disk": lambda profile: Plan(blocks=plans.on_disk(profile), compute_dtype=BF16),
@@ -284,6 +331,7 @@ def deviations(found: Found) -> list[str]:
 
 
 DEFAULT = {
+    "small": ("offload", "recompute", "arguments-away"),
     "gpt2": (
         "resident",
         "recompute",

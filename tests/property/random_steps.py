@@ -314,6 +314,8 @@ def storages(draw: Any, calls: int) -> tuple[StorageProfile, ...]:
                 saved_outside=tuple(sorted(outside)),
                 argument_of=tuple(sorted(arguments)),
                 last_use=last,
+                leaves=draw(st.sampled_from([True, True, False])),
+                is_unseen=bool(inside) and draw(st.sampled_from([False, False, True])),
                 held_until=draw(st.sampled_from([-1, last, draw(st.integers(last, calls - 1))])),
             )
         )

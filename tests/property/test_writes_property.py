@@ -37,7 +37,7 @@ NEW = (
     "tanh", "exp", "times", "plus", "fresh",
 )  # fmt: skip
 IN_PLACE = (
-    "add_", "mul_", "tanh_", "relu_", "copy_", "fill part", "chunk mul_", "transpose add_", "foreach", "out=", "detached",
+    "add_", "mul_", "tanh_", "relu_", "copy_", "fill part", "narrow mul_", "transpose add_", "foreach", "out=", "detached",
 )  # fmt: skip
 PAST_COUNTERS = ("data", "set_", "unsafe view mul_", "unsafe chunk tanh_", "unsafe chunks", "out=data", "foreach data")
 
@@ -112,8 +112,8 @@ def _change(step: Step, left: Tensor, right: Tensor) -> None:
             left.copy_(right.clone())
         case "fill part":
             left.select(step.dim, 0).fill_(0.25)
-        case "chunk mul_":
-            left.chunk(2, dim=step.dim)[1].mul_(1.1)
+        case "narrow mul_":
+            left.narrow(step.dim, 1, 1).mul_(1.1)
         case "transpose add_":
             left.transpose(0, 1).add_(0.125)
         case "foreach":

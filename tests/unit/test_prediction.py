@@ -195,14 +195,14 @@ def alive_by_positions(case: Case, schedule: Schedule, m: int, s: StorageProfile
         q = where(c)
         fate = plan.calls[c].saved
         lower = next((i for i in range(q, -1, -1) if backs[i]), None)
-        if fate is Saved.KEEP or not backs[q]:
+        if s.is_unseen or fate is Saved.KEEP or not backs[q]:
             until.append(end if lower is None else position(Backward, lower))
         elif fate is Saved.OFFLOAD:
-            until.append(found(f"drop C{c} m{m}") or position(Backward, q))
+            until.append((s.leaves and found(f"drop C{c} m{m}")) or position(Backward, q))
     for c in s.argument_of:
         q = where(c)
         if plan.calls[c].saved in (Saved.RECOMPUTE, Saved.SELECT) and s.segment < segments[q][0] and backs[q]:
-            until.append(found(f"drop C{segments[q][0]} m{m}") or position(Backward, q))
+            until.append((s.leaves and found(f"drop C{segments[q][0]} m{m}")) or position(Backward, q))
     for c in s.saved_outside:
         q = where(c)
         is_inner = c != segments[q][-1]
@@ -248,7 +248,8 @@ def test_activations_after_every_action_are_those_that_something_keeps(data: st.
             copied = sum(
                 s.nbytes
                 for s in trace.storages
-                if (first in s.saved_inside if is_offload else s.segment < first)
+                if s.leaves
+                and (first in s.saved_inside if is_offload else s.segment < first)
                 and (is_offload or any(first <= c <= last for c in s.argument_of))
             )
             back = str(Backward(first, last, action.microbatch))

@@ -104,6 +104,8 @@ class StorageProfile:
         last_use: last forward segment in which an operation reads it or a call receives it (or the one that made it).
         held_until: last forward segment at whose end it is still alive in the plain run *without* being saved by anyone (held by the program,
             such as logits in an output object); equals `last_use` if not held longer.
+        leaves: an offload of the call that saved it, or got it as an argument that is sent away, moves it; else it stays until the backward (see `core.leaving`).
+        is_unseen: an autograd function keeps it to itself, past the saved-tensor hooks: it stays until the backward whatever the plan says.
         is_input: it came with the batch or is a buffer: it is there before the step and outlives it.
         is_buffer: it is a buffer of the model (then `is_input` too): all microbatches share it, so it counts once.
     """
@@ -116,6 +118,8 @@ class StorageProfile:
     argument_of: tuple[int, ...] = ()
     last_use: int = -1
     held_until: int = -1
+    leaves: bool = True
+    is_unseen: bool = False
     is_input: bool = False
     is_buffer: bool = False
 

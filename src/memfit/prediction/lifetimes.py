@@ -10,7 +10,7 @@ A storage is alive from the end of the segment that made it until the last of it
   the microbatch's last backward (in a forward-only pass, until its last forward);
 - glue: saved outside calls; the backward of segment c's glue runs before the first gradient reaches call c, so within
   the backward of the next segment that has one, or after the seed;
-- a kept call that saved it inside, until its backward; an offloaded call, until its drop;
+- a kept call that saved it inside, until its backward; an offloaded call, until its drop, or where it does not leave (`core.leaving`) its backward;
 - a recomputed or selective segment of which it is an argument made before the segment, until the segment's backward;
   with a boundary that leaves, until its drop.
 What is reloaded is a new copy, counted from the reload to the end of the backward, even where the original is alive.
@@ -110,7 +110,7 @@ class Lifetimes:
             case Event.DROP:
                 for s in self._on_drop.pop(segment, ()):
                     self._let_go(s)
-                self.extra_bytes -= facts.extra_held_bytes(segment)
+                self.extra_bytes -= facts.extra_held_bytes(segment, leaves=True)
                 return 0, 0
             case Event.RELOAD:
                 self.copies[segment] = facts.copy_bytes(segment)
@@ -158,7 +158,11 @@ class Lifetimes:
             keepers.append((self._on_backward, min(release - {SEED}, default=SEED)))
         held: set[int] = set()
         for call in s.saved_inside:
-            if facts.plan.call(call).saved is Saved.KEEP or not facts.shape.has_backward[facts.segment_of[call]]:
+            if (
+                s.is_unseen
+                or facts.plan.call(call).saved is Saved.KEEP
+                or not facts.shape.has_backward[facts.segment_of[call]]
+            ):
                 keepers.append((self._on_backward, facts.release_segment(call)))
             elif facts.plan.call(call).saved is Saved.OFFLOAD:
                 held.add(facts.segment_of[call])
@@ -167,7 +171,9 @@ class Lifetimes:
             is_replayed = facts.plan.call(call).saved in (Saved.RECOMPUTE, Saved.SELECT)
             if is_replayed and s.segment < facts.shape.segments[segment][0] and facts.shape.has_backward[segment]:
                 held.add(segment)
-        keepers += [(self._on_drop if segment in moves else self._on_backward, segment) for segment in sorted(held)]
+        keepers += [
+            (self._on_drop if segment in moves and s.leaves else self._on_backward, segment) for segment in sorted(held)
+        ]
         return keepers
 
     def _let_go(self, s: StorageProfile) -> None:
@@ -187,8 +193,7 @@ class Lifetimes:
         )
         self.copies.pop(segment, None)
         self.extra_bytes -= facts.selected_bytes(segment)
-        if segment not in moves:
-            self.extra_bytes -= facts.extra_held_bytes(segment)
+        self.extra_bytes -= facts.extra_held_bytes(segment, leaves=False if segment in moves else None)
         self.gradient_bytes = facts.gradient_bytes[first]
         return facts.backward_rise(segment) + still_held
 

@@ -117,27 +117,33 @@ class SegmentFacts:
 
     @cached_property
     def copies_bytes(self) -> tuple[int, ...]:
-        """By segment: bytes that its offload moves and its reload makes (see `_moved_or_held`)."""
-        return tuple(sum(s.nbytes for s in self._moved_or_held(q)) for q in range(len(self.shape.segments)))
+        """By segment: bytes that its offload moves and its reload makes: of what it saved (offload), or of its arguments (recompute)."""
+        return tuple(sum(s.nbytes for s in self._movable(q) if s.leaves) for q in range(len(self.shape.segments)))
 
     def copy_bytes(self, segment: int) -> int:
         """Bytes that an offload of the segment moves, and a reload makes."""
         return self.copies_bytes[segment]
 
-    def _moved_or_held(self, segment: int) -> list[StorageProfile]:
-        """What a segment that does not keep holds or moves: all it saved (offload), or its arguments (recompute)."""
+    def _movable(self, segment: int) -> list[StorageProfile]:
+        """What a segment that does not keep moves, but for what stays: all it saved (offload), or its arguments (recompute)."""
         first, last = self.shape.segments[segment]
         related = self._related_to(first, last)
         if self.plan.call(first).saved is Saved.OFFLOAD:
             return [s for s in related if first in s.saved_inside]
         return [s for s in related if self._is_argument(s, first, last)]
 
-    def extra_held_bytes(self, segment: int) -> int:
-        """What a recomputed segment holds beyond its arguments: copies of mutated ones."""
+    def extra_held_bytes(self, segment: int, *, leaves: bool | None = None) -> int:
+        """What a recomputed segment holds beyond its arguments: copies of mutated ones.
+
+        Args:
+            segment: by index.
+            leaves: only those that leave if arguments are sent away, or only those that do not; None: all.
+        """
         first, last = self.shape.segments[segment]
         is_replayed = self.plan.call(first).saved in (Saved.RECOMPUTE, Saved.SELECT)
-        mutates = any(c.mutates_inputs for c in self.trace.calls[first : last + 1])
-        return self.copy_bytes(segment) if is_replayed and mutates else 0
+        if not is_replayed or not any(c.mutates_inputs for c in self.trace.calls[first : last + 1]):
+            return 0
+        return sum(s.nbytes for s in self._movable(segment) if leaves is None or s.leaves is leaves)
 
     def selected_bytes(self, segment: int) -> int:
         """What a selective segment holds beyond its arguments and never moves."""

@@ -28,9 +28,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core.errors import UnsupportedError
+from memfit.core.leaving import is_movable
 from memfit.core.operators import is_selected, only_relabels
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
@@ -41,6 +43,8 @@ from memfit.profiling.trees import contained_tensors, operator_tensors, reachabl
 from memfit.profiling.values import Values
 
 aten = torch.ops.aten
+
+_ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class Role(Enum):
@@ -84,6 +88,7 @@ class StorageRecord:
     origins: int = 0
     is_written: bool = False
     writes: int = 0
+    is_movable: bool = True
 
     @property
     def is_saved(self) -> bool:
@@ -384,6 +389,7 @@ class Recorder(TorchDispatchMode):
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""
         record = self._record_of(tensor, Role.INPUT)
+        record.is_movable &= is_movable(tensor, _ORDINARY)
         if self._active:
             self._active.saves += 1
             record.saved_inside.add(self._active.index)
@@ -420,6 +426,7 @@ class Recorder(TorchDispatchMode):
         for tensor in contained_tensors((args, kwargs)):
             record = self._record_of(tensor, Role.INPUT)
             if record.role is not Role.WEIGHT:
+                record.is_movable &= is_movable(tensor, _ORDINARY)
                 record.argument_of.add(index)
                 record.last_use = index
                 self._active.arguments.append((tensor, tensor._version, record, record.writes))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.core.errors import UnsupportedError
+from memfit.core.leaving import leaves
 from memfit.core.profile import CallProfile, StorageProfile, TraceProfile
 from memfit.profiling.recorder import CallRecord, Event, Recorder, Role, SegmentRecord, StorageRecord
 
@@ -189,6 +190,8 @@ def _storages(step: Recorder, held: Mapping[int, int]) -> tuple[StorageProfile, 
             argument_of=tuple(sorted(record.argument_of)),
             last_use=record.last_use,
             held_until=max(record.last_use, -1 if _kept_by_function(record) else held.get(record.order, -1)),
+            leaves=leaves(record.nbytes, is_movable=record.is_movable) and not _kept_by_function(record),
+            is_unseen=bool(_kept_by_function(record)),
             is_input=record.role is Role.INPUT,
             is_buffer=record.role is Role.INPUT and not record.is_batch,
         )

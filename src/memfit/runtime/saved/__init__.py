@@ -7,14 +7,13 @@ back), `arguments` and `surroundings` (what running again needs), `handles` (wha
 """
 
 from memfit.runtime.saved.frames import CallSite, Frame, make_frame
-from memfit.runtime.saved.offload import MINIMUM_BYTES, Offloader, TierStore
+from memfit.runtime.saved.offload import Offloader, TierStore
 from memfit.runtime.saved.recompute import SegmentGroup
 from memfit.runtime.saved.surroundings import Buffers
 from memfit.runtime.saved.tiers import HostStore, ScratchStore, StagedScratchStore
 from memfit.runtime.saved.writes import Writes
 
 __all__ = [
-    "MINIMUM_BYTES",
     "Buffers",
     "CallSite",
     "Frame",

@@ -26,16 +26,13 @@ from typing import Any, Protocol
 import torch
 
 from memfit.core.errors import MemfitError, UsageError
+from memfit.core.leaving import MINIMUM_LEAVING_BYTES, is_movable, leaves
 from memfit.core.plan import Tier
-from memfit.core.units import KIB
 from memfit.runtime.homes.base import Ticket
 from memfit.runtime.saved.handles import refuse_again
-from memfit.runtime.saved.tensors import Geometry, plain_storage, raise_changed, version_of
+from memfit.runtime.saved.tensors import ORDINARY, Geometry, plain_storage, raise_changed, version_of
 from memfit.runtime.saved.writes import Extent, Watched, Writes, Written
 from memfit.runtime.trees import new_storage
-
-MINIMUM_BYTES = 64 * KIB
-"""Smaller storages stay: a transfer of fewer bytes costs more in latency than the memory is worth."""
 
 
 class TierStore(Protocol):
@@ -235,7 +232,7 @@ class Offloader:
         stores: Mapping[Tier, TierStore],
         *,
         device: torch.device,
-        minimum_bytes: int = MINIMUM_BYTES,
+        minimum_bytes: int = MINIMUM_LEAVING_BYTES,
         writes: Writes | None = None,
     ) -> None:
         self._writes = Writes() if writes is None else writes
@@ -261,9 +258,10 @@ class Offloader:
             UsageError: there is no store for that home.
         """
         storage = plain_storage(tensor)
-        if storage is None or storage.nbytes() < self._minimum_bytes or tensor.device != self._device:
+        if storage is None or tensor.device != self._device:
             return None
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        movable = is_movable(tensor, ORDINARY)
+        if not leaves(storage.nbytes(), is_movable=movable, minimum_bytes=self._minimum_bytes):
             return None
         if home not in self._stores:
             raise UsageError(f"{place}: saved tensors shall go to {home}, but the job has no such store")

@@ -30,12 +30,16 @@ Stays = Callable[[torch.UntypedStorage], bool]
 moved or remade."""
 
 
+ORDINARY: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors whose bytes are one range of their storage."""
+
+
 def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of an ordinary dense tensor.
 
     None for subclasses, sparse and functorch tensors, whose bytes are not one range.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in ORDINARY or tensor.layout is not torch.strided:
         return None
     if _functorch.is_functorch_wrapped_tensor(tensor):
         return None

@@ -1,0 +1,31 @@
+"""Which storages leave the device when a plan sends activations away: one rule for the profile, the prediction and the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.core.units import KIB
+
+MINIMUM_LEAVING_BYTES = 64 * KIB
+"""Smaller storages stay: a transfer of fewer bytes costs more in latency than the memory is worth."""
+
+
+def leaves(nbytes: int, *, is_movable: bool, minimum_bytes: int = MINIMUM_LEAVING_BYTES) -> bool:
+    """Whether a storage leaves.
+
+    Args:
+        nbytes: of the whole storage.
+        is_movable: all tensors over it are; see `is_movable`.
+        minimum_bytes: smaller ones stay.
+    """
+    return is_movable and nbytes >= minimum_bytes
+
+
+def is_movable(tensor: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a tensor can be made again as a view of bytes that went and came back.
+
+    Args:
+        tensor: a torch tensor, dense.
+        kinds: classes of ordinary tensors; others' bytes may not be one range.
+    """
+    return type(tensor) in kinds and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
