@@ -109,13 +109,13 @@ def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[
     from sweeping.trial import Draw, brief, try_plan
 
     dice = random.Random(f"{seed} {microbatches} {index}")
-    draw = Draw(optimizer=dice.choice(["adamw", "sgd"]), seed=dice.randrange(1 << 30), has_host=dice.random() < 0.5)
+    optimizer, step_seed, has_host = dice.choice(["adamw", "sgd"]), dice.randrange(1 << 30), dice.random() < 0.5
     row: Row = {"plan": index, "microbatches": microbatches}
     try:
-        plain = plain_step(subject, microbatches, draw.optimizer, draw.seed)
+        plain = plain_step(subject, microbatches, optimizer, step_seed)
     except Exception as error:  # noqa: BLE001 - the halves of the batch are not batches of this model
         return {**row, "outcome": "not split", "detail": f"plain PyTorch: {type(error).__name__}: {brief(error)}"}
-    if not plain.repeats(plain_step(subject, microbatches, draw.optimizer, draw.seed)):
+    if not plain.repeats(plain_step(subject, microbatches, optimizer, step_seed)):
         return {**row, "outcome": "plain does not repeat", "detail": ""}
     model = subject.build()
     with traced_once(known):
@@ -123,7 +123,7 @@ def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[
         try:
             profile = memfit.profile(
                 model,
-                make_optimizer(draw.optimizer, model),
+                make_optimizer(optimizer, model),
                 loss_of,
                 subject.copy_of_batch(),
                 microbatches=[microbatches],
@@ -132,7 +132,8 @@ def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[
             return {**row, "outcome": "refused", "detail": f"{type(error).__name__}: {brief(error)}"}
         except Exception as error:  # noqa: BLE001 - an outcome like another
             return {**row, "outcome": "FAILED", "detail": f"profile: {type(error).__name__}: {brief(error)}"}
-        plan = draw_plan(profile, microbatches, dice, has_host=draw.has_host)
+        plan = draw_plan(profile, microbatches, dice, has_host=has_host)
+        draw = Draw(optimizer=optimizer, seed=step_seed, has_host=has_host, profile=profile)
         trial = try_plan(subject, plain, plan, draw, model if len(known) > before else None)
     row |= {"outcome": trial.outcome, "detail": trial.detail, "seconds": round(trial.seconds, 2)}
     return {**row, "changed": list(trial.changed)} if trial.changed else row

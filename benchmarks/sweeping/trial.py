@@ -16,7 +16,8 @@ from torch import nn
 
 import memfit
 from memfit.core.errors import MemfitError
-from memfit.core.plan import Plan
+from memfit.core.plan import Order, Plan
+from memfit.core.profile import Profile
 from sweeping.drawing import relaxed
 from sweeping.reference import Step, make_optimizer, same_bits, within_roundings
 from sweeping.subjects import Subject, loss_of, seed_all
@@ -49,11 +50,13 @@ class Draw:
         optimizer: its name.
         seed: of the step's random numbers.
         has_host: an emulated device, with host memory beside it.
+        profile: of the subject.
     """
 
     optimizer: str
     seed: int
     has_host: bool
+    profile: Profile
 
 
 def try_plan(subject: Subject, plain: Step, plan: Plan, draw: Draw, first: nn.Module | None) -> Trial:
@@ -101,16 +104,15 @@ def _train(subject: Subject, model: nn.Module, plain: Step, plan: Plan, draw: Dr
         stack.callback(job.close)
         seed_all(draw.seed)
         result = job.step(subject.copy_of_batch())
-        return compare(job, result, model, plain, plan)
+        return compare(job, result, model, plain, declared_names(draw.profile, plain, plan))
 
 
-def compare(job: Any, result: Any, model: nn.Module, plain: Step, plan: Plan) -> tuple[str, str]:
+def compare(job: Any, result: Any, model: nn.Module, plain: Step, declared: frozenset[str]) -> tuple[str, str]:
     """The outcome and its detail: losses, gradients, then weights and buffers after the step."""
     wrong: list[str] = []
     losses = [float(loss) for loss in result.losses]
     if losses != plain.losses:
         wrong.append(f"losses {losses}, plain {plain.losses}")
-    declared = declared_names(job, plain, plan)
     rounded: list[str] = []
     for name, expected in plain.gradients.items():
         ours = job.gradient(name)
@@ -134,12 +136,15 @@ def compare(job: Any, result: Any, model: nn.Module, plain: Step, plan: Plan) ->
     return "bitwise", ""
 
 
-def declared_names(job: Any, plain: Step, plan: Plan) -> frozenset[str]:
-    """Weights whose sums memfit says it regroups."""
-    del job
-    if plan.microbatches == 1:
+def declared_names(profile: Profile, plain: Step, plan: Plan) -> frozenset[str]:
+    """Weights whose sums memfit says it regroups: those with several uses, where microbatches go layer by layer.
+
+    A version of memfit that does not name them is asked nothing: then they are the weights that plain PyTorch was seen to use several times.
+    """
+    if plan.microbatches == 1 or plan.order is not Order.LAYER_MAJOR:
         return frozenset()
-    return frozenset(name for name, terms in plain.terms.items() if terms > plan.microbatches)
+    seen = (name for name, terms in plain.terms.items() if terms > plan.microbatches)
+    return frozenset(getattr(profile, "shared_weights", seen))
 
 
 def _gap(ours: torch.Tensor | None, plain: torch.Tensor | None) -> str:
