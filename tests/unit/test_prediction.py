@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,8 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.prediction import check_limits, peak_report, predict, residents_at
 from memfit.prediction.bytes import flat_master_bytes, flat_weight_bytes, master_home_bytes
-from memfit.prediction.seconds import CALL_OVERHEAD_S
+from memfit.prediction.seconds import CALL_OVERHEAD_S, update_compute_seconds, update_traffic
+from memfit.runtime.homes.memory import MemoryHome
 from memfit.scheduling.build import build_forward, build_step
 from property.random_steps import Case, cases, storages
 from unit.profiles import PAGE, block, gpt_profile
@@ -511,6 +513,28 @@ def test_links_serve_one_transfer_at_a_time() -> None:
     fetches = [m for a, m in zip(schedule, timeline.moments, strict=True) if isinstance(a, Fetch)]
     read_s = sum(flat_weight_bytes(profile.blocks[a.block]) for a in schedule if isinstance(a, Fetch)) / 1e6
     assert max(m.end_s for m in fetches) >= read_s
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_update_of_what_rests_on_the_host_is_priced_where_it_is_done(device: str) -> None:
+    """What homes cannot give compute in place is brought to the device and back, and the device does the work."""
+    profile = gpt_profile(layers=2)
+    host = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.HOST, state_home=Tier.HOST)
+    plan = Plan(blocks={"h.0": host})
+    index = next(i for i, b in enumerate(profile.blocks) if b.name == "h.0")
+    is_in_place = MemoryHome(0, tier=Tier.HOST, device=torch.device(device)).memory is not None
+    assert is_in_place == (device == "cpu")  # an emulated device computes in host memory
+    weight, states = flat_weight_bytes(profile.blocks[index]), profile.state_bytes["h.0"]
+    for is_visiting in (False, True):
+        traffic = update_traffic(plan, profile, index, is_visiting=is_visiting, device=device)
+        moved = {} if is_in_place else {"gradient": weight, "state": states}
+        read = moved if is_in_place or is_visiting else {"weight": weight, **moved}
+        written = {} if is_in_place else {"weight": weight, "state": states}
+        assert traffic.read == {(Tier.HOST, name): nbytes for name, nbytes in read.items()}
+        assert traffic.written == {(Tier.HOST, name): nbytes for name, nbytes in written.items()}
+    elements = sum(math.prod(p.shape) for p in profile.blocks[index].parameters)
+    hardware = replace(machine(), device=device, update_elements_per_s=1e3)
+    assert update_compute_seconds(plan, profile, index, hardware) == pytest.approx(elements / 1e3)
 
 
 def test_host_memory_where_the_device_is_the_host_is_refused() -> None:

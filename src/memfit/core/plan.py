@@ -32,6 +32,18 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+def updates_in_place(tier: Tier, device: str) -> bool:
+    """Says whether an update computes on bytes of that tier where they rest; else their pieces come to the device, which computes, and go back.
+
+    Prices (`prediction.seconds`) and homes (`MemoryHome.memory`) both ask here.
+
+    Args:
+        tier: where weights, masters, gradients or states rest.
+        device: "cpu" where the processor is the device, whose instructions reach host memory; anything else for an accelerator.
+    """
+    return tier is Tier.DEVICE or (tier is Tier.HOST and device in ("cpu", "meta"))
+
+
 class Saved(StrEnum):
     """What happens to the tensors that a call saves for backward.
 

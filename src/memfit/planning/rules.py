@@ -292,7 +292,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
             _add(moved_s, hardware, homes.weight_home, "read", weight)
         if block in shape.trainable:
             work_s += update_compute_seconds(plan, profile, block, hardware)
-            traffic = update_traffic(plan, profile, block, is_visiting=True)
+            traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
             for (tier, _), nbytes in traffic.read.items():
                 _add(moved_s, hardware, tier, "read", nbytes)
             for (tier, _), nbytes in traffic.written.items():

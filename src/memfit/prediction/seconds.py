@@ -7,7 +7,7 @@ One main thread takes the actions in order. Compute takes its time; transfers st
 done, and are served by their link in the order they were issued: reading and writing are two queues a tier. The main
 thread stops only where core.schedule's [Note: what an action means] says that an action waits; those seconds are
 stalls, by what was waited for. An update reads, works and writes as a pipeline: it ends when the slowest of the three
-has. Where its elements are worked on by the device that computes (always on a CPU), that time delays compute.
+has. Its elements are worked on by the device that computes, wherever they rest, and that time delays compute.
 Not modelled: links and compute slowing each other, the cost of a first step.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
 from memfit.core.hardware import Hardware, Link
-from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.plan import Plan, Saved, Tier, updates_in_place
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.schedule import (
     Accumulate,
@@ -93,11 +93,11 @@ def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware:
     return plan.microbatches * (flops / hardware.flops_per_s + calls * CALL_OVERHEAD_S)
 
 
-def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: bool) -> Traffic:
-    """Bytes that an update of a block moves between where its master weight lives and the homes of the rest.
+def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: bool, device: str = "cpu") -> Traffic:
+    """Bytes that an update of a block moves between the device, which computes it, and the homes.
 
-    Between the device and itself, and between host memory and a worker on the host, nothing moves. What rests on disk
-    is read, and weight and states written back; a weight that visits is not read again, nor is one that is rounded from a whole master.
+    What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read, and weight, master and states are written back; a weight that
+    visits is not read again, nor is one that is rounded from a whole master.
     """
     profiled = profile.blocks[block]
     homes = plan.block(profiled.name)
@@ -115,7 +115,7 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
     if has_masters:
         sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
     for category, (home, nbytes) in sizes.items():
-        if home is not Tier.DISK and (home is not Tier.HOST or place is not Tier.DEVICE):
+        if updates_in_place(home, device):
             continue
         if category != "weight" or reads_weight:
             read[home, category] += nbytes
@@ -125,13 +125,7 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
 
 
 def update_compute_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
-    """Seconds for which a block's update delays compute; 0 where a worker on the host does it beside."""
-    place = plan.block(profile.blocks[block].name).weight_home
-    is_computing = hardware.device == "cpu" or place is Tier.DEVICE
-    return _update_seconds(plan, profile, block, hardware) if is_computing else 0.0
-
-
-def _update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
+    """Seconds for which a block's update delays compute: the device does it, wherever the bytes rest."""
     trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
     seconds = trained / hardware.update_elements_per_s + encoded / hardware.codec_elements_per_s
@@ -236,7 +230,8 @@ class Clock:
         return self._transfer("accumulate", block, home, "gradient", begin, read=reads, written=size)
 
     def _update(self, block: int) -> ActionTime:
-        traffic = update_traffic(self.plan, self.profile, block, is_visiting=block in self._present)
+        device = "cpu" if self.hardware is None else self.hardware.device
+        traffic = update_traffic(self.plan, self.profile, block, is_visiting=block in self._present, device=device)
         begin = max(self.now_s, self._done_s.get(("accumulate", block), 0.0))
         end = self.now_s
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
@@ -245,15 +240,8 @@ class Clock:
                 counter[category] += nbytes
                 end = max(end, self._serve(tier, direction, begin, nbytes))
         if self.hardware is not None:
-            work_s = update_compute_seconds(self.plan, self.profile, block, self.hardware)
-            if work_s:
-                self.now_s += work_s
-                end = max(end, self.now_s)
-            else:
-                work_s = _update_seconds(self.plan, self.profile, block, self.hardware)
-                free = max(begin, self._free_s.get((Tier.HOST, "work"), 0.0)) + work_s
-                self._free_s[Tier.HOST, "work"] = free
-                end = max(end, free)
+            self.now_s += update_compute_seconds(self.plan, self.profile, block, self.hardware)
+            end = max(end, self.now_s)
         self._done_s["update", block] = end
         return ActionTime(start_s=begin, end_s=end)
 

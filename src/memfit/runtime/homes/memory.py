@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memfit import devices
-from memfit.core.plan import Tier
+from memfit.core.plan import Tier, updates_in_place
 from memfit.runtime.homes.base import DONE, Ticket
 from memfit.runtime.trees import bytes_view, new_storage
 
@@ -67,7 +67,7 @@ class MemoryHome:
     @property
     def memory(self) -> torch.UntypedStorage | None:
         """The storage where compute can use it in place."""
-        return None if self._is_beside else self._storage
+        return self._storage if updates_in_place(self.tier, self._device.type) else None
 
     @property
     def has_spare_slot(self) -> bool:
