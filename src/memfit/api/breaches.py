@@ -36,6 +36,7 @@ from memfit.api.plan_checks import other_sums
 from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
+from memfit.runtime.allocator.kernel import is_refusal
 
 TRIES = 3
 """Plans that one step may be tried under after the one that met the limit."""
@@ -107,7 +108,7 @@ def assemble_tighter(
             adds_up = False
     except BaseException as other:
         now.end(restore=False)
-        if not isinstance(other, MemfitError | torch.OutOfMemoryError):
+        if not (isinstance(other, MemfitError) or is_refusal(other)):
             raise
         error.add_note(f"no tighter plan took its place ({type(other).__name__}: {other}). {_closed(now)}")
         raise error from other
@@ -154,7 +155,7 @@ def assemble_fitting(
             if _may_cut(now, batch):
                 break
             adds_up = False
-    except (MemfitError, torch.OutOfMemoryError) as other:
+    except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
         clear_frames(other)
         if not before.has_begun:
             before = _take_back(now, replace(parts, adds_up=adds_up), excess, other, interrupts)
@@ -194,7 +195,7 @@ def _may_cut(now: Assembly, batch: Any) -> bool:
         return True
     try:
         check_split(now, batch)
-    except (UnsupportedError, torch.OutOfMemoryError):
+    except (UnsupportedError, MemoryError, torch.OutOfMemoryError):
         return False  # or there is no room to look
     return True
 
@@ -206,7 +207,7 @@ def _take_back(now: Assembly, parts: JobParts, excess: str, refused: Exception, 
         return _exchange(now, parts, interrupts)
     except BaseException as error:
         now.end(restore=False)
-        if not isinstance(error, MemfitError | torch.OutOfMemoryError):
+        if not (isinstance(error, MemfitError) or is_refusal(error)):
             raise
         again = f"The plan before could not be taken up again ({type(error).__name__}: {error})."
         raise _refusal(excess, refused, f"{again} {_closed(now)}") from error

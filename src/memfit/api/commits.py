@@ -30,6 +30,7 @@ from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, Usag
 from memfit.core.layout import Scheme
 from memfit.core.plan import Plan, Tier
 from memfit.core.units import format_bytes
+from memfit.runtime.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.runtime.export.conversions import file_tensors
 from memfit.runtime.export.names import keep_names
 from memfit.runtime.export.trainer import class_name
@@ -289,9 +290,11 @@ class Commits:
             if is_first:
                 self.run.committed.end_step(self._house.step)
             self.run.committed.seal(self._state, flips=flips, force=True)
-        except torch.OutOfMemoryError as error:
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
             raise LimitBreachError(
-                f"the limit was hit while step {self._house.step} was committed: {str(error).splitlines()[0]} The commit before is whole, and the step is made. "
+                f"the limit was hit while step {self._house.step} was committed: {refusal_words(error)} The commit before is whole, and the step is made. "
                 "Free what else the process holds; the next call commits it",
                 phase="commit",
                 where="commit",

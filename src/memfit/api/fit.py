@@ -74,7 +74,7 @@ def fit(
     on_breach: Literal["error", "replan"] = "error",
     host_limit: int | str | None = None,
     disk_limit: int | str | None = None,
-    enforce: bool = True,
+    enforce: bool | Literal["kernel"] = True,
     keep_gradients: bool = False,
     emulate_device: bool = False,
     hardware: Hardware | str | Path | None = None,
@@ -131,7 +131,10 @@ def fit(
             another order from then on. Needs `store=`, and durability "step".
         host_limit: the same for host memory beside a device.
         disk_limit: the same for files: homes on disk, activations that are offloaded there, and all that `store=` claims (homes on disk lie inside of that).
-        enforce: arm the limit in the allocator, so that passing it is an error at the allocation. Otherwise it is only reported.
+        enforce: True arms the limit in the allocator, so that passing it is an error at a tensor's allocation; what else the process holds is measured when a step
+            begins, and a step that no longer fits beside it is refused before it begins. "kernel", without a GPU: from the second step on the kernel refuses
+            everything that would pass the limit as well (RLIMIT_DATA, of this process and children that it starts then): inside of a step that is a
+            `LimitBreachError`, between steps a `MemoryError` of whoever asked. False: the limit is only reported.
         keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`); costs their bytes there.
         emulate_device: on a machine without a GPU, count a device of its own inside the process, with host memory beside it: for trying plans of
             three tiers.
@@ -153,12 +156,18 @@ def fit(
         weights, resume = saved, None
     limits = Limits.read(limit, host_limit, disk_limit)
     stated = read_hardware(hardware)
+    _check_enforce(enforce, limit)
+    uses_kernel = enforce == "kernel"
     device = device_of(model)
     if enforce and stated is None:
         check_limit(limits, device, is_emulated=emulate_device)
-    machine = Machine(device, limits, is_emulated=emulate_device)
+    machine = Machine(device, limits, is_emulated=emulate_device, uses_kernel=uses_kernel)
+    if uses_kernel and not machine.counts_process:
+        raise UsageError(
+            'enforce="kernel" limits the memory of a process: it cannot limit that of a device (host_limit and the allocators do)'
+        )
     home = directory or store or resume
-    with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as stack:
+    with machine.phases("load"), machine.guard("load", enforces=bool(enforce)), ExitStack() as stack:
         driver = driver_of(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else read_plan(plan)
@@ -195,7 +204,7 @@ def fit(
             directory=directory,
             run=run,
             keeps_gradients=keep_gradients,
-            enforces=enforce,
+            enforces=bool(enforce),
             replans=on_breach == "replan",
             hardware=cache(lambda: _beside_claim(stated or probed(), run)),
         )
@@ -330,6 +339,13 @@ def _not_cut(why: str) -> str:
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
     """What the run has claimed of the disk already it need not find free."""
     return replace(hardware, disk_bytes=hardware.disk_bytes + (0 if run is None else run.claimed_bytes))
+
+
+def _check_enforce(enforce: bool | str, limit: int | str | None) -> None:  # noqa: FBT001, as it was given
+    if enforce not in (True, False, "kernel"):
+        raise UsageError(f'enforce is True, False or "kernel", not {enforce!r:.80}')
+    if enforce == "kernel" and limit is None:
+        raise UsageError('enforce="kernel" needs a limit to arm: give limit=')
 
 
 def _check_on_breach(on_breach: str, where: str | Path | None, durability: Durability) -> None:

@@ -28,6 +28,7 @@ from memfit.core.units import format_bytes, parse_bytes
 from memfit.profiling.blocks import find_blocks
 from memfit.recipes.pretrained import pretrained_builder
 from memfit.runtime.allocator import shortfall_bytes
+from memfit.runtime.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.runtime.birth import build_empty
 from memfit.runtime.caches import TravellingCaches
 from memfit.runtime.guard import is_away
@@ -226,7 +227,7 @@ def stream(
         _check_caches_fit(machine, cache_limit, left)
     with ExitStack() as stack:
         stack.enter_context(interrupts.held())
-        stack.enter_context(machine.phases("inference"))
+        stack.enter_context(machine.phase("inference"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         caches = None
@@ -236,7 +237,9 @@ def stream(
         try:
             with weights:
                 yield Inference(model, weight_bytes, machine, house, weights, caches)
-        except torch.OutOfMemoryError as error:
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
             raise LimitBreachError(
                 _breach_text(error, machine, weights.at, weight_bytes, caches),
                 phase="inference",
@@ -278,7 +281,7 @@ def _breach_text(
     if caches is not None:
         held += f", caches of keys and values {format_bytes(caches.here_bytes)}"
     return (
-        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at {at}: {str(error).splitlines()[0]} Weights take two blocks at most "
+        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at {at}: {refusal_words(error)} Weights take two blocks at most "
         f"({held}); the rest is activations. {_way_out(shortfall_bytes(error), limit, caches)}"
     )
 

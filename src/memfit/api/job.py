@@ -160,7 +160,10 @@ class Job:
         assembly = self._assembly
         if assembly.journal is not None and assembly.journal.is_waiting:
             return []  # the step is decided, and computes nothing
-        _, excess = assembly.look_at(batch)
+        prepared, excess = assembly.look_at(batch)
+        if excess is None:
+            beside = self._machine.excess(prepared.timeline.peak_bytes)
+            excess = None if beside is None else f"step {self.steps + 1} does not fit: {beside}"
         if excess is None:
             return []
         before = take_random()
@@ -204,7 +207,8 @@ class Job:
         phase = "first step" if self._steps_here == 0 else "steady"
         if self._steps_here < 2:
             self._machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
-        with assembly.stepping(), self._machine.phases(phase):
+        self._machine.refuse(prepared.timeline.peak_bytes, self.steps + 1)
+        with assembly.stepping(), self._machine.phase(phase, is_step=True):
             outcome = make_step(assembly, prepared, parts, factors)
             self._steps_here += 1
         self._note()
@@ -399,7 +403,7 @@ class Job:
         waiting = journal if journal is not None and journal.is_waiting else None
         scaler = self.loss_scaler
         # What a save works on is host memory.
-        with self._machine.phases("save"), self._machine.host_ledger():
+        with self._machine.phase("save"), self._machine.host_ledger():
             return save_job(
                 directory,
                 model=self._assembly.parts.model,

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from memfit import devices
+from memfit.api.room import Room
 from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.limits import (
@@ -29,10 +30,11 @@ from memfit.core.limits import (
 )
 from memfit.core.units import MIB, format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, install, tame_malloc
+from memfit.runtime.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
 from memfit.runtime.guard import is_away
 from memfit.runtime.state_codecs import probe_codecs
 from memfit.runtime.store import probe_disk
-from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
+from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, PhaseRecord, Phases, ProcessMeter
 
 _PROBE_DISK_S = 0.6
 _PROBE_FILE_BYTES = 64 * MIB
@@ -72,12 +74,13 @@ class Machine:
     """One device, with its limit.
 
     Without a GPU the device is this process: the limit counts everything the operating system charges to it, interpreter and
-    libraries included. `is_emulated` makes it a device of its own inside the process: only tensors count, host homes apart.
+    libraries included. `is_emulated` makes it a device of its own inside the process: only tensors count, host homes apart. With `uses_kernel` the
+    kernel's limit on the process is armed as well, once a step has been made; see [Note: the kernel's limit] in `runtime.allocator.kernel`.
 
     Memory: none.
     """
 
-    def __init__(self, device: torch.device, limits: Limits, *, is_emulated: bool) -> None:
+    def __init__(self, device: torch.device, limits: Limits, *, is_emulated: bool, uses_kernel: bool = False) -> None:
         self.device = device
         self.limits = limits
         self.is_emulated = is_emulated
@@ -98,7 +101,12 @@ class Machine:
         self.process = ProcessMeter(with_children=True) if self.counts_process else None
         self.phases = Phases(self.meter, self.process)
         self.armed_bytes: int | None = None
+        # Without a compiler the allocator's limit is the kernel's already.
+        self._kernel = KernelLimit() if uses_kernel and isinstance(self.allocator, Allocator) else None
+        self._room: Room | None = None
         self._lift = weakref.finalize(self, _lift_limit, self.meter, -1)
+        if self._kernel is not None:
+            weakref.finalize(self, self._kernel.lift)
 
     def base_bytes(self) -> int:
         """Resident bytes of the process that our allocator did not give: interpreter, libraries, what was allocated before. 0 elsewhere."""
@@ -123,7 +131,8 @@ class Machine:
             live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
         )
         base = max(0, self.base_bytes() + others)
-        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=self.reserve_bytes())
+        reserve = self.reserve_bytes() if self._room is None else self._room.reserve_left_bytes
+        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
 
     @property
     def lacks_room(self) -> bool:
@@ -160,7 +169,7 @@ class Machine:
         """What plans may take under the armed limit: without the reserve, as at `fit`; None while no limit is armed."""
         if self.armed_bytes is None:
             return None
-        return self.armed_bytes - self.reserve_bytes()
+        return self.armed_bytes - self.reserve_bytes() if self._room is None else self._room.planned_bytes
 
     def arm(self) -> None:
         """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError` before the limit is passed.
@@ -174,14 +183,43 @@ class Machine:
         if self.process is None:
             self._set_limit(limit)
             return
-        left = limit - self.base_bytes()
+        assert self.allocator is not None
+        if self._room is None:
+            self._room = Room(limit, self.reserve_bytes, self.base_bytes, self.allocator, kernel=self._kernel)
+        left = self._room.begin_plan()
         if left <= 0:
+            self._room = None
             raise DoesNotFitError(
                 f"the process already holds {format_bytes(limit - left)} outside of memfit's tensors, above the limit of "
                 f"{format_bytes(limit)}: start from a fresh process, free what is not needed, or raise the limit",
                 smallest_limit_bytes=None,
             )
         self._set_limit(left)
+
+    @contextmanager
+    def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
+        """Measures a call of the job, inside the limit as what the process holds outside of tensors leaves it now. See [Note: memory outside of tensors]."""
+        room = self._room
+        if room is not None:
+            left = max(0, room.begin())
+            if left != self.armed_bytes:
+                self._set_limit(left)
+        try:
+            with self.phases(name):
+                yield
+        finally:
+            if room is not None and room is self._room:
+                last = self.phases.last
+                room.end(_scratch_bytes(last, self.base_bytes()) if is_step and last is not None else None)
+
+    def excess(self, peak_bytes: int) -> str | None:
+        """Why a step of that predicted peak does not fit beside what the process holds now, in words; None if it does, or no limit is armed."""
+        return None if self._room is None else self._room.excess(peak_bytes)
+
+    def refuse(self, peak_bytes: int, step: int) -> None:
+        """Refuses a step of that predicted peak that does not fit beside what the process holds now. Raises `LimitBreachError`."""
+        if self._room is not None:
+            self._room.refuse(peak_bytes, step)
 
     def _set_limit(self, limit_bytes: int) -> None:
         self.meter.set_limit(limit_bytes)
@@ -199,10 +237,12 @@ class Machine:
             self.arm()
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
             self.disarm()
             raise LimitBreachError(
-                f"the limit of {format_bytes(self.limits.device_bytes or 0)} was hit in phase {phase!r}: {str(error).splitlines()[0]} Nothing was changed "
+                f"the limit of {format_bytes(self.limits.device_bytes or 0)} was hit in phase {phase!r}: {refusal_words(error)} Nothing was changed "
                 "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
                 phase=phase,
                 where=phase,
@@ -211,6 +251,9 @@ class Machine:
 
     def disarm(self) -> None:
         """Takes the hard limit off."""
+        if self._room is not None:
+            self._room.lift()
+            self._room = None
         if self.armed_bytes is not None:
             self.meter.set_limit(None)
             self.armed_bytes = None
@@ -284,7 +327,7 @@ class Machine:
     def passed(self, peak_bytes: int) -> str | None:
         """What took the process past its limit where no allocation of a tensor did, in words; None while it is below.
 
-        The armed limit counts what tensors take; what else the process holds is what it held when the limit was armed.
+        The armed limit counts what tensors take; what else the process holds is what it held when the step began.
 
         Args:
             peak_bytes: what was measured.
@@ -295,8 +338,8 @@ class Machine:
         outside = self.base_bytes()
         return (
             f"the process took {format_bytes(peak_bytes)}, above the limit of {format_bytes(limit)}: {format_bytes(outside)} are outside of tensors now, and "
-            f"{format_bytes(limit - self.armed_bytes)} were when the limit was armed. What comes in between is not memfit's to refuse (NumPy's arrays, mapped "
-            "files, workers, libraries). Have it before memfit.fit, free it, or raise the limit"
+            f"{format_bytes(limit - self.armed_bytes)} were when the step began. What comes in between is not memfit's to refuse (NumPy's arrays, mapped "
+            'files, workers, libraries): fit(enforce="kernel") lets the kernel refuse it. Have it before memfit.fit, free it, or raise the limit'
         )
 
     def measured_peak_bytes(self) -> int:
@@ -351,6 +394,11 @@ def _lift_limit(meter: DeviceMeter, limit_bytes: int) -> None:
     """Lifts a limit, unless another job has set its own since."""
     if meter.limit_bytes() == limit_bytes:
         meter.set_limit(None)
+
+
+def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:
+    """What the process held at the peak of a step beside its tensors, and gave back before its end. Peaks need not coincide: it is at least that."""
+    return (step.process_peak_bytes or 0) - step.held_peak_bytes - base_bytes
 
 
 def _memory_bytes() -> int:

@@ -18,13 +18,16 @@ import torch
 from memfit.api.alike import RowsAlike
 from memfit.api.assembly import Assembly
 from memfit.api.interrupts import Interrupts
+from memfit.api.parts import Prepared
 from memfit.api.results import EvaluateResult
 from memfit.api.run_state import give_random, is_random_state, take_random
 from memfit.api.splitting import compare_split, evaluating, rows_differ, trial_of, without_dropout
 from memfit.api.steps import cut
-from memfit.core.errors import MemfitError, MemfitWarning, UnsupportedError
+from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.precision import ComputeDtype
 from memfit.core.trials import trial
+from memfit.core.units import format_bytes
+from memfit.runtime.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.runtime.engine import Work
 from memfit.runtime.saved import Buffers
 from memfit.scheduling.build import build_forward
@@ -42,12 +45,12 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
     work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
     with (
         interrupts.held(),
-        assembly.machine.phases("evaluate"),
+        assembly.machine.phase("evaluate"),
         torch.no_grad(),
         evaluating(model),
         assembly.setting(),
     ):
-        results = assembly.engine.evaluate(prepared.evaluation, work)
+        results = _evaluated(assembly, prepared, work)
     if isinstance(results[0], tuple):
         losses, total = tuple(float(s) for s, _ in results), sum(float(count) for _, count in results)
         factors = [1.0 / total if total else math.nan] * len(results)
@@ -55,6 +58,22 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
         losses = tuple(float(r) for r in results)
     mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
     return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
+
+
+def _evaluated(assembly: Assembly, prepared: Prepared, work: Work) -> list[Any]:
+    try:
+        return assembly.engine.evaluate(prepared.evaluation, work)
+    except REFUSALS as error:
+        if not is_refusal(error):
+            raise
+        limit = assembly.machine.limits.device_bytes
+        raise LimitBreachError(
+            f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit while a batch was evaluated, at '{assembly.engine.at}': "
+            f"{refusal_words(error)} Nothing was changed: the job goes on. Try fewer rows at a time, or a larger limit",
+            phase="evaluate",
+            where=assembly.engine.at,
+            torn=False,
+        ) from error
 
 
 @trial()

@@ -40,6 +40,7 @@ from memfit.api.run_state import (
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
+from memfit.runtime.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.runtime.birth import find_origins
 from memfit.runtime.export.files import (
     INDEX_NAME,
@@ -270,9 +271,11 @@ def write_save(
             pieces = Pieces(max(f.header.file_bytes for f in files))
             for file in files:
                 write_tensors(new / file.name, file.header, file.sources, pieces, operations=operations)
-        except torch.OutOfMemoryError as error:
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
             raise LimitBreachError(
-                f"the limit was hit while saving to {target}: {str(error).splitlines()[0]} Nothing was changed, neither the job nor an older save. "
+                f"the limit was hit while saving to {target}: {refusal_words(error)} Nothing was changed, neither the job nor an older save. "
                 "Free what else the process holds, or raise the limit",
                 phase="save",
                 where="save",

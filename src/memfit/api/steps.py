@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from memfit.api.assembly import Assembly
 from memfit.api.journaling import StepJournal
 from memfit.api.parts import Prepared
@@ -18,6 +16,7 @@ from memfit.api.splitting import shares
 from memfit.core.errors import LimitBreachError, StoreError
 from memfit.core.plan import Order, Plan
 from memfit.core.units import format_bytes
+from memfit.runtime.allocator.kernel import is_refusal, refusal_words
 from memfit.runtime.engine import Outcome, Work
 from memfit.runtime.gradients import clip_factor
 from memfit.runtime.streams import draw_streams
@@ -156,7 +155,7 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
             f"step {assembly.steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
             + (f" and {len(names) - 1} more blocks" if len(names) > 1 else "")
         )
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_refusal(error):
         raise LimitBreachError(
             _breach_text(assembly, error, torn=is_torn, is_decided=is_decided),
             phase="step",
@@ -179,7 +178,7 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
         else "Nothing was updated: the job goes on with the weights of before"
     )
     return (
-        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{assembly.engine.at}': {str(error).splitlines()[0]} "
+        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{assembly.engine.at}': {refusal_words(error)} "
         f"Largest residents: {held or 'none of memfit'}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
     )
 
