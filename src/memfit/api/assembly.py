@@ -31,7 +31,7 @@ from memfit.runtime.export.matching import Matched
 from memfit.runtime.frames import CallFrames
 from memfit.runtime.homes import ByteHome, DiskHome
 from memfit.runtime.housing import House
-from memfit.runtime.inputs import casting_inputs
+from memfit.runtime.inputs import cast_dtype, casting_inputs
 from memfit.runtime.loss_scaling import LossScaler, in_half
 from memfit.runtime.noise import RoundingNoise
 from memfit.runtime.optimizers import OwnerCallbacks
@@ -82,7 +82,7 @@ class Assembly:
             BlockWeights(i, name, parameters, parts.plan.compute_dtype)
             for i, (name, parameters) in enumerate(parts.blocks)
         )
-        if self.is_bf16:
+        if self.plan.compute_dtype.has_masters:
             driver.use_masters(torch.float32)
         self.place = {slot.name: (block, slot) for block in self.blocks for slot in block.slots}
         trained = set(driver.names)
@@ -176,7 +176,7 @@ class Assembly:
         # Those of a journal wait for its commits.
         is_journaled = parts.run is not None and parts.run.scheme == "journal"
         is_beside = machine.device.type != "cpu" or self.house.uses_disk or is_journaled
-        self._running.enter_context(casting_inputs(parts.casts, torch.bfloat16 if self.is_bf16 else None))
+        self._running.enter_context(casting_inputs(parts.casts, cast_dtype(self.plan.compute_dtype)))
         noise = self.noise if self.plan.drops_masters else None
         pieces = PieceUpdates(parts.driver, self.states, self.house.gradients, noise=noise)
         self.updates = UpdateWorker(pieces, is_beside=is_beside)
@@ -230,15 +230,10 @@ class Assembly:
     # --- what it is -------------------------------------------------------------------------------------------------------------
 
     @property
-    def is_bf16(self) -> bool:
-        """Weights compute in bf16."""
-        return self.plan.compute_dtype is ComputeDtype.BFLOAT16
-
-    @property
     def loss(self) -> Callable[[nn.Module, Any], Any]:
         """The user's, as the plan runs it."""
         loss = self.parts.loss
-        return loss if self.scaler is None else in_half(loss, self.machine.device.type)
+        return in_half(loss, self.machine.device.type) if self.plan.compute_dtype is ComputeDtype.FLOAT16 else loss
 
     @contextmanager
     def setting(self) -> Iterator[None]:

@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from memfit.api.machine import Machine
-from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
+from memfit.api.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.api.splitting import checked_rows
 from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
-from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
+from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB, format_bytes
@@ -89,10 +89,15 @@ def choose(
     """
     chunks = [None, chunk_tokens(problem.model)] if knows_loss(problem.model) else [None]
     dtypes = [ComputeDtype.GIVEN]
-    if ("bf16" in allow or WITHOUT_MASTERS in allow) and unfit_for_bf16(problem.model) is None:
-        dtypes.append(ComputeDtype.BFLOAT16)
-    if "fp16" in allow and hardware.device != "cpu" and unfit_for_fp16(problem.model) is None:
-        dtypes.append(ComputeDtype.FLOAT16)  # a CPU gains no speed from fp16: there such a plan must be given
+    wanted = {
+        ComputeDtype.BFLOAT16: "bf16" in allow or WITHOUT_MASTERS in allow,
+        # A CPU gains no speed from fp16's products: there such a plan must be given.
+        ComputeDtype.FLOAT16: "fp16" in allow and hardware.device != "cpu",
+        ComputeDtype.FLOAT16_WEIGHTS: FP16_WEIGHTS in allow and hardware.device != "cpu",
+    }
+    dtypes += [
+        compute for compute, is_wanted in wanted.items() if is_wanted and unfit_for(compute, problem.model) is None
+    ]
     formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
     if like is not None:
         dtypes, formats = [like.compute_dtype], [like.state_format]
@@ -175,8 +180,10 @@ def _words(found: PlanChoice, plan: Plan) -> str:
     words = [found.reason]
     if plan.loss_chunk_tokens is not None:
         words.append(f"The loss runs in chunks of {plan.loss_chunk_tokens} tokens.")
-    if plan.scales_losses:
+    if plan.compute_dtype is ComputeDtype.FLOAT16:
         words.append("The forward runs under autocast to fp16, and losses are scaled.")
+    elif plan.compute_dtype is ComputeDtype.FLOAT16_WEIGHTS:
+        words.append("Weights compute in fp16, rounded from fp32 masters, and losses are scaled.")
     elif plan.compute_dtype is not ComputeDtype.GIVEN:
         kept = "rounded from fp32 masters" if not plan.drops_masters else "without masters, rounded stochastically"
         words.append(f"Weights compute in bf16, {kept}.")

@@ -105,7 +105,9 @@ def fit(
             masters back. While such a job lives, the model's own forward and its layers' get floating arguments cast to bf16. "bf16-weights-sr"
             permits the same without masters: the bf16 weights are all there is, rounded stochastically when they are updated. "fp16" permits plans that run
             the loss function under autocast to fp16 and scale losses dynamically, as `torch.amp.GradScaler` does it; a step whose gradients overflow
-            updates nothing (`StepResult.is_skipped`, `job.loss_scaler`). "int8-state", "int4-state", "fp8-state" and "bf16-state" permit optimizer states
+            updates nothing (`StepResult.is_skipped`, `job.loss_scaler`). "fp16-weights" permits weights that compute in fp16, with masters as under "bf16" and
+            losses scaled as under "fp16": half the bytes move, and what autocast would compute in fp32 is computed in fp16.
+            "int8-state", "int4-state", "fp8-state" and "bf16-state" permit optimizer states
             that rest in so many bits (never those of embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
             `job.close()` give them decoded to fp32.
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.

@@ -23,7 +23,7 @@ from memfit.core.errors import AwayError, PlanError, TierUnavailableError, Unsup
 from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
 from memfit.core.hardware import Hardware
 from memfit.core.plan import Plan
-from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
+from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, UpdateProfile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB
@@ -34,7 +34,7 @@ from memfit.profiling.trace import profile_step
 from memfit.runtime.allocator import install
 from memfit.runtime.aside import WeightsAside
 from memfit.runtime.forgetful import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
-from memfit.runtime.inputs import casting_inputs
+from memfit.runtime.inputs import cast_dtype, casting_inputs
 from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.runtime.seeding import check_result
@@ -50,6 +50,7 @@ ALLOWANCES = frozenset(
         "nonadditive-loss",
         "bf16",
         "fp16",
+        FP16_WEIGHTS,
         WITHOUT_MASTERS,
         *(one.allowance for one in STATE_FORMATS),
     }
@@ -171,7 +172,6 @@ class Problem:
     ) -> Profile:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
         parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
-        is_bf16 = compute is ComputeDtype.BFLOAT16
         sizes_of_states = self._state_sizes(compute, StateFormat.GIVEN)
         states = {name: nbytes for name, (nbytes, _) in sizes_of_states.items()}
         updates = self._updates(compute, sizes_of_states)
@@ -183,7 +183,7 @@ class Problem:
         }  # fmt: skip
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),
-            casting_inputs(self.casts, torch.bfloat16 if is_bf16 else None),
+            casting_inputs(self.casts, cast_dtype(compute)),
         ):
             try:
                 found = profile_step(*arguments, **options)
@@ -251,7 +251,7 @@ def _largest(parts: Sequence[Any]) -> Any:
 
 def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:
     """Of what is updated, where it is not the weight itself."""
-    return torch.float32 if compute is ComputeDtype.BFLOAT16 else None
+    return torch.float32 if compute.has_masters else None
 
 
 def first_of(loss: Loss) -> Loss:
@@ -354,33 +354,42 @@ def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> Non
         )
     if plan.compute_dtype is ComputeDtype.GIVEN:
         return
-    is_half = plan.compute_dtype is ComputeDtype.FLOAT16
-    needed = "fp16" if is_half else WITHOUT_MASTERS if plan.drops_masters else "bf16"
+    needed, how = {
+        ComputeDtype.FLOAT16: ("fp16", "fp16"),
+        ComputeDtype.FLOAT16_WEIGHTS: (FP16_WEIGHTS, "fp16 weights"),
+    }.get(plan.compute_dtype, (WITHOUT_MASTERS, "bf16 without masters") if plan.drops_masters else ("bf16", "bf16"))
     if needed not in allow:
-        how = "fp16" if is_half else "bf16 without masters" if plan.drops_masters else "bf16"
         raise UsageError(
             f'the plan computes in {how}, which changes the arithmetic: fit(..., allow={{"{needed}"}}) permits it'
         )
-    problem = unfit_for_fp16(model) if is_half else unfit_for_bf16(model)
+    problem = unfit_for(plan.compute_dtype, model)
     if problem is not None:
         raise UnsupportedError(problem)
 
 
-def unfit_for_fp16(model: nn.Module) -> str | None:
-    """Why the model cannot compute in fp16 under autocast; None if it can."""
+def unfit_for(compute: ComputeDtype, model: nn.Module) -> str | None:
+    """Why the model cannot compute so; None if it can."""
+    if compute.has_masters:
+        return _unfit_for_masters(model, compute)
+    return _unfit_for_autocast(model) if compute is ComputeDtype.FLOAT16 else None
+
+
+def _unfit_for_autocast(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype is torch.float16:
             return f"the parameter {name!r} is fp16: loss scaling needs fp32 weights, whose gradients are fp32 (model.float() first)"
     return None
 
 
-def unfit_for_bf16(model: nn.Module) -> str | None:
-    """Why the model cannot have bf16 weights with fp32 masters; None if it can."""
+def _unfit_for_masters(model: nn.Module, compute: ComputeDtype) -> str | None:
+    is_bf16 = compute is ComputeDtype.BFLOAT16
+    short = "bf16" if is_bf16 else "fp16"
+    taken = (torch.float32, torch.bfloat16) if is_bf16 else (torch.float32, torch.float16)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
-            return f"the parameter {name!r} is {parameter.dtype}: bf16 training takes models in fp32 or bf16, whose masters are fp32"
+        if parameter.requires_grad and parameter.dtype not in taken:
+            return f"the parameter {name!r} is {parameter.dtype}: {short} training takes models in fp32 or {short}, whose masters are fp32"
         if parameter.grad is not None:
-            return f"the parameter {name!r} has a gradient, whose dtype would not be that of bf16 weights: model.zero_grad() first"
+            return f"the parameter {name!r} has a gradient, whose dtype would not be that of {short} weights: model.zero_grad() first"
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return f"the embedding {name!r} bounds its rows in the forward (max_norm), of which fp32 masters would not hear: set max_norm=None"

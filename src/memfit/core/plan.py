@@ -159,9 +159,9 @@ class Plan:
             raise PlanError(f"a plan needs at least one microbatch, not {self.microbatches}")
         if self.prefetch < 0:
             raise PlanError(f"prefetch counts visits ahead and cannot be {self.prefetch}")
-        if self.splits_masters and not self.compute_dtype.has_masters:
+        if self.splits_masters and self.compute_dtype is not ComputeDtype.BFLOAT16:
             raise PlanError("there are no masters to split: splits_masters needs compute_dtype='bfloat16'")
-        if self.drops_masters and (not self.compute_dtype.has_masters or self.splits_masters):
+        if self.drops_masters and (self.compute_dtype is not ComputeDtype.BFLOAT16 or self.splits_masters):
             raise PlanError(
                 "drops_masters needs compute_dtype='bfloat16' and splits_masters=false: there are no masters then"
             )
@@ -194,7 +194,7 @@ class Plan:
     @property
     def scales_losses(self) -> bool:
         """Losses are scaled, and no update begins before all gradients are known to be finite."""
-        return self.compute_dtype is ComputeDtype.FLOAT16
+        return self.compute_dtype.scales_losses
 
     def block(self, name: str) -> BlockPlan:
         """Homes of a block; all on the device if the plan does not name it."""

@@ -9,8 +9,8 @@ from enum import StrEnum
 
 WITHOUT_MASTERS = "bf16-weights-sr"
 """What `fit(allow=...)` calls bf16 weights that are rounded stochastically and have no masters."""
-
-_MASTERED = ("float32", "bfloat16")
+FP16_WEIGHTS = "fp16-weights"
+"""What `fit(allow=...)` calls fp16 weights with fp32 masters. "fp16" is autocast, which computes sums, norms and losses in fp32: another arithmetic."""
 
 
 class ComputeDtype(StrEnum):
@@ -18,20 +18,35 @@ class ComputeDtype(StrEnum):
 
     BFLOAT16: weights that are fp32 or bf16 compute in bf16; their fp32 masters, and the optimizer's moments in fp32, rest at home.
     FLOAT16: weights are as they came; the forward runs under torch's autocast to fp16, and losses are scaled dynamically.
+    FLOAT16_WEIGHTS: as BFLOAT16, with weights in fp16, and losses are scaled dynamically. Half the bytes of a weight are read at each visit; under FLOAT16 all.
     """
 
     GIVEN = "given"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+    FLOAT16_WEIGHTS = "float16-weights"
 
     @property
     def has_masters(self) -> bool:
         """Weights are kept twice: as they compute, and in fp32."""
-        return self is ComputeDtype.BFLOAT16
+        return self.weight_dtype is not None
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """Of the weights that compute, where it is not the one in which they came."""
+        return _WEIGHTS.get(self)
+
+    @property
+    def scales_losses(self) -> bool:
+        """Gradients are fp16 on their way: losses are scaled, and no update begins before all gradients are known to be finite."""
+        return self in (ComputeDtype.FLOAT16, ComputeDtype.FLOAT16_WEIGHTS)
+
+
+_WEIGHTS = {ComputeDtype.BFLOAT16: "bfloat16", ComputeDtype.FLOAT16_WEIGHTS: "float16"}
 
 
 def stored_dtypes(dtype: str, compute: ComputeDtype) -> tuple[str, str]:
     """Dtypes of a parameter's weight and of its master; equal where the weight is its own master (fp64 and integers always are)."""
-    if not compute.has_masters or dtype not in _MASTERED:
+    if compute.weight_dtype is None or dtype not in ("float32", compute.weight_dtype):
         return dtype, dtype
-    return str(compute), "float32"
+    return compute.weight_dtype, "float32"

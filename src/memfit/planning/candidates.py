@@ -86,11 +86,12 @@ def list_candidates(
     forms = MasterForms() if masters is None else masters
     given = ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN
     chosen_dtype = given if compute is None else compute
+    is_bf16 = (
+        chosen_dtype is ComputeDtype.BFLOAT16
+    )  # whose bits are the upper ones of its master, and which noise can round
     orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
     for order in orders:
-        waits = (
-            clips_norm or chosen_dtype is ComputeDtype.FLOAT16 or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
-        )
+        waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
         for fate in _fates(trace, chosen, tiers):
             # A call that changes what it was given (a key-value cache) cannot be run again.
             again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
@@ -121,11 +122,11 @@ def list_candidates(
                     continue  # blocks too small to move are at home on the device wherever the others are
                 seen.append(plan)
                 name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
-                if not has_masters or forms.kept:
+                if not has_masters or not is_bf16 or forms.kept:
                     yield Candidate(name=name, plan=plan)
-                if has_masters and forms.kept:
+                if has_masters and is_bf16 and forms.kept:
                     yield Candidate(name=f"{name}, masters split", plan=replace(plan, splits_masters=True))
-                if has_masters and forms.dropped:
+                if has_masters and is_bf16 and forms.dropped:
                     yield Candidate(name=f"{name}, no masters", plan=replace(plan, drops_masters=True))
 
 

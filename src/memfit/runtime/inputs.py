@@ -17,6 +17,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit.core.precision import ComputeDtype
+
+
+def cast_dtype(compute: ComputeDtype) -> torch.dtype | None:
+    """Of the weights that compute, where a plan says one: what the model and its layers get is cast to it."""
+    return None if compute.weight_dtype is None else getattr(torch, compute.weight_dtype)
+
 
 @contextmanager
 def casting_inputs(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:

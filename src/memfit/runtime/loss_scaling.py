@@ -1,4 +1,4 @@
-"""fp16: the forward under autocast, and the scale that keeps small gradients above fp16's smallest number.
+"""fp16: the forward under autocast or on fp16 weights, and the scale that keeps small gradients above fp16's smallest number.
 
 In: what a step found of its gradients. Out: the scale of the next one. Scale, check and skip are actions of the schedule (`core.schedule`).
 
@@ -8,6 +8,8 @@ and stay in fp32; losses are multiplied with the scale; when all gradients are c
 if one is not. No update begins before that is known, so that a skipped step changes nothing: neither weights nor states nor step counts, and neither the
 optimizer's hooks nor its schedulers hear of it. Scales are powers of two with torch's factors, so that scaling and unscaling round nothing, wherever they are
 done: unscaling is part of the update's pieces. (With a scale that is none, the norm to clip by is off by a rounding: it is taken of scaled gradients.)
+With fp16 weights (`ComputeDtype.FLOAT16_WEIGHTS`) there is no autocast: weights are rounded from fp32 masters, and the contract is GradScaler over an optimizer of
+the masters, whose gradients are sums in fp32 of the microbatches' fp16 ones. A skipped step changes neither masters nor weights.
 Autocast's cache of casted weights is off: it would keep an fp16 copy of every weight until the forward ends.
 """
 
