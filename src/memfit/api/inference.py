@@ -151,7 +151,7 @@ def infer(
         cache_limit: bytes of keys and values on the device. None: under a limit half of what it leaves beside weights, process and reserve (the other half is for
             activations); without one all of them. `session.cache_bytes_per_token` is their price.
         directory: where homes on disk are made; temporary by default. They take the model's bytes once.
-        enforce: as in `memfit.fit`.
+        enforce: True arms the limit in the allocator, so that passing it is an error at the allocation. False: it is only reported.
 
     Yields:
         The session. At the end a model that was in memory is there again; the weights of one that was not are gone with their homes.

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,9 +111,7 @@ class Machine:
 
     def base_bytes(self) -> int:
         """Resident bytes of the process that our allocator did not give: interpreter, libraries, what was allocated before. 0 elsewhere."""
-        if self.process is None:
-            return 0
-        return max(0, self.process.resident_bytes().whole_bytes - self._mapped_bytes())
+        return 0 if self.process is None or self.allocator is None else _outside_bytes(self.process, self.allocator)
 
     def budget(self, weights: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()) -> Budget:
         """What is left to tensors: the limit without what is there and not the job's own (a teacher, another job, data).
@@ -185,7 +184,9 @@ class Machine:
             return
         assert self.allocator is not None
         if self._room is None:
-            self._room = Room(limit, self.reserve_bytes, self.base_bytes, self.allocator, kernel=self._kernel)
+            # Without the machine: in a cycle it would be collected late, and its limit lifted late.
+            outside = partial(_outside_bytes, self.process, self.allocator)
+            self._room = Room(limit, self.reserve_bytes(), outside, self.allocator, kernel=self._kernel)
         left = self._room.begin_plan()
         if left <= 0:
             self._room = None
@@ -394,6 +395,10 @@ def _lift_limit(meter: DeviceMeter, limit_bytes: int) -> None:
     """Lifts a limit, unless another job has set its own since."""
     if meter.limit_bytes() == limit_bytes:
         meter.set_limit(None)
+
+
+def _outside_bytes(process: ProcessMeter, allocator: Allocator | FallbackAllocator) -> int:
+    return max(0, process.resident_bytes().whole_bytes - allocator.stats().mapped_bytes)
 
 
 def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:

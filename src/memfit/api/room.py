@@ -43,7 +43,7 @@ class Room:
     def __init__(
         self,
         limit_bytes: int,
-        reserve_bytes: Callable[[], int],
+        reserve_bytes: int,
         outside_bytes: Callable[[], int],
         allocator: Allocator | FallbackAllocator,
         *,
@@ -65,19 +65,19 @@ class Room:
     @property
     def left_bytes(self) -> int:
         """What tensors may take now. Measures."""
-        return self._limit_bytes - self._outside_bytes() - min(*self._scratch_bytes, self._reserve_bytes())
+        return self._limit_bytes - self._outside_bytes() - min(*self._scratch_bytes, self._reserve_bytes)
 
     @property
     def planned_bytes(self) -> int:
         """What a step that never ran may be predicted to take: what `fit` planned with, less what the user took since then."""
         users = max(0, self._users_bytes - _SMALL_GROWTH_BYTES)
-        return self._limit_bytes - self._at_arming - self._reserve_bytes() - users
+        return self._limit_bytes - self._at_arming - self._reserve_bytes - users
 
     @property
     def reserve_left_bytes(self) -> int:
         """What of the reserve libraries have not taken yet."""
         taken = self._last - self._at_arming - self._users_bytes
-        return max(_SMALL_GROWTH_BYTES, self._reserve_bytes() - max(0, taken))
+        return max(_SMALL_GROWTH_BYTES, self._reserve_bytes - max(0, taken))
 
     def begin_plan(self) -> int:
         """A plan's homes are there, and its steps begin: what the process grew by until now was for planning.
