@@ -240,3 +240,23 @@ def test_the_version_and_the_errors_that_a_program_catches_are_public() -> None:
         assert issubclass(
             getattr(memfit, name), memfit.MemfitWarning if name == "MemfitWarning" else memfit.MemfitError
         )
+
+
+def test_a_wrong_batch_while_weights_are_away_is_told_as_that_and_the_job_goes_on() -> None:
+    from memfit.core.plan import BlockPlan, Plan, Tier
+
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    home = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
+    names = [block.name for block in memfit.profile(model, optimizer, _loss, _batch()).blocks]
+    with memfit.fit(model, optimizer, _loss, _batch(), plan=Plan(blocks=dict.fromkeys(names, home))) as job:
+        with pytest.raises(memfit.AwayError, match="See that the batch is as the sample of fit was"):
+            job.step((torch.randn(ROWS, 7), torch.arange(ROWS) % 3))
+        assert job.step(_batch()).is_finite
+
+
+def test_a_loss_with_parameters_of_its_own_is_told_to_be_put_into_the_model() -> None:
+    model, temperature = _model(), nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature])
+    with pytest.raises(UsageError, match="A loss with parameters of its own goes into one module with the model"):
+        memfit.fit(model, optimizer, lambda m, b: _loss(m, b) * temperature, _batch())

@@ -379,10 +379,15 @@ def _check_loss(value: Any) -> None:
 def _check_present(setting: _Setting) -> None:
     for block in setting.block_map.blocks:
         for name, parameter in block.parameters:
-            if parameter.device.type == "meta" or not _has_data(parameter):
+            try:
+                is_here = parameter.device.type != "meta" and _has_data(parameter)
+            except AwayError:  # it wears the class of weights that are away
+                is_here = False
+            if not is_here:
                 raise AwayError(
-                    f"a real trace needs the weights, but {name!r} is away (or on meta): fetch it, or use trace='fake'"
-                )
+                    f"the loss fails on tensors without values, or reads numbers of them; on real ones it takes the weights, and {name!r} is away. See that the "
+                    "batch is as the sample of fit was, in shapes and dtypes; or bring the weights (with job.weights(): ...), or keep them on the device"
+                ) from None
 
 
 def _check_known_parameters(setting: _Setting) -> None:

@@ -157,5 +157,5 @@ def _foreign_message(group: Mapping[str, Any], group_index: int, index: int, par
     return (
         f"Parameter {index} of group {group_index}{called} of the optimizer, of shape {tuple(parameter.shape)}, is not "
         "a parameter of the model. Was the model changed (resized embeddings, replaced layers) after the optimizer "
-        "was made? Make the optimizer last."
+        "was made? Make the optimizer last. A loss with parameters of its own goes into one module with the model, which is what fit is given."
     )
