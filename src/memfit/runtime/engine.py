@@ -45,6 +45,7 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.runtime.coroutines import Coroutine, can_pause
+from memfit.runtime.crossing import differentiate_on_host, refuse_detours
 from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.leaves import MicrobatchLeaves, Replaced, watch_arrivals
 from memfit.runtime.modules import ModuleNotes
@@ -444,10 +445,32 @@ class Engine:
                 self._run_joint()
             return
         self._phase = Phase.BACKWARD
-        torch.autograd.backward(seeds.losses, seeds.factors)
-        seeds.losses.clear()
+        if len(microbatches) > 1 and self._has_accelerator:
+            self._backward_on_device(seeds)
+        else:
+            torch.autograd.backward(seeds.losses, seeds.factors)
+            seeds.losses.clear()
         self._finish_pass(microbatches)
         self._phase = Phase.FORWARD
+
+    @property
+    def _has_accelerator(self) -> bool:
+        return len(self._device_types) > 1
+
+    def _backward_on_device(self, seeds: Seeds) -> None:
+        """One backward of several losses whose roots all lie on the accelerator. See crossing.py, [Note: one ready queue]."""
+        pairs = zip(seeds.losses, seeds.factors, strict=True)
+        starts = [start for loss, factor in pairs for start in differentiate_on_host(loss, factor)]
+        seeds.losses.clear()
+        self._backward_from(starts)
+
+    def _backward_from(self, starts: list[CutEdge]) -> None:
+        """Empties the list: nothing of the graph outlives its backward."""
+        if self._has_accelerator and id(self._schedule) not in self._learned:
+            refuse_detours(start.edge.node for start in starts)
+        edges, gradients = [start.edge for start in starts], [start.gradient for start in starts]
+        starts.clear()
+        torch.autograd.backward(edges, gradients)
 
     def _seeds(self, microbatches: Sequence[int]) -> Seeds:
         """Losses and factors of microbatches that have run forward; noted in the outcome."""
@@ -502,9 +525,7 @@ class Engine:
         """One backward from the cut edges of all microbatches."""
         self._phase = Phase.BACKWARD
         cuts, self._cuts = self._cuts, []
-        edges, gradients = [c.edge for c in cuts], [c.gradient for c in cuts]
-        cuts.clear()
-        torch.autograd.backward(edges, gradients)
+        self._backward_from(cuts)
         self._finish_pass(range(len(self._coroutines)))
         self._phase = Phase.FORWARD
 
