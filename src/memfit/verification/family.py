@@ -74,7 +74,7 @@ class Family:
                 procfs.reset_peak(pid)
 
     def _read(self, statuses: Mapping[int, procfs.ProcessStatus]) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()  # other work on the machine must not make a reading look dear
         shares = procfs.read_shares()
         beside = 0 if shares is None else shares.share_bytes - private_bytes(procfs.read_status())
         alone = 0
@@ -88,5 +88,4 @@ class Family:
         # What this process shares with the one that forked it makes its share too small.
         self._beside_bytes = max(beside, alone)
         self._sizes = {pid: private_bytes(status) for pid, status in statuses.items()}
-        ended = time.perf_counter()
-        self._read_again_at = ended + _READING_SHARE * (ended - began)
+        self._read_again_at = time.perf_counter() + _READING_SHARE * (time.thread_time() - began)
