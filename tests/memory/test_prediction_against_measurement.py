@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from equivalence.late import Late
-from memfit.core.plan import CallPlan, Plan, Saved, Tier
+from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Seed, Update
+from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Schedule, Seed, Update
 from memfit.core.timeline import Timeline
 from memfit.prediction.predict import predict
 from memfit.runtime.allocator import Allocator, install
@@ -213,11 +213,16 @@ class Interval:
 
 
 def measure_step(
-    job: memfit.Job, batch: Any, timeline: Timeline, allocator: Allocator, before_bytes: int
+    job: memfit.Job,
+    batch: Any,
+    timeline: Timeline,
+    allocator: Allocator,
+    before_bytes: int,
+    schedule: Schedule | None = None,
 ) -> list[Interval]:
-    """One step, each action beside its prediction. `before_bytes` were alive before the model was built."""
+    """One step, each action beside its prediction. `before_bytes` were alive before the model was built. `schedule`: None for that of the sample."""
     intervals: list[Interval] = []
-    actions = list(job.schedule.actions)
+    actions = list((schedule or job.schedule).actions)
     moments = timeline.moments
     position = 0
 
@@ -414,3 +419,32 @@ def test_the_comparison_sees_a_tensor_that_nobody_foretold(tmp_path: Path, monke
 
     monkeypatch.setitem(SUBJECTS, "vit", Subject(plain.build, loss, plain.batch))
     assert deviations(measure("vit", "resident", tmp_path))
+
+
+@pytest.mark.parametrize("order", Order)
+def test_a_last_batch_of_one_row_holds_what_its_prediction_says(order: Order, tmp_path: Path) -> None:
+    """Under a plan of several microbatches gradients of bf16 weights are fp32 sums, also of a batch that is too small to be cut."""
+    subject = SUBJECTS["gpt2"]
+    allocator = install()
+    gc.collect()
+    before_bytes = allocator.stats().live_bytes
+    model = subject.build()
+    job = memfit.fit(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        subject.loss,
+        subject.batch(),
+        plan=Plan(microbatches=4, order=order, update=UpdateTime.AFTER_BACKWARD, compute_dtype=BF16),
+        allow={"bf16"},
+        directory=tmp_path / "homes",
+    )
+    try:
+        last = {name: values[:1].clone() for name, values in subject.batch().items()}
+        job.step(last)
+        prepared = job._assembly.prepare(last)
+        assert prepared.microbatches == 1
+        intervals = measure_step(job, last, prepared.timeline, allocator, before_bytes, prepared.schedule)
+        texts = deviations(Found(intervals, prepared.timeline, SMALL_BYTES))
+        assert not texts, "\n".join(texts[:20])
+    finally:
+        job.close(restore=False)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import Order
+from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.profile import Profile
 from memfit.core.schedule import (
     Accumulate,
     Action,
@@ -23,9 +26,11 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.prediction import predict
+from memfit.prediction.bounds import PeakBounds
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 from property.random_steps import Case, cases, is_legal
+from unit.profiles import gpt_profile
 
 
 def with_actions(schedule: Schedule, actions: list[Action]) -> Schedule:
@@ -135,3 +140,47 @@ def test_layer_major_order_fetches_a_block_at_most_twice_a_call(case: Case) -> N
     for block in range(len(schedule.blocks)):
         reads = sum(block in c.blocks for c in schedule.calls)
         assert sum(a == Fetch(block) for a in schedule) <= 2 * reads
+
+
+@st.composite
+def shaped(draw: Any, profile: Profile) -> Plan:
+    """A plan of a hand-made GPT of one fate for all calls; what shapes the order of a step is free."""
+    calls = len(next(iter(profile.traces.values())).calls)
+    saved = draw(st.sampled_from([Saved.KEEP, Saved.RECOMPUTE]))
+    joins = saved is Saved.RECOMPUTE and draw(st.booleans())
+    return Plan(
+        microbatches=draw(st.sampled_from([1, 2, 4])),
+        order=draw(st.sampled_from(Order)),
+        calls=tuple(CallPlan(saved=saved, joins_previous=joins and i % 2 == 1) for i in range(calls)),
+        tail=draw(st.one_of(st.none(), st.integers(0, calls - 1))),
+        update=draw(st.sampled_from(UpdateTime)),
+        prefetch=draw(st.integers(0, 3)),
+    )
+
+
+SHAPED = gpt_profile(layers=2, rows=(8, 4, 2), is_tied=True)
+
+
+@given(plans=st.lists(shaped(SHAPED), min_size=3, max_size=3), clips_norm=st.booleans())
+def test_plans_with_equal_schedule_texts_and_fates_are_predicted_alike(plans: list[Plan], clips_norm: bool) -> None:
+    """What the engine does alike takes alike: each drawn plan beside itself with another tail, order, prefetch or time of updates."""
+    found: dict[tuple[str, object], tuple[Plan, object]] = {}
+    for drawn in plans:
+        others = [replace(drawn, tail=tail) for tail in (None, 3, len(drawn.calls) - 1)]
+        others += [replace(drawn, order=order, microbatches=1) for order in Order]
+        for plan in (drawn, *others):
+            schedule = build_step(plan, SHAPED, clips_norm=clips_norm)
+            timeline = predict(schedule, plan, SHAPED)
+            held = tuple((m.peak_bytes, m.after_bytes) for m in timeline.moments)
+            text = schedule.text(), tuple(call.saved for call in plan.calls)
+            other, same = found.setdefault(text, (plan, held))
+            assert held == same, f"{plan} and {other}"
+            bounds = PeakBounds(SHAPED, staging_bytes=0)
+            assert bounds.of(plan) == bounds.of(other)
+
+
+@given(case=cases(), microbatches=st.integers(1, 3))
+def test_a_forward_pass_is_ordered_by_its_own_number_of_microbatches(case: Case, microbatches: int) -> None:
+    own = build_forward(replace(case.plan, microbatches=microbatches), case.profile, microbatches)
+    assert build_forward(case.plan, case.profile, microbatches).text() == own.text()
+    check_schedule(own, case.plan, case.profile, is_training=False)

@@ -14,7 +14,6 @@ from memfit.api.parts import Prepared
 from memfit.api.results import StepResult
 from memfit.api.splitting import shares
 from memfit.core.errors import LimitBreachError, StoreError
-from memfit.core.plan import Order, Plan
 from memfit.core.units import format_bytes
 from memfit.runtime.allocator.kernel import is_refusal, refusal_words
 from memfit.runtime.engine import Outcome, Work
@@ -49,7 +48,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         assembly.house.gradients.begin_step()
         if assembly.journal is not None:
             assembly.journal.begin_step()
-        assembly.frames.begin_step(prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
+        assembly.frames.begin_step(prepared.plan, prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
         work = Work(
             run=lambda m: loss(model, parts[m]),
             shares=factors,
@@ -60,7 +59,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             settle=None if assembly.journal is None else assembly.journal.decide,
         )
         with assembly.setting():
-            outcome = assembly.engine.run(prepared.schedule, work, tail=_tail(prepared.plan))
+            outcome = assembly.engine.run(prepared.schedule, work, tail=prepared.plan.cut_tail)
         if scaler is not None:
             scaler.update(has_overflowed=outcome.is_skipped)
         assembly.house.note_changed(assembly.updates.updated_blocks)
@@ -181,11 +180,6 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
         f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{assembly.engine.at}': {refusal_words(error)} "
         f"Largest residents: {held or 'none of memfit'}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
     )
-
-
-def _tail(plan: Plan) -> int | None:
-    # A single microbatch has nothing to wait for: its one backward is plain PyTorch's, also in the order of its sums.
-    return plan.tail if plan.order is Order.LAYER_MAJOR and plan.microbatches > 1 else None
 
 
 def _tokens(batch: Any) -> int | None:

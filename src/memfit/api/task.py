@@ -255,18 +255,23 @@ class Task:
             check_compiled(self.problem)
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
         kept = replace(self, sample=None)
+        adds_apart = plan.adds_apart(has_masters=found.has_masters, clips_norm=self.clips_norm)
 
         def prepare(batch: Any, chosen: Plan) -> Prepared:
             # The last batch of an epoch may have fewer rows than the plan has microbatches.
             chosen = replace(chosen, microbatches=problem.cut.most(batch, chosen.microbatches))
             traced = problem.profile_for(chosen, batch)
             check_meaning(chosen, traced, is_committed=kept.run is not None)
-            return prepared_for(traced, chosen, clips_norm=kept.clips_norm)
+            return prepared_for(traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart)
 
         cut = replace(plan, microbatches=problem.cut.most(self.sample, plan.microbatches))
         rows = -(-found.batch_rows // cut.microbatches)
         is_traced = found.batch_rows == problem.cut.rows(self.sample) and rows in found.traces
-        ready = prepared_for(found, cut, clips_norm=self.clips_norm) if is_traced else prepare(self.sample, plan)
+        ready = (
+            prepared_for(found, cut, clips_norm=self.clips_norm, adds_apart=adds_apart)
+            if is_traced
+            else prepare(self.sample, plan)
+        )
         excess = self.excess(ready)
         if excess is not None:
             raise DoesNotFitError(f"the plan {excess}: raise the limit, or keep less there")
@@ -318,8 +323,15 @@ class Task:
         return job
 
 
-def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool) -> Prepared:
-    """Schedules and prediction of a plan, checked, for the batch that the profile is of."""
+def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None) -> Prepared:
+    """Schedules and prediction of a plan, checked, for the batch that the profile is of.
+
+    Args:
+        profile: of the batch.
+        plan: cut into no more microbatches than the batch has rows.
+        clips_norm: gradients are clipped by their global norm.
+        adds_apart: `Plan.adds_apart` of the job's own plan; None: this is it.
+    """
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     check_schedule(schedule, plan, profile, clips_norm=clips_norm)
     return Prepared(
@@ -328,5 +340,5 @@ def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool) -> Prepared:
         rows=-(-profile.batch_rows // plan.microbatches),
         schedule=schedule,
         evaluation=build_forward(plan, profile, plan.microbatches),
-        timeline=predict(schedule, plan, profile),
+        timeline=predict(schedule, plan, profile, adds_apart=adds_apart),
     )

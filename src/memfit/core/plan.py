@@ -125,7 +125,7 @@ class Plan:
         blocks: homes by block name; blocks not named have everything on the device.
         calls: fates by call index as traced; calls beyond the end of the tuple are kept.
         tail: index of the first call of the tail: from it on, each microbatch runs forward to its loss and back at once, so that
-            logits of one microbatch only are alive (layer-major order); None: no tail is cut.
+            logits of one microbatch only are alive; None: no tail is cut. `cut_tail` says whether a step has it.
         update: see `UpdateTime`.
         is_atomic: an interrupted step leaves the state of before; otherwise it is fused in place and an interruption tears it.
         prefetch: how many visits beyond the running one may be on the device (1: two buffers).
@@ -196,6 +196,26 @@ class Plan:
         """Losses are scaled, and no update begins before all gradients are known to be finite."""
         return self.compute_dtype.scales_losses
 
+    @property
+    def cut_tail(self) -> int | None:
+        """First call of the tail that a step of this plan cuts off; None if it cuts none. The one place where that is decided.
+
+        Only several microbatches in layer-major order have a tail: a single one has nothing to wait for, and one microbatch after the other runs to its
+        loss and back anyway.
+        """
+        return self.tail if self.microbatches > 1 and self.order is Order.LAYER_MAJOR else None
+
+    def adds_apart(self, *, has_masters: bool, clips_norm: bool) -> bool:
+        """Gradients of low-precision weights are added to sums in the masters' dtype as they come. The one place where that is decided.
+
+        It holds for a whole job: a batch that is cut into fewer microbatches than the plan wants goes the same way.
+
+        Args:
+            has_masters: a weight of the model has one.
+            clips_norm: a norm of all gradients is taken, which is one of sums.
+        """
+        return has_masters and (self.microbatches > 1 or clips_norm)
+
     def block(self, name: str) -> BlockPlan:
         """Homes of a block; all on the device if the plan does not name it."""
         return self.blocks.get(name, BlockPlan())
@@ -208,7 +228,7 @@ class Plan:
         """(first, last) call of each segment: the units of yielding and visiting, in forward order."""
         bounds: list[tuple[int, int]] = []
         for index in range(number_of_calls):
-            if index and self.call(index).joins_previous and index != self.tail:
+            if index and self.call(index).joins_previous and index != self.cut_tail:
                 bounds[-1] = (bounds[-1][0], index)
             else:
                 bounds.append((index, index))

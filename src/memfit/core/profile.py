@@ -304,6 +304,11 @@ class Profile:
         raise KeyError(name)
 
     @property
+    def has_masters(self) -> bool:
+        """A weight has a master beside it."""
+        return any(p.master_nbytes for b in self.blocks for p in b.parameters)
+
+    @property
     def may_split(self) -> bool:
         """The model, as far as the trace can tell, means the same where the batch is cut. Whether the loss adds up is another question."""
         return not (self.reads_batch_statistics or self.unsplittable_buffers or self.written_weights)

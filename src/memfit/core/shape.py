@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.core.plan import Order, Plan, Saved, Tier
+from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import Profile
 
 
@@ -75,9 +75,7 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
         leaves.append(_leaves(plan, first) if has_backward[-1] else None)
     called = {b for gets in contributes for b in gets}
     spanning = {i for i, b in enumerate(profile.blocks) if b.is_spanning}
-    # A tail is a matter of the layer-major order: one microbatch at a time, each runs to its loss and back anyway.
-    has_tail = plan.tail is not None and plan.order is Order.LAYER_MAJOR
-    tail = next((i for i, (first, _) in enumerate(segments) if has_tail and first == plan.tail), len(segments))
+    tail = next((i for i, (first, _) in enumerate(segments) if first == plan.cut_tail), len(segments))
     return StepShape(
         blocks=names,
         segments=segments,

@@ -82,7 +82,7 @@ def list_candidates(
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
-    has_masters = any(p.master_nbytes for b in profile.blocks for p in b.parameters)
+    has_masters = profile.has_masters
     forms = MasterForms() if masters is None else masters
     given = ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN
     chosen_dtype = given if compute is None else compute

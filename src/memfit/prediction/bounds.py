@@ -75,7 +75,7 @@ class PeakBounds:
         return nbytes
 
     def _moments(self, plan: Plan, shape: StepShape) -> tuple[_Moment, ...]:
-        key = (plan.microbatches, plan.order, plan.calls, plan.tail)
+        key = (plan.microbatches, plan.order, plan.calls, plan.cut_tail)
         if key not in self._activations:
             facts = SegmentFacts(trace_of(self._profile, plan.microbatches), plan, shape, self._profile)
             leaves = any(tier is not None for tier in shape.leaves)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.core.errors import PlanError
 from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
@@ -123,11 +123,21 @@ class DeviceBytes:
         live: activations by microbatch.
         away_bytes, away_peaks: activations at rest, by tier: now and at most.
         facts: of the plan's segments.
+
+    `adds_apart` is `Plan.adds_apart` of a job whose plan was cut for this batch; None: as the plan and the schedule say.
     """
 
     def __init__(
-        self, schedule: Schedule, plan: Plan, profile: Profile, *, microbatches: int, staging_bytes: int
+        self,
+        schedule: Schedule,
+        plan: Plan,
+        profile: Profile,
+        *,
+        microbatches: int,
+        staging_bytes: int,
+        adds_apart: bool | None = None,
     ) -> None:
+        plan = replace(plan, microbatches=schedule.microbatches)  # a forward-only pass may have fewer
         self.plan = plan
         self.profile = profile
         self.shape: StepShape = describe_step(plan, profile)
@@ -141,9 +151,11 @@ class DeviceBytes:
             if plan.block(b.name).state_home is Tier.DEVICE
         }
         # Where there are masters and something to add (or a norm to take), gradients stay on the device as sums in the masters' dtype.
-        has_masters = any(p.master_nbytes for b in profile.blocks for p in b.parameters)
-        has_norm = any(isinstance(a, Norm) for a in schedule)
-        self._adds_apart = has_masters and (plan.microbatches > 1 or has_norm)
+        has_masters = profile.has_masters
+        if adds_apart is None:
+            has_norm = any(isinstance(a, Norm) for a in schedule)
+            adds_apart = plan.adds_apart(has_masters=has_masters, clips_norm=has_norm)
+        self._adds_apart = adds_apart
         self._is_summed = self._adds_apart or not has_masters
         self.gradients: dict[int, int] = {}
         self.leaving: dict[int, int] = {}

@@ -37,6 +37,7 @@ def predict(
     clips_norm: bool | None = None,
     staging_bytes: int = STAGING_BYTES,
     microbatches: int | None = None,
+    adds_apart: bool | None = None,
 ) -> Timeline:
     """Adds up a legal schedule.
 
@@ -49,6 +50,7 @@ def predict(
         staging_bytes: of the disk's threads, held all the time where something rests on disk or leaves to it.
         microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a forward-only pass may run
             fewer than that at a time).
+        adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None: as this plan says.
 
     Returns:
         One moment an action; peaks of host and disk; bytes moved by category; stalls by cause.
@@ -60,7 +62,12 @@ def predict(
     if clips_norm is not None and clips_norm != any(isinstance(a, Norm) for a in schedule):
         raise PlanError(f"the schedule was not built for clips_norm={clips_norm}; build it again")
     memory = DeviceBytes(
-        schedule, plan, profile, microbatches=microbatches or plan.microbatches, staging_bytes=staging_bytes
+        schedule,
+        plan,
+        profile,
+        microbatches=microbatches or plan.microbatches,
+        staging_bytes=staging_bytes,
+        adds_apart=adds_apart,
     )
     clock = Clock(plan, profile, memory.facts, hardware)
     times = clock.run(schedule)

@@ -57,16 +57,18 @@ class CallFrames:
         """Recomputed calls run with this engine's hooks passing through."""
         self._engine = weakref.ref(engine)
 
-    def begin_step(self, calls: Sequence[CallProfile], staying: Iterable[torch.Tensor]) -> None:
+    def begin_step(self, plan: Plan, calls: Sequence[CallProfile], staying: Iterable[torch.Tensor]) -> None:
         """Before a step.
 
         Args:
+            plan: of the step: the job's, cut into fewer microbatches where the batch has fewer rows.
             calls: as traced for this batch.
             staying: tensors that are there anyway: buffers and the batch.
 
         Raises:
             UnsupportedError: a call that the plan recomputes cannot be run twice.
         """
+        self._plan = plan
         for profile in calls:
             fate = self._plan.call(profile.index).saved
             if profile.changes_arguments and fate in (Saved.RECOMPUTE, Saved.SELECT):

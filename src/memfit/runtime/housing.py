@@ -122,7 +122,7 @@ class House:
                 keeps_gradients=keeps_gradients,
                 # A norm is taken of what the update gets: of gradients in the masters' dtype.
                 keeps_peaks=plan.scales_losses,
-                adds_apart=has_masters and (plan.microbatches > 1 or keeps_norms),
+                adds_apart=plan.adds_apart(has_masters=has_masters, clips_norm=keeps_norms),
             )
         except BaseException:
             self.close()

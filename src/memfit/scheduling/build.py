@@ -5,6 +5,8 @@ In: `Plan` and `Profile`. Out: `Schedule`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memfit.core.errors import PlanError
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
@@ -56,7 +58,8 @@ def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
     """
     if microbatches < 1:
         raise PlanError(f"a forward pass needs at least one microbatch, not {microbatches}")
-    order = order_forward(plan, describe_step(plan, profile), microbatches)
+    plan = replace(plan, microbatches=microbatches)
+    order = order_forward(plan, describe_step(plan, profile))
     visits = find_visits(order, {}, plan.prefetch)
     return _schedule(profile, microbatches, merge(order, place_visits(order, visits, plan.prefetch)))
 

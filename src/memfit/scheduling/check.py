@@ -6,6 +6,8 @@ are checked where bytes are added up: `prediction.predict.check_limits`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memfit.core.errors import PlanError
 from memfit.core.plan import Plan, Tier, UpdateTime
 from memfit.core.profile import Profile
@@ -49,7 +51,7 @@ def check_schedule(
     Raises:
         PlanError: the first illegal action, with its index and the actions around it; or what is missing at the end.
     """
-    shape = describe_step(plan, profile)
+    shape = describe_step(plan if is_training else replace(plan, microbatches=schedule.microbatches), profile)
     calls = next(iter(profile.traces.values())).calls
     names = {name: i for i, name in enumerate(shape.blocks)}
     if schedule.blocks != shape.blocks:

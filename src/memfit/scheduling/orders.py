@@ -155,12 +155,13 @@ def order_step(plan: Plan, shape: StepShape) -> ComputeOrder:
         actions=tuple(actions),
         shape=shape,
         is_microbatch_major=is_microbatch_major,
-        keeps_tail=count > 1 and tail < len(segments),
+        keeps_tail=tail < len(segments),
     )
 
 
-def order_forward(plan: Plan, shape: StepShape, microbatches: int) -> ComputeOrder:
+def order_forward(plan: Plan, shape: StepShape) -> ComputeOrder:
     """Orders a forward-only pass: as in `order_step`, without backwards."""
+    microbatches = plan.microbatches
     tail = shape.tail_segment
     segments = range(len(shape.segments))
     is_microbatch_major = plan.order is Order.MICROBATCH_MAJOR
@@ -177,7 +178,7 @@ def order_forward(plan: Plan, shape: StepShape, microbatches: int) -> ComputeOrd
         actions=tuple(actions),
         shape=shape,
         is_microbatch_major=is_microbatch_major,
-        keeps_tail=microbatches > 1 and tail < len(segments),
+        keeps_tail=tail < len(segments),
     )
 
 
