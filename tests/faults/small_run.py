@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import memfit
 from equivalence import plans
-from memfit.api.problem import ALLOWANCES
+from memfit.core.numerics import ALLOWANCES
 from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile

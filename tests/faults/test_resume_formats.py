@@ -25,7 +25,7 @@ GO_ON = f"""
 import json, sys
 from pathlib import Path
 from faults.small_run import train
-from memfit.api.problem import ALLOWANCES
+from memfit.core.numerics import ALLOWANCES
 for name, store, steepness in json.loads(sys.argv[1]):
     found = train("wide", None, Path(store), total={TOTAL}, steepness=steepness, allow=set(ALLOWANCES))
     print(json.dumps([name, found.first, found.digest(), found.skipped]))

@@ -15,6 +15,7 @@ from torch import nn
 
 from memfit.api.choosing import choose, in_dtype
 from memfit.api.machine import Machine, device_of
+from memfit.api.plan_checks import check_effect
 from memfit.api.problem import (
     Loss,
     Problem,
@@ -28,6 +29,7 @@ from memfit.api.problem import (
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget, Limits
+from memfit.core.numerics import Numerics, Wish, check_exact, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
@@ -47,7 +49,8 @@ class Advice:
 
     Attributes:
         plan: the decisions.
-        reason: why these, in a sentence or two.
+        reason: why these, in a sentence or two, and what they do to the numbers.
+        numerics: the same as data.
         schedule: the step as data.
         timeline: predicted bytes and seconds, action by action.
         budget: the limit and what is taken off it before tensors.
@@ -59,6 +62,7 @@ class Advice:
 
     plan: Plan
     reason: str
+    numerics: Numerics
     schedule: Schedule
     timeline: Timeline
     budget: Budget
@@ -82,6 +86,7 @@ def advise(
     limit: int | str | None = None,
     plan: Plan | str | Path | None = None,
     allow: Collection[str] = frozenset(),
+    numerics: Wish = "auto",
     max_grad_norm: float | None = None,
     directory: str | Path | None = None,
     hardware: Hardware | None = None,
@@ -99,6 +104,7 @@ def advise(
         limit: bytes of the device.
         plan: priced instead of chosen.
         allow: declared changes of arithmetic.
+        numerics: "auto" or "exact".
         max_grad_norm: gradients are to be clipped.
         directory: on the disk that homes would use.
         hardware: what plans are priced on; by default this machine is probed.
@@ -107,9 +113,17 @@ def advise(
         DoesNotFitError: no plan fits the limit. Others as in `fit`.
     """
     allow = own_allowances(allow)
-    check_arguments(model, loss, allow, max_grad_norm)
+    check_arguments(model, loss, allow, max_grad_norm, numerics)
     machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
-    problem = Problem(model=model, loss=loss, driver=driver_of(optimizer, model), block_map=find_blocks(model, None))
+    problem = Problem(
+        model=model,
+        loss=loss,
+        driver=driver_of(optimizer, model),
+        block_map=find_blocks(model, None),
+        numerics=numerics,
+    )
+    if plan is None:
+        check_effect(problem, allow, machine.device.type)
     here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
     has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
     budget = machine.budget(here, beside(model, optimizer, sample))
@@ -120,12 +134,15 @@ def advise(
         check_precision(given, model, allow)
         problem = replace(problem, cut=problem.ways(sample, None)[0])
         found = problem.profile_for(given, sample)
+        check_exact(given, found, numerics)
+        declared = declare(given, found, allow=allow, why="the plan was given")
         speeds = in_dtype(probed, given.compute_dtype)
         schedule = build_step(given, found, clips_norm=clips_norm)
         check_schedule(schedule, given, found, clips_norm=clips_norm)
         return Advice(
             plan=given,
-            reason="given by the user",
+            reason=f"given by the user. {declared.sentence()}",
+            numerics=declared,
             schedule=schedule,
             timeline=predict(schedule, given, found, speeds, clips_norm=clips_norm),
             budget=budget,
@@ -145,10 +162,13 @@ def advise(
         clips_norm=clips_norm,
         # How a model without bytes will be loaded is not known.
         load_bytes=machine.load_bytes(model) if has_bytes else 0,
+        numerics=numerics,
     )
+    declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
     return Advice(
         plan=chosen.plan,
-        reason=chosen.reason,
+        reason=f"{chosen.reason} {declared.sentence()}",
+        numerics=declared,
         schedule=chosen.found.schedule,
         timeline=chosen.found.timeline,
         budget=budget,

@@ -5,6 +5,7 @@ In: a problem, its first profile, a budget and what is allowed. Out: `Choice`, o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,6 +20,7 @@ from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
+from memfit.core.numerics import Wish, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
@@ -42,6 +44,7 @@ class Choice:
         profile: that it was made from: of its dtype and its chunks of the loss.
         hardware: that it was priced on, in its dtype.
         found: what the rules said.
+        why: why a plan that regroups sums, if it is one.
     """
 
     plan: Plan
@@ -49,6 +52,7 @@ class Choice:
     profile: Profile
     hardware: Hardware
     found: PlanChoice
+    why: str = ""
 
 
 def choose(
@@ -66,6 +70,7 @@ def choose(
     like: Plan | None = None,
     scheme: Scheme | None = None,
     checks_split: bool = True,
+    numerics: Wish = "auto",
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -83,11 +88,13 @@ def choose(
         like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
         scheme: of the store that the run is committed to.
         checks_split: a plan that cuts the batch is to be shown to mean the same, which takes memory too.
+        numerics: see `core.numerics.Wish`.
 
     Raises:
         DoesNotFitError: no plan does.
     """
-    chunks = [None, chunk_tokens(problem.model)] if knows_loss(problem.model) else [None]
+    may_chunk = numerics != "exact" and knows_loss(problem.model)
+    chunks = [None, chunk_tokens(problem.model)] if may_chunk else [None]
     dtypes = [ComputeDtype.GIVEN]
     wanted = {
         ComputeDtype.BFLOAT16: "bf16" in allow or WITHOUT_MASTERS in allow,
@@ -106,10 +113,15 @@ def choose(
     # Ways to compute, the more exact first; looked at in the order of their speed, as far as they can still win: a trace of each costs seconds.
     ways = list(product(dtypes, chunks))
     least_s = [_compute_seconds(first, in_dtype(hardware, compute)) for compute, _ in ways]
+    unchanged_s: list[float] = []
     for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
         compute, chunk = ways[way]
-        if choices and min(choice.found.timeline.seconds for _, choice in choices) < _SURELY_LESS * least_s[way]:
+        best_s = min((choice.found.weighed_s for _, choice in choices), default=math.inf)
+        if best_s < _SURELY_LESS * least_s[way]:
+            unchanged_s.append(least_s[way])  # may fit, for all that is known
             break
+        if chunk is not None and any(_leaves_no_gain(choice, compute, best_s) for _, choice in choices):
+            continue
         is_first = compute is ComputeDtype.GIVEN and chunk is None
         counts = problem.counts(sample)
         try:
@@ -138,17 +150,21 @@ def choose(
                     disk_bytes=machine.limits.disk_bytes,
                     scheme=scheme,
                     checked_rows=checked_rows(problem.cut) if checks_split and "nonadditive-loss" not in allow else 0,
+                    numerics=numerics,
+                    decided={"loss_chunk_tokens": chunk, "state_format": states},
                 )
             except DoesNotFitError as error:
                 refusals.append(error)
                 continue
-            plan = replace(found.plan, loss_chunk_tokens=chunk, state_format=states)
-            choice = Choice(plan=plan, reason=_words(found, plan), profile=profile, hardware=speeds, found=found)
+            if found.unchanged_s is not None:
+                unchanged_s.append(found.unchanged_s)
+            reason = _words(found, found.plan)
+            choice = Choice(plan=found.plan, reason=reason, profile=profile, hardware=speeds, found=found)
             choices.append((way, choice))
     if not choices:
         raise _refusal(refusals, load_bytes, varies=machine.counts_process)
     # Of equally fast ones the more exact.
-    best = min(choices, key=lambda found: (found[1].found.timeline.seconds, found[0]))[1]
+    best = min(choices, key=lambda found: (found[1].found.weighed_s, found[0]))[1]
     if budget.limit_bytes is not None and load_bytes > budget.limit_bytes:
         raise Refusal(
             budget=budget,
@@ -162,7 +178,25 @@ def choose(
             load_bytes=load_bytes,
             varies=machine.counts_process,
         ).error()
-    return best
+    return replace(best, why=_why_regrouped(best, min(unchanged_s, default=None)))
+
+
+def _leaves_no_gain(choice: Choice, compute: ComputeDtype, best_s: float) -> bool:
+    """The loss whole in this dtype is so near to the least that any plan takes, chunks or not, that chunks cannot gain what a plan must that regroups sums."""
+    is_same = choice.plan.compute_dtype is compute and choice.plan.loss_chunk_tokens is None
+    return is_same and best_s <= weighed_seconds(choice.found.least_s, regroups=True)
+
+
+def _why_regrouped(choice: Choice, unchanged_s: float | None) -> str:
+    if not choice.found.regroups:
+        return ""
+    if unchanged_s is None:
+        return "no plan that adds up as plain PyTorch does is predicted to fit"
+    seconds = choice.found.timeline.seconds
+    return (
+        f"{seconds:.3g} s a step are predicted, {1 - seconds / unchanged_s:.0%} less than the {unchanged_s:.3g} s "
+        "that any plan with plain PyTorch's own sums would take at least"
+    )
 
 
 def _compute_seconds(profile: Profile, hardware: Hardware) -> float:

@@ -20,7 +20,7 @@ from memfit.api.held import refuse_held
 from memfit.api.hooks import tell_hooks
 from memfit.api.job import Job
 from memfit.api.machine import Machine, device_of
-from memfit.api.plan_checks import lacks_tier, other_sums
+from memfit.api.plan_checks import check_effect, lacks_tier, other_sums
 from memfit.api.problem import (
     Loss,
     Problem,
@@ -38,6 +38,7 @@ from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreInUseError, 
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
+from memfit.core.numerics import Wish, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
@@ -62,6 +63,7 @@ def fit(
     weights: str | Path | None = None,
     plan: Plan | str | Path | None = None,
     allow: Collection[str] = frozenset(),
+    numerics: Wish = "auto",
     max_grad_norm: float | None = None,
     weight: Callable[[Any], float] | None = None,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
@@ -110,6 +112,10 @@ def fit(
             "int8-state", "int4-state", "fp8-state" and "bf16-state" permit optimizer states
             that rest in so many bits (never those of embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
             `job.close()` give them decoded to fp32.
+        numerics: "exact": losses, gradients and weights are those of plain PyTorch on the whole batch, bit for bit, or the fit is refused with the smallest limit
+            that this takes. "auto": a plan that adds the same numbers up in another order (several microbatches, a loss in chunks) is taken only where no other
+            fits, or where it is predicted to be at least a tenth faster. `job.numerics` says which sums are regrouped, and why. A `plan` that is given and
+            regroups sums is taken under "auto" and refused under "exact".
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
         weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
         split: cuts a batch instead: `split(batch, count)` -> a list of at most `count` batches, fewer where it has not so many rows. For batches that count
@@ -151,7 +157,7 @@ def fit(
         difference; StoreInUseError: a live job has the store.
     """
     allow = own_allowances(allow)
-    check_arguments(model, loss, allow, max_grad_norm)
+    check_arguments(model, loss, allow, max_grad_norm, numerics)
     refuse_held(model)
     saved = None if store is not None else _save_in(resume)
     if saved is not None:
@@ -191,7 +197,9 @@ def fit(
             sources.insert(0, aside)  # what was put aside comes back before files overwrite it
         probed = partial(machine.probe, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
         task = Task(
-            problem=Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside),
+            problem=Problem(
+                model=model, loss=loss, driver=driver, block_map=block_map, aside=aside, numerics=numerics
+            ),
             bring=bring_from(sources),
             forget=forget_in(sources),
             take_back=take_back_in(sources),
@@ -202,6 +210,7 @@ def fit(
             weight=weight,
             split=split,
             allow=frozenset(allow),
+            numerics=numerics,
             max_grad_norm=max_grad_norm,
             directory=directory,
             run=run,
@@ -245,13 +254,15 @@ def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
         return _in_ways(task, given, lambda own: _given_job(own, given, budget))
     own = task.like
     if own is None or task.run is None:
+        check_effect(task.problem, task.allow, task.machine.device.type)
         return _chosen_job(task, budget, lambda _: "")
     run, why_not = task.run, ""
 
     def like_before(tried: Task) -> Job | None:
         nonlocal why_not
         found, why_not = _own_plan(tried, own, budget)
-        return None if found is None else tried.checked_job(own, stored_reason(run), found, budget)
+        why = "it is the plan that the run had"
+        return None if found is None else tried.checked_job(own, stored_reason(run), found, budget, why=why)
 
     job = _in_ways(task, own, like_before)
     if job is not None:
@@ -269,7 +280,7 @@ def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
 def _given_job(task: Task, given: Plan, budget: Budget) -> Job:
     found = task.trace(given)
     task.check_fits(given, found, budget)
-    return task.checked_job(given, "given by the user", found, budget)
+    return task.checked_job(given, "given by the user.", found, budget, why="the plan was given")
 
 
 _JobT = TypeVar("_JobT", bound=Job | None)
@@ -300,7 +311,7 @@ def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Jo
     if budget.limit_bytes is None and task.like is None and not task.has_journal:
         task = task.cut_by(ways[0])
         found = task.problem.profile(task.sample, (1,), chunk_tokens=None)
-        return task.job(Plan(), "no limit was given: everything stays on the device", found, budget)
+        return task.job(Plan(), "no limit was given: everything stays on the device.", found, budget, why="")
     probed = task.hardware()
     why, whole = "", None
     for way in ways[:-1]:
@@ -317,7 +328,8 @@ def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Jo
             else _not_cut("the model computes over its batch, or its forward changes what it computes with")
         )
         try:
-            return own.checked_job(chosen.plan, chosen.reason + note + remark(chosen.plan), chosen.profile, budget)
+            reason = chosen.reason + note + remark(chosen.plan)
+            return own.checked_job(chosen.plan, reason, chosen.profile, budget, why=chosen.why)
         except UnsupportedError as error:
             if chosen.plan.microbatches == 1:
                 raise
@@ -331,7 +343,7 @@ def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Jo
     except DoesNotFitError as error:
         raise DoesNotFitError(f"{error}{_not_cut(why)}", smallest_limit_bytes=error.smallest_limit_bytes) from error
     reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
-    return own.job(chosen.plan, reason, chosen.profile, budget, adds_up=False)
+    return own.job(chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
 
 
 def _not_cut(why: str) -> str:
@@ -396,7 +408,9 @@ def _own_plan(task: Task, plan: Plan, budget: Budget) -> tuple[Profile | None, s
     if lacks_tier(plan, task.machine):
         return None, "it puts something into host memory, and without a device there is none beside it"
     cut = replace(plan, microbatches=task.problem.cut.most(task.sample, plan.microbatches))
-    found = task.trace(cut)
+    found = replace(task, numerics="auto").trace(cut)
+    if task.numerics == "exact" and not declare(cut, found).is_exact:
+        return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
     ready = prepared_for(found, cut, clips_norm=task.clips_norm)
     peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
     if left is not None and peak > left:

@@ -33,6 +33,7 @@ from memfit.core.errors import (
     TornStepError,
     UsageError,
 )
+from memfit.core.numerics import Numerics
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
@@ -97,8 +98,14 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Why this plan."""
-        return self._assembly.parts.reason
+        """Why this plan, and what it does to the numbers."""
+        parts = self._assembly.parts
+        return f"{parts.reason} {parts.numerics.sentence()}"
+
+    @property
+    def numerics(self) -> Numerics:
+        """What the plan does to the numbers: exact, reordered or approximate; which sums are regrouped, and why. Prints as text."""
+        return self._assembly.parts.numerics
 
     # --- training ---------------------------------------------------------------------------------------------------------------
 
@@ -507,6 +514,7 @@ class Job:
             predicted_peak_bytes=self._assembly.parts.predicted_peak_bytes,
             measured_peak_bytes=max(before_bytes, self._machine.measured_peak_bytes()),
             phases=self._machine.phases.records,
+            numerics=self.numerics,
         )
 
     def census(self) -> CensusReport:

@@ -16,6 +16,7 @@ from torch import nn
 from memfit.api.cutting import Cut
 from memfit.api.machine import Machine
 from memfit.api.splitting import Signature, Weigh
+from memfit.core.numerics import Numerics
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
@@ -91,6 +92,7 @@ class JobParts:
     plan: Plan
     reason: str
     cut: Cut
+    numerics: Numerics
     prepare: Callable[[Any, Plan], Prepared]
     excess: Callable[[Prepared], str | None]
     prepared: Prepared

@@ -5,10 +5,13 @@ In: a plan and a profile, or a machine. Out: nothing, or an error that says what
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from memfit.api.machine import Machine
-from memfit.api.problem import Problem
-from memfit.core.errors import PlanError, UnsupportedError
+from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
+from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.precision import WITHOUT_MASTERS
 from memfit.core.profile import Profile
 
 
@@ -37,6 +40,28 @@ def other_sums(before: Plan, after: Plan) -> str | None:
         pieces = "whole" if after.loss_chunk_tokens is None else f"in pieces of {after.loss_chunk_tokens} tokens"
         changes.append(f"the loss is computed {pieces}")
     return f"From here on {' and '.join(changes)}: sums add up in another order." if changes else None
+
+
+def check_effect(problem: Problem, allow: Collection[str], device: str) -> None:
+    """Refuses names in `allow` that no plan could make use of. For a plan that is to be chosen.
+
+    Raises:
+        UsageError: says which, and why.
+    """
+    reasons: dict[str, str | None] = {}
+    if {"bf16", WITHOUT_MASTERS} & {*allow}:
+        reasons |= dict.fromkeys(("bf16", WITHOUT_MASTERS), unfit_for_bf16(problem.model))
+    if "fp16" in allow:
+        slow = "on a CPU fp16 gains no speed, so that no such plan is looked for; give one by plan="
+        reasons["fp16"] = slow if device == "cpu" else unfit_for_fp16(problem.model)
+    for chosen in STATE_FORMATS:
+        if chosen.allowance in allow and not problem.encodes(chosen):
+            reasons[chosen.allowance] = (
+                "the optimizer keeps no running means, or its parameters are too small (below 4096 elements) or embeddings"
+            )
+    for name, reason in reasons.items():
+        if name in allow and reason is not None:
+            raise UsageError(f'allow={{"{name}"}} has no effect: {reason}. Leave it out')
 
 
 def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:

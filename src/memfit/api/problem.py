@@ -22,6 +22,7 @@ from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
 from memfit.core.hardware import Hardware
+from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, UpdateProfile
@@ -43,19 +44,6 @@ from memfit.runtime.trees import tensors_in
 from memfit.runtime.weights import PIECE_ELEMENTS
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
-ALLOWANCES = frozenset(
-    {
-        "exact",
-        "reordered",
-        "nonadditive-loss",
-        "bf16",
-        "fp16",
-        FP16_WEIGHTS,
-        WITHOUT_MASTERS,
-        *(one.allowance for one in STATE_FORMATS),
-    }
-)
-"""What `allow=` takes today; `exact` and `reordered` are always allowed."""
 _PLAN_LIMIT_BYTES = 64 * MIB
 
 # The user's model is of the user's class, which their function may name.
@@ -77,12 +65,13 @@ class Problem:
     block_map: BlockMap
     aside: WeightsAside | None = None
     caches: CacheChoice = field(default_factory=CacheChoice)
+    numerics: Wish = "auto"
     workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
     cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         """Into how many microbatches a batch may be cut, as plans are looked for."""
-        rows, counts = self.cut.rows(batch), [1]
+        rows, counts = 1 if self.numerics == "exact" else self.cut.rows(batch), [1]
         while 2 * counts[-1] <= min(rows, MOST_MICROBATCHES):
             counts.append(2 * counts[-1])
         return tuple(counts)
@@ -177,7 +166,8 @@ class Problem:
         updates = self._updates(compute, sizes_of_states)
         if compute is ComputeDtype.FLOAT16:
             loss = in_half(loss, device_of(self.model).type)
-        arguments = (self.model, first_of(loss), batch, self.block_map)
+        first = FirstOf(loss)
+        arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
             "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces
         }  # fmt: skip
@@ -192,7 +182,7 @@ class Problem:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 found = profile_step(*arguments, **options)
-        return replace(found, updates=updates)
+        return replace(found, updates=updates, counts_losses=first.is_counted)
 
     def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
         """The same profile, with states that rest in a format."""
@@ -206,6 +196,10 @@ class Problem:
             encoded_elements={name: sum(encoded for _, encoded in own) for name, own in found.items()},
             updates=self._updates(compute, sizes),
         )
+
+    def encodes(self, chosen: StateFormat) -> bool:
+        """A state of the optimizer would rest in this format."""
+        return any(encoded for _, encoded in self._state_sizes(ComputeDtype.GIVEN, chosen).values())
 
     def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, tuple[int, int]]:
         """By parameter, bytes of its states at home and how many of their elements are encoded."""
@@ -254,18 +248,30 @@ def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:
     return torch.float32 if compute.has_masters else None
 
 
-def first_of(loss: Loss) -> Loss:
-    """A loss that returns (sum, count), as its sum: what is differentiated, up to a factor."""
+class FirstOf:
+    """A loss that returns (sum, count), as its sum: what is differentiated, up to a factor.
 
-    def first(model: nn.Module, batch: Any) -> Any:
-        result = loss(model, batch)
+    Attributes:
+        is_counted: it has returned such a pair.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self.is_counted = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """The loss, or its sum."""
+        result = self._loss(model, batch)
         check_result(result)
-        return result[0] if isinstance(result, tuple) else result
+        if not isinstance(result, tuple):
+            return result
+        self.is_counted = True
+        return result[0]
 
-    return first
 
-
-def check_arguments(model: Any, loss: Any, allow: Collection[str], max_grad_norm: float | None) -> None:
+def check_arguments(
+    model: Any, loss: Any, allow: Collection[str], max_grad_norm: float | None, numerics: str = "auto"
+) -> None:
     """Raises `UsageError` for arguments that cannot be."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -273,9 +279,7 @@ def check_arguments(model: Any, loss: Any, allow: Collection[str], max_grad_norm
         raise UsageError(f"loss must be a function loss(model, batch) -> scalar tensor, not {type(loss).__name__}")
     if isinstance(allow, str):
         raise UsageError(f'allow takes a set of names, such as allow={{"{allow}"}}')
-    unknown = sorted(set(allow) - ALLOWANCES)
-    if unknown:
-        raise UsageError(f"allow={unknown[0]!r} is not something that can be allowed; known are {sorted(ALLOWANCES)}")
+    check_wish(numerics, allow)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError(f"max_grad_norm must be above 0, not {max_grad_norm}")
 

@@ -25,6 +25,7 @@ from memfit.api.splitting import Weigh, checked_rows, signature_of
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
+from memfit.core.numerics import NONADDITIVE, Wish, check_exact, declare
 from memfit.core.plan import Plan, Tier
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
@@ -60,6 +61,7 @@ class Task:
     optimizer: torch.optim.Optimizer
     weight: Weigh | None
     allow: frozenset[str]
+    numerics: Wish
     max_grad_norm: float | None
     directory: str | Path | None
     run: RunStore | None
@@ -89,6 +91,7 @@ class Task:
         check_precision(plan, self.problem.model, self.allow)
         found = self.problem.profile_for(plan, self.sample)
         check_meaning(plan, found, is_committed=self.run is not None)
+        check_exact(plan, found, self.numerics)
         if self.has_journal:
             check_journaled(plan, found)
         return found
@@ -132,7 +135,7 @@ class Task:
         if plan.microbatches == task.problem.cut.rows(batch):
             # It is cut into as many by any larger number too: then batches with more rows keep theirs.
             plan = replace(plan, microbatches=max(plan.microbatches, like.microbatches))
-        return task.parts(plan, chosen.reason, chosen.profile, budget, adds_up=adds_up)
+        return task.parts(plan, chosen.reason, chosen.profile, budget, adds_up=adds_up, why=chosen.why)
 
     def cut_by(self, way: Cut) -> Task:
         """The same, with another way to cut batches."""
@@ -176,6 +179,7 @@ class Task:
             checks_split=not is_running,
             like=like or self.like,
             scheme=None if self.run is None else self.run.scheme,
+            numerics=self.numerics,
         )
 
     def check_claim(self) -> None:
@@ -214,7 +218,7 @@ class Task:
         cut = replace(plan, microbatches=self.problem.cut.most(self.sample, plan.microbatches))
         ready = prepared_for(found, cut, clips_norm=self.clips_norm)
         peak, report = ready.timeline.peak_bytes, peak_report(ready.schedule, cut, found, rows=6)
-        if cut.microbatches > 1 and "nonadditive-loss" not in self.allow:
+        if cut.microbatches > 1 and NONADDITIVE not in self.allow:
             rows = min(checked_rows(self.problem.cut), found.batch_rows)
             traced = found
             if max(found.traces) < rows:
@@ -238,14 +242,16 @@ class Task:
                 varies=self.machine.counts_process,
             ).error()
 
-    def job(self, plan: Plan, reason: str, found: Profile, budget: Budget, *, adds_up: bool | None = None) -> Job:
+    def job(
+        self, plan: Plan, reason: str, found: Profile, budget: Budget, *, why: str, adds_up: bool | None = None
+    ) -> Job:
         """The job of a plan: everything moves home."""
-        return Job(self.parts(plan, reason, found, budget, adds_up=adds_up))
+        return Job(self.parts(plan, reason, found, budget, adds_up=adds_up, why=why))
 
     def parts(
-        self, plan: Plan, reason: str, found: Profile, budget: Budget, *, adds_up: bool | None = None
+        self, plan: Plan, reason: str, found: Profile, budget: Budget, *, why: str, adds_up: bool | None = None
     ) -> JobParts:
-        """What a job of a plan is made of.
+        """What a job of a plan is made of. `why`: why sums are regrouped, where they are.
 
         Raises:
             UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the host or the disk than it may.
@@ -284,6 +290,7 @@ class Task:
             machine=self.machine,
             plan=plan,
             reason=reason,
+            numerics=declare(plan, found, allow=self.allow, why=why),
             cut=problem.cut,
             prepare=prepare,
             excess=kept.excess,
@@ -306,13 +313,13 @@ class Task:
             run=self.run,
             forget=self.forget,
             replan=kept.replan if self.replans else None,
-            adds_up=True if "nonadditive-loss" in self.allow else adds_up,
+            adds_up=True if NONADDITIVE in self.allow else adds_up,
         )
 
-    def checked_job(self, plan: Plan, reason: str, found: Profile, budget: Budget) -> Job:
+    def checked_job(self, plan: Plan, reason: str, found: Profile, budget: Budget, *, why: str) -> Job:
         """The same, and the loss is shown to add up over the plan's microbatches; else everything is given back."""
-        job = self.job(plan, reason, found, budget)
-        if plan.microbatches > 1 and "nonadditive-loss" not in self.allow:
+        job = self.job(plan, reason, found, budget, why=why)
+        if plan.microbatches > 1 and NONADDITIVE not in self.allow:
             try:
                 if found.source == "fake":
                     self.problem.check_rows(self.sample)

@@ -14,6 +14,7 @@ from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
     ModelOption,
+    NumericsOption,
     RecipeOption,
     SequenceOption,
     find_source,
@@ -35,6 +36,7 @@ def plan(
         str | None, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")
     ] = None,
     allow: AllowOption = None,
+    numerics: NumericsOption = "auto",
     clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
     directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
     json: Annotated[
@@ -59,6 +61,7 @@ def plan(
             source.sample,
             limit=limit,
             allow=allow or (),
+            numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
             max_grad_norm=clip,
             directory=directory,
         )

@@ -13,6 +13,7 @@ from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
     ModelOption,
+    NumericsOption,
     PlanOption,
     RecipeOption,
     SequenceOption,
@@ -34,6 +35,7 @@ def report(
     plan: PlanOption = None,
     limit: Annotated[str | None, typer.Option(help="Without --plan: choose a plan for this limit.")] = None,
     allow: AllowOption = None,
+    numerics: NumericsOption = "auto",
     clip: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm.")] = None,
     largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
 ) -> None:
@@ -51,6 +53,7 @@ def report(
             limit=limit,
             plan=given_plan(plan),
             allow=allow or (),
+            numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
             max_grad_norm=clip,
         )
     timeline = advice.timeline

@@ -44,6 +44,13 @@ PlanOption = Annotated[
     Path | None,
     typer.Option(help="Take this plan (JSON, as memfit plan --json writes it; - reads standard input)."),
 ]
+NumericsOption = Annotated[
+    str,
+    typer.Option(
+        "--numerics",
+        help="exact: plans that give plain PyTorch's bits, or none. auto: sums are regrouped where nothing else fits, or where it is a tenth faster.",
+    ),
+]
 SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --model.")]
 
 

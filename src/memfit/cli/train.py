@@ -17,6 +17,7 @@ from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
     ModelOption,
+    NumericsOption,
     PlanOption,
     RecipeOption,
     SequenceOption,
@@ -51,6 +52,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the text.")] = 0,
     allow: AllowOption = None,
+    numerics: NumericsOption = "auto",
     plan: PlanOption = None,
     directory: Annotated[Path | None, typer.Option(help="Where homes on disk are made; temporary by default.")] = None,
     store: Annotated[
@@ -106,6 +108,7 @@ def train(
                 weights=training.weights,
                 plan=given_plan(plan),
                 allow=frozenset(allow or ()),
+                numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
                 directory=directory,
                 store=store,
                 scheme=scheme,  # type: ignore[arg-type]  # fit says what it takes

@@ -243,6 +243,8 @@ class Profile:
             activations, power iterations): the batch must not be split.
         written_weights: names of the parameters that the forward itself changes (`nn.Embedding(max_norm=)`, averages of weights): they must stay where they
             are, and nothing may run twice.
+        shared_weights: names of the parameters whose gradient is a sum of several uses in one microbatch (tied, or called twice).
+        counts_losses: the loss returns (sum, count).
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
@@ -257,6 +259,8 @@ class Profile:
     reads_batch_statistics: bool = False
     unsplittable_buffers: tuple[str, ...] = ()
     written_weights: tuple[str, ...] = ()
+    shared_weights: tuple[str, ...] = ()
+    counts_losses: bool = False
     buffer_bytes: int = 0
     source: str = "fake"
     source_reason: str = ""

@@ -28,6 +28,7 @@ class Refusal:
         load_bytes: held until the weights have moved home.
         is_given: the plan is the user's, and others may do with less.
         varies: the limit is for a process, which holds a little more or less each time; the number that is named is above that.
+        kind: of plan that was asked for, in words that follow "no plan".
     """
 
     budget: Budget
@@ -38,6 +39,7 @@ class Refusal:
     load_bytes: int = 0
     is_given: bool = False
     varies: bool = False
+    kind: str = ""
 
     @property
     def smallest_limit_bytes(self) -> int:
@@ -51,7 +53,7 @@ class Refusal:
 
     def __str__(self) -> str:
         budget, smallest = self.budget, self.smallest_limit_bytes
-        whose = "the plan does not fit" if self.is_given else "no plan fits"
+        whose = "the plan does not fit" if self.is_given else f"no plan{self.kind} fits"
         with_what = "it" if self.is_given else self.plan
         parts = [f"{format_bytes(self.peak_bytes)} are tensors"]
         if budget.base_bytes:

@@ -7,21 +7,24 @@ smallest limit that would do. Deterministic: the same inputs give the same plan,
 A schedule is built and predicted for each candidate that could still win, in the order of a lower bound of its seconds
 (compute alone, or what must at least pass a link). The search ends when the best that fits is no slower than the bound
 of the next. Weights, states and gradients that never leave are a lower bound of a candidate's bytes: one that is over
-the budget by those alone is not built. Unless nothing fits: then the smallest limit is looked for, in the order of a closer bound of the peak
+the budget by those alone is not built. Seconds are compared as `core.numerics.weighed_seconds` weighs them: a plan that regroups sums must be predicted to be a
+tenth faster than one that does not. Unless nothing fits: then the smallest limit is looked for, in the order of a closer bound of the peak
 (`prediction.bounds`), until none that is left can be below the smallest found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
+from memfit.core.numerics import Wish, regroups_sums, weighed_seconds
 from memfit.core.plan import Plan, Tier
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
@@ -75,6 +78,9 @@ class PlanChoice:
         ladder: from the fastest to the leanest, plans that no other beats in both; the chosen one is among them.
         reason: why this one, in a sentence or two.
         built: number of candidates that were built and predicted.
+        regroups: it regroups sums (`core.numerics`).
+        unchanged_s: what a plan that regroups none, and may fit, takes at least; None: none is predicted to fit.
+        least_s: what every candidate takes at least, whatever it holds.
     """
 
     name: str
@@ -84,6 +90,14 @@ class PlanChoice:
     ladder: tuple[Rung, ...]
     reason: str
     built: int
+    regroups: bool
+    unchanged_s: float | None
+    least_s: float
+
+    @property
+    def weighed_s(self) -> float:
+        """Its seconds as plans are compared by."""
+        return weighed_seconds(self.timeline.seconds, regroups=self.regroups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +107,12 @@ class _Priced:
     profile: Profile
     seconds_bound: float
     bytes_bound: int
+    regroups: bool
+
+    @property
+    def weighed_bound(self) -> float:
+        """Its bound as seconds are compared by."""
+        return weighed_seconds(self.seconds_bound, regroups=self.regroups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +121,11 @@ class _Built:
     cost: Appraisal
     fits: bool
     fits_elsewhere: bool
+
+    @property
+    def weighed_s(self) -> float:
+        """Its seconds as plans are compared by."""
+        return weighed_seconds(self.cost.seconds, regroups=self.priced.regroups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +143,7 @@ class _Question:
     compute: ComputeDtype | None
     like: Plan | None
     checked_rows: int
+    numerics: Wish
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
 
     def build(self, priced: _Priced) -> _Built:
@@ -178,6 +204,8 @@ def choose_plan(
     scheme: Scheme | None = None,
     staging_bytes: int = STAGING_BYTES,
     checked_rows: int = 0,
+    numerics: Wish = "auto",
+    decided: Mapping[str, Any] = MappingProxyType({}),
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
 
@@ -199,6 +227,8 @@ def choose_plan(
             `planning.journaling`.
         staging_bytes: as in `prediction.predict`.
         checked_rows: so many rows run forward whole before a batch is cut, to show that it may be; such a plan takes that too. 0: they do not.
+        numerics: "exact": only plans that regroup no sums; "auto": others where they are the only ones that fit, or are a tenth faster.
+        decided: fields of all plans, of which the profile was made: chunks of the loss, the format of states.
 
     Raises:
         DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that one would.
@@ -216,6 +246,7 @@ def choose_plan(
         compute=compute,
         like=like,
         checked_rows=checked_rows,
+        numerics=numerics,
     )
     tiers = tuple(
         tier
@@ -223,15 +254,17 @@ def choose_plan(
         if is_there
     )
     may_split = splits_allowed and profile.may_split
-    priced = _price_all(profile, question, tiers, may_split=may_split)
+    priced = _price_all(profile, question, tiers, may_split=may_split and numerics != "exact", decided=decided)
     if like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(like)]
+    if numerics == "exact":
+        priced = [p for p in priced if not p.regroups]
     built, waiting = _search(priced, question)
     fitting = [b for b in built if b.fits]
     if not fitting:
         built += _search_leanest(waiting, built, question)
         raise _does_not_fit(built, question, tiers, may_split=may_split)
-    best = min(fitting, key=lambda b: (b.cost.seconds, b.priced.index))
+    best = min(fitting, key=lambda b: (b.weighed_s, b.priced.index))
     plan = best.priced.candidate.plan
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     return PlanChoice(
@@ -242,7 +275,18 @@ def choose_plan(
         ladder=_ladder(built, best),
         reason=_reason(built, best, budget),
         built=len(built),
+        regroups=best.priced.regroups,
+        unchanged_s=_unchanged_seconds(priced, built, waiting),
+        least_s=min(p.seconds_bound for p in priced),
     )
+
+
+def _unchanged_seconds(priced: list[_Priced], built: list[_Built], waiting: list[_Priced]) -> float | None:
+    """Least seconds of a plan that regroups no sums: predicted of those that were built and fit, bounded of those that were too slow to be built."""
+    out = {p.index for p in waiting} | {b.priced.index for b in built}
+    seconds = [b.cost.seconds for b in built if b.fits and not b.priced.regroups]
+    seconds += [p.seconds_bound for p in priced if p.index not in out and not p.regroups]
+    return min(seconds, default=None)
 
 
 def _masters(plan: Plan) -> tuple[bool, bool]:
@@ -250,7 +294,9 @@ def _masters(plan: Plan) -> tuple[bool, bool]:
     return plan.splits_masters, plan.drops_masters
 
 
-def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *, may_split: bool) -> list[_Priced]:
+def _price_all(
+    profile: Profile, question: _Question, tiers: tuple[Tier, ...], *, may_split: bool, decided: Mapping[str, Any]
+) -> list[_Priced]:
     priced: list[_Priced] = []
     count = 1
     while count <= (max(1, profile.batch_rows) if may_split else 1):
@@ -265,7 +311,8 @@ def _price_all(profile: Profile, question: _Question, tiers: tuple[Tier, ...], *
                 has_journal=question.scheme == "journal",
                 like=question.like,
             ):
-                priced.append(_price(len(priced), candidate, profile, question))
+                whole = replace(candidate, plan=replace(candidate.plan, **decided))
+                priced.append(_price(len(priced), whole, profile, question))
         count *= 2
     if not priced:
         raise UsageError(f"none of the microbatch sizes has a trace; traced rows are {sorted(profile.traces)}")
@@ -303,6 +350,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         profile=profile,
         seconds_bound=max([work_s, *moved_s.values()]),
         bytes_bound=resident,
+        regroups=regroups_sums(plan, profile),
     )
 
 
@@ -317,9 +365,9 @@ def _search(priced: list[_Priced], question: _Question) -> tuple[list[_Built], l
     built: list[_Built] = []
     waiting: list[_Priced] = []
     best_s = math.inf
-    for candidate in sorted(priced, key=lambda p: (p.seconds_bound, p.index)):
+    for candidate in sorted(priced, key=lambda p: (p.weighed_bound, p.index)):
         # A bound may be a rounding above what it bounds.
-        if best_s <= candidate.seconds_bound * (1 + 1e-9):
+        if best_s <= candidate.weighed_bound * (1 + 1e-9):
             break
         # The fastest of all is built in any case: what it would need is what a person asks first.
         if built and not _within(candidate.bytes_bound, question.budget.tensor_bytes):
@@ -327,7 +375,7 @@ def _search(priced: list[_Priced], question: _Question) -> tuple[list[_Built], l
             continue
         built.append(question.build(candidate))
         if built[-1].fits:
-            best_s = min(best_s, built[-1].cost.seconds)
+            best_s = min(best_s, built[-1].weighed_s)
     return built, waiting
 
 
@@ -374,6 +422,8 @@ def _reason(built: list[_Built], best: _Built, budget: Budget) -> str:
         f"{best.priced.candidate.name}: predicted {format_bytes(peak)} of {room}, {seconds:.3g} s a step; "
         f"the fastest of the plans that fit ({len(built)} built)."
     )
+    if any(b.fits and b.cost.seconds < seconds for b in built):
+        text = text.replace("the fastest of the plans that fit", "the fastest of the plans that fit and add up alike")
     faster = [b for b in built if not b.fits and b.cost.seconds < seconds]
     if faster:
         next_up = min(faster, key=lambda b: (b.cost.peak_bytes, b.priced.index))
@@ -399,7 +449,11 @@ def _does_not_fit(
         )
     leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
     advice = ["shorter sequences or smaller images"]
-    if not may_split:
+    kind = ""
+    if question.numerics == "exact":
+        kind = " that is bitwise plain PyTorch (numerics='exact')"
+        advice.insert(0, "numerics='auto', which may regroup sums")
+    elif not may_split:
         advice.insert(0, "a loss and a model that allow the batch to be split, or fewer rows")
     if len(possible) < len(built):
         advice.insert(0, "more host memory or disk")
@@ -420,6 +474,7 @@ def _does_not_fit(
         plan=leanest.priced.candidate.name,
         report=report,
         advice=tuple(advice),
+        kind=kind,
     ).error()
 
 

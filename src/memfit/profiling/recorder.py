@@ -39,7 +39,7 @@ from memfit.profiling.flops import operation_flops
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
 from memfit.profiling.origins import Origins, written_tensors
-from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors
+from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
 from memfit.profiling.values import Values
 
 aten = torch.ops.aten
@@ -149,6 +149,7 @@ class Recorder(TorchDispatchMode):
         self.reads_batch_statistics = False
         self.unsplittable_buffers: tuple[str, ...] = ()
         self.written_weights: tuple[str, ...] = ()
+        self.shared_weights: tuple[str, ...] = ()
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._active: CallRecord | None = None
@@ -187,6 +188,8 @@ class Recorder(TorchDispatchMode):
                     "(copy_), or compute with a tensor made from it"
                 )
         self.written_weights = tuple(name for name, record in found.items() if record.is_written)
+        uses = uses_of_leaves(loss)
+        self.shared_weights = tuple(name for name, weight in weights.items() if uses[id(weight)] > 1)
 
     @property
     def segment(self) -> int:

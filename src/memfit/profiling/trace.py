@@ -274,6 +274,7 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
         reads_batch_statistics=step.reads_batch_statistics,
         unsplittable_buffers=step.unsplittable_buffers,
         written_weights=step.written_weights,
+        shared_weights=step.shared_weights,
     )
 
 

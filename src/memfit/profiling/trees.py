@@ -1,4 +1,4 @@
-"""Finds the tensors in values of three sorts: operator arguments, module arguments, and whatever hangs on objects.
+"""Finds the tensors in values of three sorts: operator arguments, module arguments, and whatever hangs on objects; and the leaves of a loss.
 
 In: any Python value. Out: its tensors.
 """
@@ -6,6 +6,7 @@ In: any Python value. Out: its tensors.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,3 +52,22 @@ def _walk(root: Any, *, enters_objects: bool) -> Iterator[torch.Tensor]:
             stack.extend(node)
         elif dataclasses.is_dataclass(node) or (enters_objects and not callable(node)):
             stack.extend(getattr(node, "__dict__", {}).values())
+
+
+def uses_of_leaves(loss: torch.Tensor) -> Counter[int]:
+    """By `id` of each leaf that the loss depends on: how many gradients backward adds up for it."""
+    uses: Counter[int] = Counter()
+    seen: set[Any] = set()
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            variable = getattr(following, "variable", None)
+            if variable is not None:
+                uses[id(variable)] += 1
+            else:
+                stack.append(following)
+    return uses

@@ -14,6 +14,7 @@ import torch
 
 from memfit import devices
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
+from memfit.core.numerics import Numerics
 from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
 from memfit.runtime.allocator import Allocator, FallbackAllocator, Ledger, procfs
@@ -356,12 +357,14 @@ class Proof:
         predicted_peak_bytes: what the plan said.
         measured_peak_bytes: the most that was measured, over all phases.
         phases: where it was measured, phase by phase.
+        numerics: what the plan did to the numbers.
     """
 
     limit_bytes: int | None
     predicted_peak_bytes: int
     measured_peak_bytes: int
     phases: tuple[PhaseRecord, ...] = ()
+    numerics: Numerics | None = None
 
     @property
     def holds(self) -> bool:
@@ -391,9 +394,11 @@ class Proof:
         return self.measured_peak_bytes / self.predicted_peak_bytes - 1
 
     def line(self) -> str:
-        """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit 1.25 GiB"."""
+        """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit 1.25 GiB; numerics exact"."""
         limit = "no limit was given" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
         verdict = "" if self.holds else ": BREACHED"
+        if self.numerics is not None:
+            verdict += f"; numerics {self.numerics.short()}"
         return (
             f"proof: predicted peak {format_bytes(self.predicted_peak_bytes)}, measured peak "
             f"{format_bytes(self.measured_peak_bytes)}, {limit}{verdict}"
