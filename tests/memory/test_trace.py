@@ -479,18 +479,46 @@ def test_programs_may_look_at_the_integers_of_their_batch() -> None:
     assert fake.traces == traced((model, loss, batch), trace="real").traces
 
 
-def test_programs_that_need_computed_data_are_refused_or_traced_for_real_and_the_profile_says_so() -> None:
+def test_programs_that_read_a_number_are_traced_without_data_and_the_profile_says_what_was_guessed() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         out = model(batch)
         return out.sum() if out.mean().item() < 1e9 else out.mean()
 
     model = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(UnsupportedError, match=r"_local_scalar_dense.*"):
-        traced((model, loss, torch.randn(6, 8)), trace="fake")
     found = traced((model, loss, torch.randn(6, 8)), rows=[6, 2])
-    assert found.source == "real"
+    assert found.source == "fake"
+    assert "was guessed" in found.source_reason
     assert "_local_scalar_dense" in found.source_reason
-    assert list(found.traces) == [2]
+    assert list(found.traces) == [2, 6]
+
+
+def _of_large_ones(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out = model(batch)
+    return out[out > 0].sum() + out.mean()
+
+
+def test_programs_whose_shapes_follow_from_data_are_refused_or_traced_for_real_and_the_profile_says_so() -> None:
+    case: Case = (nn.Sequential(nn.Linear(1024, 1024)), _of_large_ones, torch.randn(6, 1024))
+    with pytest.raises(UnsupportedError, match=r"aten.nonzero"):
+        traced(case, trace="fake")
+    found = traced(case, rows=[6, 2, 3])
+    assert found.source == "real"
+    assert "aten.nonzero" in found.source_reason
+    assert list(found.traces) == [2, 3, 6]
+
+
+@pytest.mark.parametrize("lack", ["none is free", "the limit"])
+def test_sizes_that_do_not_fit_are_not_traced_for_real(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lack == "none is free":
+        monkeypatch.setattr("memfit.profiling.trace._free_bytes", lambda _: 0)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if lack == "the limit" and len(batch) > 3 and type(batch) is torch.Tensor:
+            raise torch.OutOfMemoryError
+        return _of_large_ones(model, batch)
+
+    found = traced((nn.Sequential(nn.Linear(1024, 1024)), loss, torch.randn(6, 1024)), rows=[6, 2, 3])
+    assert list(found.traces) == ([2] if lack == "none is free" else [2, 3])
 
 
 def test_optimizer_state_is_summed_by_block_and_unknown_names_are_refused() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.api.advice import advise
-from memfit.api.choosing import Choice, choose, microbatch_counts
+from memfit.api.choosing import Choice, choose
 from memfit.api.machine import Machine
 from memfit.api.problem import Problem, driver_of
 from memfit.core.errors import DoesNotFitError, UsageError
@@ -201,5 +201,6 @@ def test_bf16_that_the_model_cannot_have_is_refused_with_the_reason() -> None:
 
 
 def test_exact_asks_for_no_more_than_the_one_batch() -> None:
-    assert microbatch_counts(torch.zeros(8, 2), "exact") == (1,)
-    assert microbatch_counts(torch.zeros(8, 2), "auto") == (1, 2, 4, 8)
+    language = _Language()
+    assert replace(language.problem, numerics="exact").counts(torch.zeros(8, 2)) == (1,)
+    assert language.problem.counts(torch.zeros(8, 2)) == (1, 2, 4, 8)

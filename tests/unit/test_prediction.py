@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 
 from memfit.core.errors import DoesNotFitError, PlanError
 from memfit.core.hardware import Hardware, Link
+from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TraceProfile
 from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
+from memfit.planning.rules import choose_plan
 from memfit.prediction import check_limits, peak_report, predict, residents_at
 from memfit.prediction.bytes import flat_master_bytes, flat_weight_bytes, master_home_bytes
-from memfit.prediction.seconds import CALL_OVERHEAD_S, update_compute_seconds, update_traffic
+from memfit.prediction.predict import appraise
+from memfit.prediction.seconds import CALL_OVERHEAD_S, commit_seconds, update_compute_seconds, update_traffic
 from memfit.runtime.homes.memory import MemoryHome
 from memfit.scheduling.build import build_forward, build_step
 from property.random_steps import Case, cases, storages
@@ -566,3 +569,40 @@ def test_a_shared_weights_gradient_that_waits_in_the_trace_is_counted_once() -> 
             assert found[name].by_category[category] == untied[name].by_category[category]
     last = found["backward C0 m0"].by_category
     assert last["gradient"] + last["transient"] == 2 * weight
+
+
+def test_a_commit_writes_what_rests_in_memory_and_its_seconds_belong_to_the_step() -> None:
+    """Twelve bytes a parameter with two moments in fp32, at the speed of the disk; nothing for what rests on disk; a share where every third step commits."""
+    profile = gpt_profile(layers=2)
+    machine = Hardware(
+        device="cpu", flops_per_s=1e9, device_bytes=1 << 40, disk_bytes=1 << 40,
+        disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=5e8),
+    )  # fmt: skip
+    weights = sum(p.nbytes for b in profile.blocks for p in b.parameters)
+    on_disk = {b.name: BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK) for b in profile.blocks}
+    for blocks, share in (({}, 3), (on_disk, 0), ({n: BlockPlan(state_home=Tier.DISK) for n in on_disk}, 1)):
+        plan = Plan(blocks=blocks)
+        schedule = build_step(plan, profile, clips_norm=False)
+        alone = predict(schedule, plan, profile, machine)
+        for commits in (1.0, 1 / 3):
+            found = predict(schedule, plan, profile, machine, commits=commits)
+            # Each block is laid out in pages.
+            assert found.seconds - alone.seconds == pytest.approx(commits * share * weights / 5e8, rel=0.03, abs=1e-9)
+            cost = appraise(schedule, plan, profile, machine, commits=commits)
+            assert cost.seconds == pytest.approx(found.seconds)
+
+
+def test_the_planner_keeps_blocks_on_disk_where_each_commit_would_write_them() -> None:
+    """Compute and one link take turns: without a store memory is faster, with one a step in memory pays for the disk afterwards."""
+    profile = gpt_profile(layers=4, tokens=512, width=512, rows=(8,))
+    machine = Hardware(
+        device="cpu", flops_per_s=1e9, device_bytes=1 << 40, disk_bytes=1 << 40,
+        disk=Link(read_bytes_per_s=1e8, write_bytes_per_s=1e8),
+    )  # fmt: skip
+    budget = Budget(limit_bytes=None, base_bytes=0, reserve_bytes=0)
+    found = {commits: choose_plan(profile, budget, machine, commits=commits) for commits in (0.0, 1.0)}
+    assert found[0.0].plan.blocks == {} or not any(b.rests_on_disk for b in found[0.0].plan.blocks.values())
+    assert found[1.0].timeline.seconds >= found[0.0].timeline.seconds
+    in_memory = found[0.0].timeline.seconds + commit_seconds(found[0.0].plan, profile, machine, 1.0)
+    assert found[1.0].timeline.seconds < in_memory
+    assert any(b.state_home is Tier.DISK for b in found[1.0].plan.blocks.values())

@@ -71,6 +71,7 @@ def choose(
     scheme: Scheme | None = None,
     checks_split: bool = True,
     numerics: Wish = "auto",
+    commits: float = 0.0,
 ) -> Choice:
     """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
 
@@ -89,6 +90,7 @@ def choose(
         scheme: of the store that the run is committed to.
         checks_split: a plan that cuts the batch is to be shown to mean the same, which takes memory too.
         numerics: see `core.numerics.Wish`.
+        commits: to the store, a step.
 
     Raises:
         DoesNotFitError: no plan does.
@@ -151,6 +153,7 @@ def choose(
                     scheme=scheme,
                     checked_rows=checked_rows(problem.cut) if checks_split and "nonadditive-loss" not in allow else 0,
                     numerics=numerics,
+                    commits=commits,
                     decided={"loss_chunk_tokens": chunk, "state_format": states},
                 )
             except DoesNotFitError as error:

@@ -197,9 +197,7 @@ def fit(
             sources.insert(0, aside)  # what was put aside comes back before files overwrite it
         probed = partial(machine.probe, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
         task = Task(
-            problem=Problem(
-                model=model, loss=loss, driver=driver, block_map=block_map, aside=aside, numerics=numerics
-            ),
+            problem=Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside, numerics=numerics),
             bring=bring_from(sources),
             forget=forget_in(sources),
             take_back=take_back_in(sources),

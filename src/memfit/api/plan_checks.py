@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from memfit.api.machine import Machine
-from memfit.api.problem import STATE_FORMATS, Problem, unfit_for_bf16, unfit_for_fp16
+from memfit.api.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Plan, Saved, Tier
-from memfit.core.precision import WITHOUT_MASTERS
+from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 
 
@@ -50,10 +50,11 @@ def check_effect(problem: Problem, allow: Collection[str], device: str) -> None:
     """
     reasons: dict[str, str | None] = {}
     if {"bf16", WITHOUT_MASTERS} & {*allow}:
-        reasons |= dict.fromkeys(("bf16", WITHOUT_MASTERS), unfit_for_bf16(problem.model))
-    if "fp16" in allow:
-        slow = "on a CPU fp16 gains no speed, so that no such plan is looked for; give one by plan="
-        reasons["fp16"] = slow if device == "cpu" else unfit_for_fp16(problem.model)
+        reasons |= dict.fromkeys(("bf16", WITHOUT_MASTERS), unfit_for(ComputeDtype.BFLOAT16, problem.model))
+    for name, compute in (("fp16", ComputeDtype.FLOAT16), (FP16_WEIGHTS, ComputeDtype.FLOAT16_WEIGHTS)):
+        if name in allow:
+            slow = "on a CPU fp16 gains no speed, so that no such plan is looked for; give one by plan="
+            reasons[name] = slow if device == "cpu" else unfit_for(compute, problem.model)
     for chosen in STATE_FORMATS:
         if chosen.allowance in allow and not problem.encodes(chosen):
             reasons[chosen.allowance] = (

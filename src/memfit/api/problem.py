@@ -110,7 +110,7 @@ class Problem:
         with training_setting(self.model, None, self.caches.use):
             try:
                 profile_step(
-                    self.model, first_of(self.loss), grown, self.block_map, parts={3: grown}, whole_rows=3, trace="fake"
+                    self.model, FirstOf(self.loss), grown, self.block_map, parts={3: grown}, whole_rows=3, trace="fake"
                 )
             except UnsupportedError as error:
                 raise UnsupportedError(

@@ -39,6 +39,7 @@ from memfit.profiling.batch import UncuttableError
 from memfit.profiling.trace import arrange_blocks
 from memfit.runtime.run_store import RunStore
 from memfit.runtime.sites import Site
+from memfit.runtime.store import Durability
 from memfit.runtime.trees import tensors_in
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
@@ -180,6 +181,7 @@ class Task:
             like=like or self.like,
             scheme=None if self.run is None else self.run.scheme,
             numerics=self.numerics,
+            commits=0.0 if self.run is None else commits_a_step(self.run.durability),
         )
 
     def check_claim(self) -> None:
@@ -328,6 +330,13 @@ class Task:
                 job.undo()
                 raise
         return job
+
+
+def commits_a_step(durability: Durability) -> float:
+    """How many commits a step brings with it."""
+    if isinstance(durability, int):
+        return 1.0 / durability
+    return 1.0 if durability == "step" else 0.0
 
 
 def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None) -> Prepared:

@@ -38,6 +38,7 @@ class Timeline:
         host_peak_bytes, disk_peak_bytes: peaks of the other tiers.
         bytes_read, bytes_written: moved over the links, by category.
         stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload", "accumulate", "update".
+        commit_s: seconds of the step's share of a commit to a store, behind its last action.
     """
 
     moments: tuple[Moment, ...]
@@ -46,6 +47,7 @@ class Timeline:
     bytes_read: Mapping[str, int]
     bytes_written: Mapping[str, int]
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    commit_s: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -59,5 +61,5 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Predicted or measured time of the step."""
-        return max((m.end_s for m in self.moments), default=0.0)
+        """Predicted time of the step, and of its commit."""
+        return max((m.end_s for m in self.moments), default=0.0) + self.commit_s

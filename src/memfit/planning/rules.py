@@ -45,7 +45,7 @@ from memfit.prediction.bytes import (
 )
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
-from memfit.prediction.seconds import compute_seconds, link_of, update_compute_seconds, update_traffic
+from memfit.prediction.seconds import commit_seconds, compute_seconds, link_of, update_compute_seconds, update_traffic
 from memfit.scheduling.build import build_forward, build_step
 
 
@@ -144,12 +144,15 @@ class _Question:
     like: Plan | None
     checked_rows: int
     numerics: Wish
+    commits: float
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
 
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
         schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
-        found = appraise(schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes)
+        found = appraise(
+            schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes, commits=self.commits
+        )
         if plan.microbatches > 1 and self.checked_rows:
             found = replace(found, peak_bytes=max(found.peak_bytes, self._check_bytes(plan, priced.profile)))
         if self.scheme is not None:
@@ -205,6 +208,7 @@ def choose_plan(
     staging_bytes: int = STAGING_BYTES,
     checked_rows: int = 0,
     numerics: Wish = "auto",
+    commits: float = 0.0,
     decided: Mapping[str, Any] = MappingProxyType({}),
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
@@ -228,6 +232,7 @@ def choose_plan(
         staging_bytes: as in `prediction.predict`.
         checked_rows: so many rows run forward whole before a batch is cut, to show that it may be; such a plan takes that too. 0: they do not.
         numerics: "exact": only plans that regroup no sums; "auto": others where they are the only ones that fit, or are a tenth faster.
+        commits: to the store, a step: 1, or fewer where the durability is N steps.
         decided: fields of all plans, of which the profile was made: chunks of the loss, the format of states.
 
     Raises:
@@ -247,6 +252,7 @@ def choose_plan(
         like=like,
         checked_rows=checked_rows,
         numerics=numerics,
+        commits=commits,
     )
     tiers = tuple(
         tier
@@ -271,7 +277,7 @@ def choose_plan(
         name=best.priced.candidate.name,
         plan=plan,
         schedule=schedule,
-        timeline=predict(schedule, plan, profile, hardware, staging_bytes=staging_bytes),
+        timeline=predict(schedule, plan, profile, hardware, staging_bytes=staging_bytes, commits=commits),
         ladder=_ladder(built, best),
         reason=_reason(built, best, budget),
         built=len(built),
@@ -348,7 +354,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         index=index,
         candidate=candidate,
         profile=profile,
-        seconds_bound=max([work_s, *moved_s.values()]),
+        seconds_bound=max([work_s, *moved_s.values()]) + commit_seconds(plan, profile, hardware, question.commits),
         bytes_bound=resident,
         regroups=regroups_sums(plan, profile),
     )

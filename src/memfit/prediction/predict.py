@@ -15,7 +15,7 @@ from memfit.core.schedule import Norm, Schedule
 from memfit.core.timeline import Moment, Timeline
 from memfit.core.units import format_bytes
 from memfit.prediction.bytes import STAGING_BYTES, DeviceBytes, home_bytes
-from memfit.prediction.seconds import Clock
+from memfit.prediction.seconds import Clock, commit_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ def predict(
     staging_bytes: int = STAGING_BYTES,
     microbatches: int | None = None,
     adds_apart: bool | None = None,
+    commits: float = 0.0,
 ) -> Timeline:
     """Adds up a legal schedule.
 
@@ -51,6 +52,7 @@ def predict(
         microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a forward-only pass may run
             fewer than that at a time).
         adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None: as this plan says.
+        commits: to a store, a step; see `seconds.commit_seconds`.
 
     Returns:
         One moment an action; peaks of host and disk; bytes moved by category; stalls by cause.
@@ -89,11 +91,18 @@ def predict(
         bytes_read=dict(clock.bytes_read),
         bytes_written=dict(clock.bytes_written),
         stalls_s=dict(clock.stalls_s),
+        commit_s=0.0 if hardware is None else commit_seconds(plan, profile, hardware, commits),
     )
 
 
 def appraise(
-    schedule: Schedule, plan: Plan, profile: Profile, hardware: Hardware, *, staging_bytes: int = STAGING_BYTES
+    schedule: Schedule,
+    plan: Plan,
+    profile: Profile,
+    hardware: Hardware,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+    commits: float = 0.0,
 ) -> Appraisal:
     """As `predict`, the sums only: for searches that look at many schedules."""
     memory = DeviceBytes(schedule, plan, profile, microbatches=plan.microbatches, staging_bytes=staging_bytes)
@@ -101,7 +110,7 @@ def appraise(
     times = Clock(plan, profile, memory.facts, hardware).run(schedule)
     return Appraisal(
         peak_bytes=device,
-        seconds=max((t.end_s for t in times), default=0.0),
+        seconds=max((t.end_s for t in times), default=0.0) + commit_seconds(plan, profile, hardware, commits),
         host_peak_bytes=home_bytes(plan, profile, Tier.HOST) + memory.away_peaks[Tier.HOST],
         disk_peak_bytes=home_bytes(plan, profile, Tier.DISK) + memory.away_peaks[Tier.DISK],
     )

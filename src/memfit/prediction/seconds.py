@@ -124,6 +124,36 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
     return Traffic(read=read, written=written)
 
 
+def commit_bytes(plan: Plan, profile: Profile) -> int:
+    """Bytes that a commit writes of what the step changed in memory: masters and states, weights without masters, buffers.
+
+    What rests on disk was written by the step itself; a weight that is rounded from a master is made again from it (docs/store.md).
+    """
+    total = profile.buffer_bytes
+    for block in profile.blocks:
+        if not block.trains:
+            continue
+        homes = plan.block(block.name)
+        master = master_home_bytes(plan, block)
+        if homes.weight_home is not Tier.DISK and not master:
+            total += flat_weight_bytes(block)
+        if homes.state_home is not Tier.DISK:
+            total += profile.state_bytes.get(block.name, 0) + master
+    return total
+
+
+def commit_seconds(plan: Plan, profile: Profile, hardware: Hardware, commits: float) -> float:
+    """Seconds of a step's share of a commit, which is made when the next step begins, with nothing beside it.
+
+    Args:
+        plan: the decisions.
+        profile: with its states' formats.
+        hardware: whose disk is written.
+        commits: made a step: 1 with durability "step", 1 / N with N, 0 without a store.
+    """
+    return commits * commit_bytes(plan, profile) / hardware.disk.write_bytes_per_s if commits else 0.0
+
+
 def update_compute_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
     """Seconds for which a block's update delays compute: the device does it, wherever the bytes rest."""
     trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)

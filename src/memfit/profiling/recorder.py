@@ -43,6 +43,7 @@ from memfit.profiling.trees import contained_tensors, operator_tensors, reachabl
 from memfit.profiling.values import Values
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -137,7 +138,9 @@ class Recorder(TorchDispatchMode):
         workspaces: what operations take inside themselves.
     """
 
-    def __init__(self, sites: Mapping[int, Site], *, follows_values: bool, workspaces: Workspaces) -> None:
+    def __init__(
+        self, sites: Mapping[int, Site], *, follows_values: bool, workspaces: Workspaces, guesses: bool = False
+    ) -> None:
         super().__init__()
         self.sites = sites
         self.events: list[tuple[Event, StorageRecord | None, int]] = []
@@ -155,7 +158,7 @@ class Recorder(TorchDispatchMode):
         self._active: CallRecord | None = None
         self._modules: list[str] = []
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int] | None = None
-        self._values = Values(self._is_trusted, self._distrust) if follows_values else None
+        self._values = Values(self._is_trusted, self._distrust, guesses=guesses) if follows_values else None
         self._origins = Origins()
         self._workspaces = workspaces
 
@@ -197,6 +200,11 @@ class Recorder(TorchDispatchMode):
         return self.forward[-1].call
 
     @property
+    def values(self) -> Values | None:
+        """Of fake tensors; None where real ones are traced."""
+        return self._values
+
+    @property
     def is_backward(self) -> bool:
         """Whether the backward has begun."""
         return bool(self.backward)
@@ -206,8 +214,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args)
+        if func is _DEVICE:
+            # Asked more often than anything is computed: fake tensors know it without another dispatch.
+            return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
         self._pending_sum = None
         read = list(operator_tensors((args, kwargs)))

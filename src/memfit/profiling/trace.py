@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, s
 from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
 from memfit.profiling.summary import summarize
 from memfit.profiling.trees import contained_tensors
-from memfit.profiling.values import give_copy
+from memfit.profiling.values import give_copy, readable_fakes
 
 __all__ = ["Loss", "Source", "arrange_blocks", "profile_real", "profile_step"]
 
@@ -52,6 +52,7 @@ Source = Literal["auto", "fake", "real"]
 # What fake tensors raise where data is missing, and what programs raise that stumble over the missing data later.
 _MEMFIT = Path(__file__).parents[1]
 _STANDARD = Path(os.__file__).parent
+_SHARE_OF_FREE = 0.5
 _FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError, LookupError)
 
 
@@ -82,8 +83,8 @@ def profile_step(
         whole_rows: rows of the whole batch, with `parts`.
         state_bytes: bytes of optimizer state by parameter name, once the states exist.
         trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the memory and the
-            weights for it; "auto" is "fake", and where that fails "real" on the smallest size alone. `Profile.source`
-            tells which it was.
+            weights for it; "auto" is "fake", and where that fails "real" on the smallest size, and on larger ones as far as there is
+            memory. `Profile.source` tells which it was.
         compute_dtype: in which the step is to run, whatever the model's weights are now. A real trace then holds weights of that dtype
             beside the model's own.
         workspaces: what operations take inside themselves; None: only what the table knows.
@@ -150,6 +151,7 @@ class _Setting:
     block_map: BlockMap
     compute: ComputeDtype
     workspaces: Workspaces
+    guesses: bool = False
 
     @property
     def whole(self) -> Any:
@@ -166,6 +168,9 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
     except (UnsupportedError, UsageError):
         raise
     except _FAKE_FAILURES as error:
+        guessed = _trace_guessing(setting, sizes)
+        if guessed is not None:
+            return guessed, "fake", f"what the program reads of its numbers was guessed: {_why_fake_failed(error)}"
         reason = _why_fake_failed(error)
         if len(sizes) > 1:
             _check_parts(setting, sizes, reason)
@@ -176,13 +181,51 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
             ) from error
         if sizes[0] == setting.rows:
             with _named_failures(setting):
-                return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+                return _trace_real(setting, sizes), "real", reason
     try:
-        return [_trace_one(setting, sizes[0], is_fake=False)], "real", reason
+        return _trace_real(setting, sizes), "real", reason
     except (MemfitError, torch.OutOfMemoryError):
         raise
     except _FAKE_FAILURES as error:
         raise _uncuttable(setting, sizes[0], _why_fake_failed(error)) from error
+
+
+def _trace_real(setting: _Setting, sizes: Sequence[int]) -> list[Traced]:
+    """Real traces, the smallest size first, as far as there is memory: a size that is not traced is no candidate for a plan.
+
+    A size is tried where its step, in proportion to the one before, takes at most half of the memory that is free; an armed limit may refuse it all the same.
+    """
+    traced = [_trace_one(setting, sizes[0], is_fake=False)]
+    calls = [(call.site, call.blocks) for call in traced[0].profile.calls]
+    for rows in sizes[1:]:
+        before = traced[-1].profile
+        if before.plain_peak_bytes * rows / before.rows > _SHARE_OF_FREE * _free_bytes(setting.model):
+            break
+        try:
+            found = _trace_one(setting, rows, is_fake=False)
+        except torch.OutOfMemoryError:
+            break
+        if [(call.site, call.blocks) for call in found.profile.calls] != calls:
+            break  # which calls are made follows from the data
+        traced.append(found)
+    return traced
+
+
+def _free_bytes(model: nn.Module) -> int:
+    """Memory that nobody uses, where the model is."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trace_guessing(setting: _Setting, sizes: Sequence[int]) -> list[Traced] | None:
+    """The traces of a program that reads numbers, on likely ones ([Note: likely values] in `values`); None where that leads nowhere."""
+    guessing = replace(setting, guesses=True)
+    try:
+        return [_trace_one(guessing, size, is_fake=True) for size in sizes]
+    except (*_FAKE_FAILURES, ArithmeticError, MemfitError):
+        return None  # a real trace tells what is wrong
 
 
 def _check_parts(setting: _Setting, sizes: Sequence[int], reason: str) -> None:
@@ -294,7 +337,7 @@ def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:
 def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Recorder:
     """One run of the loss on stand-ins: forward, and backward if `is_whole`."""
     sites = {id(site.module): site for site in setting.block_map.sites}
-    recorder = Recorder(sites, follows_values=is_fake, workspaces=setting.workspaces)
+    recorder = Recorder(sites, follows_values=is_fake, guesses=setting.guesses, workspaces=setting.workspaces)
     part = setting.parts[rows]
     device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
@@ -306,6 +349,8 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
             stack.enter_context(_without_torchs_log())
             stack.enter_context(_masks_as_for_real_tensors())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            if setting.guesses and recorder.values is not None:
+                stack.enter_context(readable_fakes(recorder.values))
             made = stack.enter_context(
                 stand_ins(
                     setting.model,

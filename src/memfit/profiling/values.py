@@ -1,15 +1,23 @@
-"""Known values beside fake tensors, so that programs may look at the integers of their batch.
+"""Known values beside fake tensors, so that programs may look at the integers of their batch, and likely ones for what they read besides.
 
 In: the real integer and boolean tensors of a batch. Out: the values of what is computed from them alone (masks,
 lengths, positions), which answer `.item()`, `if mask.all()` and the shapes of `nonzero`. Floating point data has no
 values here, unless it is tiny.
 
 Memory: the values of at most `_MOST_ELEMENTS` elements each, on the CPU, as long as the fake tensor lives.
+
+[Note: likely values]
+A loss that reads one number (`.item()` to log it, `if loss > 3`, `assert torch.isfinite(x).all()`, `.tolist()`, `.numpy()`, a hook that does so) is an
+ordinary loss, and what it reads seldom changes what it computes. So each fake tensor without a value stands for one *likely* element: numbers near one half
+where something is made of data, and what operations by element make of these. It is finite, as the numbers of a healthy run are: a result that is not
+is replaced. A read is answered by it. What it decides may be decided otherwise in a real step, as by any other batch: calls that the
+trace did not foresee are departures, never wrong. Shapes are not guessed: a program whose shapes follow from its data is traced on real tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 _MOST_ELEMENTS = 1 << 22
 _MOST_FLOATS = 1 << 12
 _ATTRIBUTE = "_memfit_value"
+_LIKELY = "_memfit_likely"
+# Neighbours differ, so that a difference of two is not zero, of which there is no logarithm.
+_GOLDEN = 0.618033988749895
 aten = torch.ops.aten
 _WITHOUT_VALUE = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 
@@ -47,11 +58,16 @@ class Values:
     Args:
         is_trusted: False for a tensor whose storage was changed by an operation without values.
         distrust: told the tensors that such an operation changed.
+        guesses: reads of what has no value are answered by likely ones; costs a small operation for each of the program's.
     """
 
-    def __init__(self, is_trusted: Callable[[torch.Tensor], bool], distrust: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, is_trusted: Callable[[torch.Tensor], bool], distrust: Callable[[torch.Tensor], None], *, guesses: bool
+    ) -> None:
         self._is_trusted = is_trusted
         self._distrust = distrust
+        self._guesses = guesses
+        self._made = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor, if it is known."""
@@ -69,6 +85,8 @@ class Values:
         if func._overloadpacket is aten.index:
             return self._answer_index(func, args)
         result = self._compute(func, args, kwargs)
+        if result is None and self._guesses and torch.Tag.data_dependent_output in func.tags:
+            result = self._guess(func, args, kwargs)
         if result is None:
             return False, None
         if not isinstance(result, torch.Tensor):
@@ -91,12 +109,84 @@ class Values:
             if func._schema.is_mutable:
                 for changed in made:
                     self._distrust(changed)
+            for fake in made if self._guesses else ():
+                setattr(fake, _LIKELY, self._likely_result(func, args, kwargs, fake))
             return
         results = [
             t for t in (result if isinstance(result, tuple | list) else (result,)) if isinstance(t, torch.Tensor)
         ]
         for fake, value in zip(made, results, strict=True):
             give_value(fake, value)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor that the program reads whole (`.numpy()`), or a tensor of likely ones."""
+        value = self.of(tensor)
+        if value is not None:
+            return value
+        with unset_fake_temporarily():
+            return self._likely(tensor).expand(tuple(tensor.shape)).clone()
+
+    def _guess(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation that reads numbers gives for likely ones; None if that cannot be said."""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return None
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                result = func(*map(self._likely_of, args), **{name: self._likely_of(a) for name, a in kwargs.items()})
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        return result
+
+    def _likely_result(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: torch.Tensor
+    ) -> torch.Tensor:
+        """The likely element of a result: of an operation by element its result, else that of its first tensor where the dtype is the same."""
+        found: Any = None
+        with unset_fake_temporarily(), torch.no_grad():
+            if torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+                try:
+                    found = func(*map(self._likely_of, args), **{n: self._likely_of(a) for n, a in kwargs.items()})
+                except (RuntimeError, TypeError, ValueError):
+                    found = None
+            elif torch.Tag.nondeterministic_seeded not in func.tags:
+                first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+                found = None if first is None else self._likely(first)
+            is_told = isinstance(found, torch.Tensor) and found.numel() == 1
+            # Of sums and counts of integers nothing is known; whether all or any are so is what the one says.
+            if is_told and (found.dtype == fake.dtype or fake.dtype is torch.bool):
+                likely = found.reshape(()).to(fake.dtype)
+                if not likely.is_floating_point() or bool(likely.isfinite()):
+                    return likely
+            return self._fresh(fake.dtype)
+
+    def _fresh(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype is torch.bool:
+            return torch.ones((), dtype=dtype)
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.tensor(0, dtype=dtype)
+        self._made += 1
+        return torch.tensor(0.4 + 0.2 * (self._made * _GOLDEN % 1.0)).to(dtype)
+
+    def _likely(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = self.of(tensor)
+        if value is not None and value.numel():
+            return value.detach().reshape(-1)[0]
+        likely = getattr(tensor, _LIKELY, None)
+        if likely is None:
+            with unset_fake_temporarily():
+                likely = self._fresh(tensor.dtype)
+            if isinstance(tensor, FakeTensor):
+                setattr(tensor, _LIKELY, likely)
+        return likely
+
+    def _likely_of(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return self._likely(item)
+        if isinstance(item, torch.device):
+            return torch.device("cpu")
+        if type(item) in (list, tuple):
+            return type(item)(self._likely_of(part) for part in item)
+        return item
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -145,3 +235,27 @@ class _UnknownValueError(Exception):
 
 def _device_of(args: Sequence[Any]) -> torch.device:
     return next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+
+
+@contextmanager
+def readable_fakes(values: Values) -> Iterator[None]:
+    """Lets programs read fake tensors in the ways that fake tensors refuse: `.numpy()` and formatting (`f"{loss:.3f}"`)."""
+
+    def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+        with unset_fake_temporarily():
+            return values.read(tensor).numpy(force=force)
+
+    def format_one(tensor: torch.Tensor, spec: str) -> str:
+        return format(tensor.item(), spec) if spec and tensor.dim() == 0 else object.__format__(tensor, spec)
+
+    changed: Any = FakeTensor
+    replaced = {name: vars(FakeTensor).get(name) for name in ("numpy", "__format__")}
+    changed.numpy, changed.__format__ = numpy, format_one
+    try:
+        yield
+    finally:
+        for name, before in replaced.items():
+            if before is None:
+                delattr(changed, name)
+            else:
+                setattr(changed, name, before)

@@ -260,7 +260,7 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
 # What tells nothing of values or width; the first row is what the engine reads of the outputs of a call.
 _DESCRIPTIVE = frozenset({
     "grad_fn", "requires_grad", "is_leaf", "register_hook", "untyped_storage", "_version", "_backward_hooks", "output_nr", "is_sparse",
-    "dtype", "device", "layout", "ndim", "dim",
+    "_is_view", "_base", "dtype", "device", "layout", "ndim", "dim",
 })  # fmt: skip
 _withheld_classes: dict[type, type] = {}
 
