@@ -71,12 +71,17 @@ class Job:
     def __repr__(self) -> str:
         if self._is_closed:
             return f"<memfit.Job, closed after step {self.steps}>"
-        return f"<memfit.Job at step {self.steps}; plan: {self.reason}; {self.proof().line().removeprefix('proof: ')}>"
+        return f"<memfit.Job at step {self.steps}; plan: {self._plan_words}; {self.proof().line().removeprefix('proof: ')}>"
 
     def _repr_html_(self) -> str:
         """In a notebook: where it stands, why this plan, and the proof so far."""
         state = "closed" if self._is_closed else "live"
-        facts = [("steps", str(self.steps)), ("state", state), ("plan", self.reason)]
+        facts = [
+            ("steps", str(self.steps)),
+            ("state", state),
+            ("plan", self._plan_words),
+            ("numerics", self.numerics.short()),
+        ]
         return html_table("memfit.Job", facts) + self.proof()._repr_html_()
 
     def holds(self, parameters: Collection[int]) -> str | None:
@@ -95,6 +100,10 @@ class Job:
     def plan(self) -> Plan:
         """The decisions: given, the run's own, or the fastest that fit; another one where `on_breach="replan"` made it."""
         return self._assembly.plan
+
+    @property
+    def _plan_words(self) -> str:
+        return self._assembly.parts.reason.rstrip(".")
 
     @property
     def reason(self) -> str:
