@@ -14,6 +14,7 @@ from torch.nn import functional
 import memfit
 from equivalence import plans
 from memfit.api.advice import advise
+from memfit.api.problem import Problem
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import CallPlan, Order, Plan, Saved
 
@@ -187,3 +188,22 @@ def test_a_step_that_reads_something_else_than_was_guessed_is_right_and_told() -
             assert mine is not None
             assert theirs.grad is not None
             assert torch.equal(mine, theirs.grad), parameter
+
+
+def test_shapes_that_alternate_are_planned_for_once_each_and_a_bounded_number_is_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("memfit.api.assembly._SHAPES", 3)
+    traced: list[int] = []
+    plain = Problem.profile_for
+
+    def profile_for(problem: Problem, plan: Plan, batch: Tensor) -> Any:
+        traced.append(len(batch))
+        return plain(problem, plan, batch)
+
+    model = _model()
+    with memfit.fit(model, _optimizer(model), _plain_loss, torch.randn(ROWS, WIDTH), plan=Plan()) as job:
+        monkeypatch.setattr(Problem, "profile_for", profile_for)
+        for rows in (8, 4, 8, 4, 6, 8, 4, 5, 8, 4, 6):
+            job.step(torch.randn(rows, WIDTH))
+    assert traced == [4, 6, 5, 6]

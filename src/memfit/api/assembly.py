@@ -41,6 +41,9 @@ from memfit.runtime.update_pieces import PieceUpdates
 from memfit.runtime.updates import UpdateWorker
 from memfit.runtime.weights import BlockWeights
 
+_SHAPES = 64
+"""Shapes of batches that a job remembers its schedules for; of more, those that were used longest ago are planned for again."""
+
 
 class Assembly:
     """The working parts of a job under one plan.
@@ -273,12 +276,15 @@ class Assembly:
         """As `prepare`, and in words what passes a limit; None if nothing does."""
         signature = signature_of(batch, self.parts.cut, self.plan.microbatches)
         if signature in self._prepared:
-            return self._prepared[signature], None
+            known = self._prepared[signature] = self._prepared.pop(signature)  # the one that was used last stands last
+            return known, None
         with self.engine.looking_away():
             prepared = self.parts.prepare(batch, self.plan)
         excess = self._excess(prepared)
         if excess is None:
             self._prepared[signature] = prepared
+            if len(self._prepared) > _SHAPES:
+                del self._prepared[next(iter(self._prepared))]
             return prepared, None
         shapes = [list(shape) for shape, _ in signature.tensors]
         return prepared, f"a batch of {signature.rows} rows with tensors {shapes} {excess}"
