@@ -187,7 +187,8 @@ def _mean(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "decimal", "binary"), [(torch.bfloat16, 350, "325.96 GiB"), (torch.float32, 700, "651.93 GiB")]
+    ("dtype", "decimal", "binary"),
+    [pytest.param(torch.bfloat16, 350, "325.96 GiB", marks=pytest.mark.slow), (torch.float32, 700, "651.93 GiB")],
 )
 def test_175_billion_parameters_take_350_gb_in_two_bytes_and_700_in_four(
     dtype: torch.dtype, decimal: int, binary: str

@@ -68,7 +68,7 @@ def tokens() -> Tensor:
         (True, False, "all but the head"),
     ],
 )
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["linear", "weight", "function"])
 def test_the_loss_and_its_gradients_are_those_of_plain_cross_entropy(
     way: str, smoothing: float, bias: bool, tied: bool, frozen: str
@@ -252,7 +252,7 @@ DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier
 
 
 @pytest.mark.parametrize("homes", ["device", "disk"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("loss", [_loss, _loss_of_any_head])
 def test_under_a_plan_the_steps_are_those_of_plain_pytorch_with_the_same_loss(
     loss: Callable[..., Tensor], tied: bool, homes: str
