@@ -41,6 +41,7 @@ from memfit.core.showing import html_table
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.runtime.guard import is_away
 from memfit.runtime.loss_scaling import LossScaler
+from memfit.runtime.weights import check_untouched
 from memfit.verification.census import Census, CensusReport
 from memfit.verification.meters import Proof
 
@@ -321,6 +322,7 @@ class Job:
                     block.wait()
             before = {block.index: block.versions() for block in chosen}
             yield
+            check_untouched(chosen)
             with self._interrupts.held():
                 self._assembly.write_home(
                     [block for block in chosen if block.versions() != before[block.index]], before
@@ -602,6 +604,10 @@ class Job:
                 raise failure from error
         self._is_closed = True
         clipping.unwatch(self)
+        for block in self._assembly.blocks:
+            change = block.take_back_changes()
+            if change is not None:
+                warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
         with self._interrupts.held():
             self._assembly.end(restore=restore)
 

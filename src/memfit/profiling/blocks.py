@@ -23,10 +23,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memfit.core.errors import UnsupportedError, UsageError
 
@@ -100,6 +102,7 @@ def find_blocks(model: nn.Module, overrides: Sequence[str | nn.Module] | None = 
             raise UnsupportedError(
                 f"{name or 'the model'!r} is a TorchScript module, whose weights are outside of Python's reach: use the module that it was scripted from"
             )
+    _check_tensors(model)
     tree = _Tree(model)
     if not tree.parameters:
         raise UsageError(f"the model ({type(model).__name__}) has no parameters: there is nothing to place in memory")
@@ -136,6 +139,40 @@ def refine_blocks(
         names = [*(old_names[index] for index in site.blocks), *reads.get(site.name, ())]
         sites.append(replace(site, blocks=tuple(position[name] for name in dict.fromkeys(names))))
     return BlockMap(blocks=blocks, sites=tuple(sites))
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Raises `UnsupportedError` for parameters and buffers whose values are not the bytes of their own storage."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        kind = type(tensor)
+        library = kind.__module__.partition(".")[0]
+        told = f"{name!r} is a {kind.__name__}" + ("" if library == "torch" else f" of {library}")
+        if is_traceable_wrapper_subclass(tensor) or _has_own_dispatch(kind):
+            raise UnsupportedError(
+                f"{told}, a tensor whose values lie in other tensors inside it; memfit moves tensors that own their bytes. For a frozen base in 4 bits take "
+                "bitsandbytes' Linear4bit (NF4); for adapters on ordinary weights, fit the model before it is quantized"
+            )
+        twin = next((key for key, value in vars(tensor).items() if _shares_storage(value, tensor)), None)
+        if twin is not None or (library == "bitsandbytes" and tensor.dtype is torch.int8):
+            raise UnsupportedError(
+                f"{told}, which keeps a second reference to its bytes ({twin or 'CB'!r}): they would stay in memory when the weight goes home. For a frozen base in "
+                "few bits take bitsandbytes' Linear4bit (NF4) instead of its 8-bit layers, or ordinary layers"
+            )
+
+
+def _has_own_dispatch(kind: Any) -> bool:
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def _shares_storage(value: object, tensor: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value is not tensor
+        and value.layout is torch.strided
+        and tensor.layout is torch.strided
+        and value.numel() > 0
+        and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    )
 
 
 class _Tree:

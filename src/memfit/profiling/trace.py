@@ -457,7 +457,15 @@ def _check_dense(setting: _Setting) -> None:
 
 def _fake_parameter(parameter: nn.Parameter, device: torch.device, compute: ComputeDtype) -> nn.Parameter:
     fake = fake_like(parameter, device, dtype=_weight_dtype(parameter, compute)).detach()
-    return nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    return _with_attributes(nn.Parameter(fake, requires_grad=parameter.requires_grad), parameter)
+
+
+def _with_attributes(stand_in: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+    """What the user's code hung on a parameter is read by its forward too (a scale, bitsandbytes' `quant_state`)."""
+    for name, value in vars(parameter).items():
+        if not name.startswith("_memfit"):
+            setattr(stand_in, name, value)
+    return stand_in
 
 
 def _fake_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -480,8 +488,11 @@ def _has_data(tensor: torch.Tensor) -> bool:
 
 def _alias(parameter: nn.Parameter, compute: ComputeDtype) -> nn.Parameter:
     """The same memory (in another dtype: a copy) as another leaf, so that gradients and hooks of the real parameter stay out of the trace."""
-    weight = parameter.detach().to(_weight_dtype(parameter, compute))
-    return nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        weight = parameter.detach().to(_weight_dtype(parameter, compute)).as_subclass(torch.Tensor)
+    # A class of the user's stays what it is: forwards ask for it.
+    made = torch.Tensor._make_subclass(type(parameter), weight, parameter.requires_grad)
+    return _with_attributes(made, parameter)  # type: ignore[arg-type]
 
 
 def _weight_dtype(parameter: nn.Parameter, compute: ComputeDtype) -> torch.dtype:

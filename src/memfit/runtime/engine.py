@@ -58,7 +58,7 @@ from memfit.runtime.tail import CutEdge, TailAliases, differentiate_tail, sequen
 from memfit.runtime.trees import tensors_in
 from memfit.runtime.updates import UpdateWorker
 from memfit.runtime.visits import Visits
-from memfit.runtime.weights import BlockWeights
+from memfit.runtime.weights import BlockWeights, check_untouched
 
 
 class Phase(Enum):
@@ -235,6 +235,7 @@ class Engine:
                 self._next += 1
                 self._do(schedule.actions[self._next - 1])
             self._finish_pass(range(len(self._coroutines)))
+            check_untouched(self.blocks)
             self._learned.add(id(schedule))
             if self._interleaves:
                 self._notes.enter(self._coroutines[schedule.microbatches - 1].notes)
@@ -317,6 +318,7 @@ class Engine:
             self._leaves.restore_all()
         self._settling.abandon()
         for block in self.blocks:
+            block.take_back_changes()  # an error is on its way
             block.release()
 
     # --- actions ----------------------------------------------------------------------------------------------------------------

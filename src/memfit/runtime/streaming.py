@@ -25,7 +25,7 @@ from memfit.runtime.coroutines import Coroutine, can_pause
 from memfit.runtime.modules import ModuleNotes
 from memfit.runtime.sites import Site, SiteHooks
 from memfit.runtime.streams import draw_streams
-from memfit.runtime.weights import BlockWeights
+from memfit.runtime.weights import BlockWeights, check_untouched
 
 
 class WeightStream:
@@ -160,6 +160,8 @@ class WeightStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if error is None:
+            check_untouched(self._blocks)  # those that stay; the others were looked at when they left
 
     def _travelling(self, site: int) -> set[int]:
         return {b for b in self._sites[site].blocks if self._blocks[b].travels}
@@ -173,4 +175,7 @@ class WeightStream:
     def _release(self, blocks: set[int]) -> None:
         for b in sorted(blocks):
             self._visiting.discard(b)
-            self._blocks[b].release()
+            try:
+                check_untouched([self._blocks[b]])
+            finally:
+                self._blocks[b].release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from memfit.core.errors import UnsupportedError
-from memfit.runtime.weights import BlockWeights
+from memfit.runtime.weights import BlockWeights, check_untouched
 
 
 class Visits:
@@ -43,6 +43,7 @@ class Visits:
         """
         self._settle(b)
         block = self._blocks[b]
+        check_untouched([block])
         before = self._versions.pop(b, None)
         if before is not None and block.travels and block.versions() != before:
             name = next(s.name for s, old in zip(block.slots, before, strict=True) if s.parameter._version != old)
@@ -72,6 +73,10 @@ class Visits:
 
     def end_on_demand(self) -> None:
         """Releases what came on demand and was not asked for by the schedule since."""
-        for b in tuple(self._on_demand):
-            self._blocks[b].release()
+        came = [self._blocks[b] for b in self._on_demand]
         self._on_demand.clear()
+        try:
+            check_untouched(came)
+        finally:
+            for block in came:
+                block.release()

@@ -28,6 +28,7 @@ from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.runtime.guard import mark_away, mark_present
 from memfit.runtime.homes.base import ByteHome, Ticket, Tickets, write_tensor
 from memfit.runtime.trees import new_storage, typed_view
+from memfit.runtime.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,7 @@ class BlockWeights:
         self._storage: torch.UntypedStorage | None = None
         self._is_here = True
         self._arriving: Ticket | None = None
+        self._attributes: list[Kept] = []
 
     @property
     def device(self) -> torch.device:
@@ -207,6 +209,7 @@ class BlockWeights:
         storage = resting if resting is not None else new_storage(self.nbytes, device)
         for slot in self.slots:
             slot.parameter.data = slot.view(storage)
+        self._attributes = [keep_attributes(slot.parameter) for slot in self.slots]
         self._storage, self.home, self._masters = storage, home, masters
         if resting is None:
             self._leave()
@@ -285,6 +288,31 @@ class BlockWeights:
             return
         self._leave()
 
+    def take_back_changes(self) -> UnsupportedError | None:
+        """Puts parameters that are here back onto the flat buffer, so that homes, parameters and the next visit agree.
+
+        Returns:
+            What is to be told of the first that was changed; None if all are as they were.
+        """
+        if not self._is_here or self._arriving is not None or self._storage is None:
+            return None
+        begin, first = self._storage.data_ptr(), None
+        for slot, kept in zip(self.slots, self._attributes, strict=True):
+            p, what = slot.parameter, None
+            if p.dtype != slot.dtype or p.shape != slot.shape:
+                what = f"became {tuple(p.shape)} of {p.dtype}, from {slot.shape} of {slot.dtype},"
+            elif slot.numel and (p.data_ptr() != begin + slot.offset_bytes or p.stride() != slot.stride):
+                what = "was given other memory (parameter.data = ...)"
+            if what is not None:
+                p.data = slot.view(self._storage)
+            attribute = changed_attribute(kept) if kept else None
+            if attribute is not None:
+                put_back(kept)
+                what = what or f"had its attribute {attribute!r} changed"
+            if what is not None and first is None:
+                first = refused_change(slot.name, self.name, what)
+        return first
+
     def master_pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, int, int, int]]:
         """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
         if not nbytes:
@@ -333,6 +361,16 @@ class BlockWeights:
         self._is_here = False
         for slot in self.slots:
             mark_away(slot.parameter, slot.name, self.name)
+
+
+def check_untouched(blocks: Iterable[BlockWeights]) -> None:
+    """Raises `UnsupportedError` if a parameter that is here is no view of its flat buffer any more, after all were put back.
+
+    See [Note: what a visit may not change].
+    """
+    changes = [change for block in blocks if (change := block.take_back_changes()) is not None]
+    if changes:
+        raise changes[0]
 
 
 def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dtype, torch.dtype]:

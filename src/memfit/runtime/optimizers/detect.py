@@ -78,8 +78,13 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
 def _untriable(optimizer: Optimizer, error: Exception) -> UnsupportedError:
     return UnsupportedError(
         f"memfit does not know {type(optimizer).__name__} and could not try it out: a step on small tensors failed "
-        f"with {type(error).__name__}: {error}. Its step must work for any parameters of the same dimensions."
+        f"with {type(error).__name__}: {_first_line(error)}. Its step must work for any parameters of the same dimensions."
     )
+
+
+def _first_line(error: Exception) -> str:
+    """The beginning of an error's text; a compiler's goes on for pages."""
+    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def _verdicts(optimizer: Optimizer, samples: list[Sample], piece_multiple: int) -> dict[int, Verdict]:

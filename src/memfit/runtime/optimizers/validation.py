@@ -75,6 +75,12 @@ def _check_class(optimizer: Optimizer) -> None:
             "SparseAdam needs sparse gradients, which memfit does not keep. Use sparse=False in the embedding with "
             "Adam or AdamW."
         )
+    library = next((c.__module__.partition(".")[0] for c in type(optimizer).__mro__ if _is_of_few_bits(c)), None)
+    if library is not None:
+        raise UnsupportedError(
+            f"{name} of {library} keeps its states in a form of its own (codes with scales, paged memory), for which memfit has no homes. Take the class of "
+            "torch.optim that it stands for (AdamW, say) and memfit.fit(allow={'int8-state'}), {'int4-state'} or {'fp8-state'}: then states rest in as few bits"
+        )
     arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
@@ -113,6 +119,11 @@ def _check_attributes(optimizer: Optimizer, model_parameters: set[int]) -> None:
                     f"{attribute!r}); its step could reach weights that are away. memfit can run optimizers that find "
                     "their parameters in param_groups."
                 )
+
+
+def _is_of_few_bits(kind: type) -> bool:
+    """Tests for the optimizers of bitsandbytes and torchao, of which a step compiles itself, or counts all parameters before it begins."""
+    return kind.__module__.startswith(("bitsandbytes.optim", "torchao.optim", "torchao.prototype.low_bit_optim"))
 
 
 def _shallow_items(value: Any) -> Iterable[Any]:
