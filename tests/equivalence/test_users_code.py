@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from equivalence.compare import assert_equal_training
 from equivalence.plain import sgd
 from equivalence.with_memfit import fit_case, fit_with, profile_of
 from equivalence.zoo import Batch, Case
-from memfit.core.errors import UnsupportedError, UsageError
-from memfit.core.plan import CallPlan, Plan, Saved
+from memfit.core.errors import MemfitWarning, UnsupportedError, UsageError
+from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
 from memfit.core.precision import ComputeDtype
 
 WIDTH, WORDS, ROWS = 16, 23, 6
@@ -258,24 +259,78 @@ def test_a_complex_loss_is_refused_as_such() -> None:
         fit_case(case, sgd()(case.model), limit="4GiB")
 
 
-@pytest.mark.parametrize("how", ["layer", "model"])
-def test_weights_do_not_travel_through_code_that_is_compiled_around_their_calls(how: str, tmp_path: Path) -> None:
-    case = case_of()
-    plan = on_disk(case)
-    (case.model if how == "model" else case.model.layers[1]).compile(backend="eager")  # type: ignore[union-attr]
-    with pytest.raises(UnsupportedError, match=r"torch\.compile around the calls.*layer\.forward"):
-        fit_case(case, sgd()(case.model), plan=plan, directory=tmp_path / "homes")
+def _compile_layers(model: nn.Module) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def _wrap_layers(model: nn.Module) -> nn.Module:
+    model.layers = nn.ModuleList([torch.compile(layer, backend="aot_eager") for layer in model.layers])  # type: ignore[union-attr, arg-type]
+    return model
+
+
+def _compile_forwards(model: nn.Module) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    return model
+
+
+COMPILERS = {"compile": _compile_layers, "wrapper": _wrap_layers, "forward": _compile_forwards}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.14 looks there while it compiles
-def test_layers_whose_forward_is_compiled_train_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "fate"), [("compile", "recompute"), ("wrapper", "keep"), ("forward", "recompute")])
+def test_compiled_layers_stay_compiled_and_train_exactly(how: str, fate: str, tmp_path: Path) -> None:
+    compiled = COMPILERS[how]
+
     def build() -> Case:
         case = case_of()
-        for layer in case.model.layers:  # type: ignore[union-attr]
-            layer.forward = torch.compile(layer.forward, backend="eager")  # type: ignore[method-assign]
-        return case
+        return replace(case, model=compiled(case.model))
 
-    assert_equal_training(build, sgd(0.5), fit_with(on_disk(case_of()), tmp_path, keep_gradients=True))
+    def graphs() -> tuple[int, int]:
+        counted = torch._dynamo.utils.counters  # type: ignore[attr-defined]
+        found = sum(counted["graph_break"].values()), counted["stats"]["unique_graphs"]
+        torch._dynamo.reset()
+        counted.clear()
+        return found
+
+    plan = on_disk(build())
+    plan = replace(plan, calls=plans.fates(profile_of(build()), CallPlan(saved=Saved(fate))))
+    torch._dynamo.reset()
+    graphs()
+    plain = build()
+    optimizer = sgd(0.5)(plain.model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(plain.model, batch_of(step)).backward()
+        optimizer.step()
+    expected = graphs()
+    assert expected[1] > 0
+    ours = build()
+    with fit_case(ours, sgd(0.5)(ours.model), plan=plan, directory=tmp_path / "homes") as job:
+        for step in range(2):
+            job.step(batch_of(step))
+    assert graphs() == expected == (0, expected[1])
+    for (name, p), q in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("how", ["model", "wrapper", "loss"])
+def test_code_that_is_compiled_around_calls_is_told_and_keeps_weights_from_travelling(how: str, tmp_path: Path) -> None:
+    case = case_of()
+    if how == "model":
+        case.model.compile(backend="eager")
+    elif how == "wrapper":
+        case = replace(case, model=torch.compile(case.model, backend="eager"))  # type: ignore[arg-type]
+    else:
+        case = replace(case, loss=torch.compile(loss_of, backend="eager"))
+    away = BlockPlan(weight_home=Tier.DISK)
+    name = "_orig_mod.layers.0" if how == "wrapper" else "layers.0"
+    with pytest.raises(UnsupportedError, match=r"torch\.compile around the calls.*layer\.compile\(\)"):
+        fit_case(case, sgd()(case.model), plan=Plan(blocks={name: away}), directory=tmp_path / "homes")
+    with pytest.warns(MemfitWarning, match=r"torch\.compile around the calls.*layer\.compile\(\)"):
+        fit_case(case, sgd()(case.model)).close()
 
 
 # Context variables

@@ -58,6 +58,7 @@ class Assembly:
         torn: why blocks hold weights of different steps; None while they do not.
         is_stepping: in the middle of a step, or of inference.
         has_begun: everything is at home, and not given up.
+        has_told_changes: the user knows that a parameter was changed past its memory.
         has_started: the run is the job's: its first version is committed, or it goes on.
         steps_before: steps of the run that this job did not make.
 
@@ -76,6 +77,7 @@ class Assembly:
         self.is_stepping = False
         self.has_begun = False
         self.has_started = before is not None
+        self.has_told_changes = False
         self.steps_before = 0
         self._has_ended = False
         self._prepared = {parts.signature: parts.prepared}
@@ -353,6 +355,7 @@ class Assembly:
             elif block.is_here and parameter.untyped_storage()._cdata != block.storage._cdata:  # noqa: SLF001, identity
                 problem = "was given other memory (parameter.data = ..., model.to(...))"
             if problem is not None:
+                self.has_told_changes = True
                 raise UsageError(
                     f"the parameter {name!r} {problem} behind the job's back: homes, plan and optimizer states belong to the old one. Change values in place inside "
                     "`with job.weights():`; for anything else close the job, change the model, and fit again"

@@ -606,7 +606,7 @@ class Job:
         clipping.unwatch(self)
         for block in self._assembly.blocks:
             change = block.take_back_changes()
-            if change is not None:
+            if change is not None and not self._assembly.has_told_changes:
                 warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
         with self._interrupts.held():
             self._assembly.end(restore=restore)

@@ -5,11 +5,12 @@ In: a plan and a profile, or a machine. Out: nothing, or an error that says what
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 
 from memfit.api.machine import Machine
 from memfit.api.problem import STATE_FORMATS, Problem, unfit_for
-from memfit.core.errors import PlanError, UnsupportedError, UsageError
+from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
@@ -105,19 +106,44 @@ def _check_splits(profile: Profile) -> None:
         )
 
 
-def check_compiled(problem: Problem) -> None:
-    """Compiled code around a call would have the call's hooks compiled into it, and meet weights that are away."""
+def check_compiled(problem: Problem, plan: Plan) -> None:
+    """Tells of compiled code around calls: it would have the calls' hooks compiled into it, and meet weights that are away.
+
+    A call that is compiled itself stays so, as does what runs inside one.
+
+    Raises:
+        UnsupportedError: the plan sends weights away. Else a `MemfitWarning` tells what to do.
+    """
+    name = _compiled_around(problem)
+    if name is None:
+        return
+    advice = "compile each layer instead, `layer.compile()`, before memfit.fit"
+    if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
+        raise UnsupportedError(
+            f"{name} is compiled with torch.compile around the calls at which weights come and go: {advice}"
+        )
+    warnings.warn(
+        f"{name} is compiled with torch.compile around the calls that memfit follows: its graph breaks at each of them, and may round otherwise than it "
+        f"would in one piece; {advice}",
+        MemfitWarning,
+        stacklevel=2,
+    )
+
+
+def _compiled_around(problem: Problem) -> str | None:
+    """Names what is compiled with a call inside it; None if nothing is."""
+    if hasattr(problem.loss, "_torchdynamo_orig_callable"):
+        return "the loss"
     sites = {id(site.module) for site in problem.block_map.sites}
     for name, module in problem.model.named_modules():
-        is_wrapper = hasattr(module, "_orig_mod")
-        if not is_wrapper and getattr(module, "_compiled_call_impl", None) is None:
-            continue
-        inside = [part for part in module.modules() if part is not module or not is_wrapper]
-        if any(id(part) in sites for part in inside):
-            raise UnsupportedError(
-                f"{name or 'the model'!r} is compiled with torch.compile around the calls at which weights come and go: compile what runs inside a call "
-                "instead, `layer.forward = torch.compile(layer.forward)` for each layer, before memfit.fit"
-            )
+        is_compiled = (
+            hasattr(module, "_orig_mod")
+            or getattr(module, "_compiled_call_impl", None) is not None
+            or hasattr(module.forward, "_torchdynamo_orig_callable")
+        )
+        if is_compiled and any(id(part) in sites for part in module.modules() if part is not module):
+            return repr(name) if name else "the model"
+    return None
 
 
 def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:

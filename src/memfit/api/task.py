@@ -26,7 +26,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.numerics import NONADDITIVE, Wish, check_exact, declare
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
 from memfit.planning.journaling import check_journaled
@@ -259,8 +259,7 @@ class Task:
             UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the host or the disk than it may.
         """
         check_meaning(plan, found, is_committed=self.run is not None)
-        if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
-            check_compiled(self.problem)
+        check_compiled(self.problem, plan)
         problem = replace(self.problem, block_map=arrange_blocks(self.problem.block_map, found))
         kept = replace(self, sample=None)
         adds_apart = plan.adds_apart(has_masters=found.has_masters, clips_norm=self.clips_norm)

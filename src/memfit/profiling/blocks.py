@@ -206,6 +206,8 @@ class _Tree:
 def _is_callable(module: nn.Module) -> bool:
     if isinstance(module, _UNCALLABLE):
         return False
+    if hasattr(module, "_orig_mod"):  # torch.compile around a module: its forward is the instance's own
+        return _is_callable(module._orig_mod)  # type: ignore[arg-type]
     # ModuleList and ModuleDict, and classes that only group modules, leave `forward` as nn.Module defines it: it
     # raises.
     return type(module).forward is not nn.Module.forward
@@ -215,6 +217,8 @@ def _is_closed(module: nn.Module) -> bool:
     """Whether the parts of a module do not run by their own calls (rule 3)."""
     if isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module):
         return True
+    if hasattr(module, "_orig_mod"):
+        return _is_closed(module._orig_mod)  # type: ignore[arg-type]
     # Adapter libraries (peft) put a wrapper in a layer's place, which holds the layer beside a ModuleDict of adapters.
     wrapped = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
     return isinstance(wrapped, nn.Module)

@@ -344,6 +344,8 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
         stack.enter_context(trial())
         stack.enter_context(untouched_generators())
         stack.enter_context(untouched_caches(setting.model))
+        # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(storage_resizes(recorder))
         if is_fake:
             stack.enter_context(_without_torchs_log())

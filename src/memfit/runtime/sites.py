@@ -43,12 +43,22 @@ class CallObserver(Protocol):
 
 
 class SiteHooks:
-    """The forward hooks on all sites. `remove` takes them off."""
+    """The forward hooks on all sites. `remove` takes them off.
+
+    [Note: compiled calls] `module.compile()` compiles hooks into the call: ours would break its graph, and run while it is traced. Such a module's compiled
+    call is wrapped instead, so that what is compiled is what would be without us.
+    """
 
     def __init__(self, sites: Sequence[Site], observer: CallObserver) -> None:
         reference = weakref.ref(observer)
         self._handles: list[RemovableHandle] = []
+        self._compiled: list[tuple[torch.nn.Module, Any]] = []
         for index, site in enumerate(sites):
+            compiled = getattr(site.module, "_compiled_call_impl", None)
+            if compiled is not None and not hasattr(site.module, "_orig_mod"):
+                self._compiled.append((site.module, compiled))
+                site.module._compiled_call_impl = _CompiledCall(compiled, reference, index, site.module)
+                continue
             # Prepended, so that the user's own pre-hooks run inside the call and are run again when it is recomputed.
             self._handles.append(
                 site.module.register_forward_pre_hook(_Enter(reference, index), prepend=True, with_kwargs=True)
@@ -62,6 +72,30 @@ class SiteHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module, compiled in self._compiled:
+            module._compiled_call_impl = compiled
+        self._compiled.clear()
+
+
+class _CompiledCall:
+    """What `module.compile()` made, between `enter` and `leave`. See [Note: compiled calls]."""
+
+    def __init__(self, compiled: Any, observer: weakref.ref[CallObserver], site: int, module: torch.nn.Module) -> None:
+        self._compiled = compiled
+        self._enter = _Enter(observer, site)
+        self._leave = _Leave(observer, site)
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        self._enter(module, args, kwargs)
+        output = None
+        try:
+            output = self._compiled(*args, **kwargs)
+        finally:
+            self._leave(module, args, kwargs, output)
+        return output
 
 
 class _Enter:
