@@ -7,16 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 import memfit
 from equivalence import zoo
 from equivalence.compare import JobLike, MakeJob, assert_equal_training
 from equivalence.plain import adamw, sgd
+from equivalence.plans import OFFLOAD, RECOMPUTE, fates
 from equivalence.test_users_code import Net, batch_of, case_of, loss_of, on_disk
+from equivalence.with_memfit import profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Order, Plan, Tier
 
 
 def fit_with(plan: Plan) -> MakeJob:
@@ -183,3 +186,40 @@ def test_logits_that_the_loss_reads_are_never_hidden_states(loss: Callable[[nn.M
         expected = loss(plain.model, plain.batch(0)).item()
         torch.set_rng_state(random)
         assert job.step(case.batch(0)).loss == expected
+
+
+# Calls with other tensors in the places of weights
+
+
+def with_scaled_weights(model: nn.Module, batch: Batch) -> Tensor:
+    """The second layer runs with weights that are made from its own."""
+    assert isinstance(model, Net)
+    hidden = model.words(batch["words"])
+    for index, layer in enumerate(model.layers):
+        scaled = {name: p * 1.5 for name, p in layer.named_parameters()} if index == 1 else {}
+        hidden = functional_call(layer, scaled, (hidden,))
+    return functional.cross_entropy(model.head(hidden).flatten(0, 1), batch["words"].flatten())
+
+
+def test_calls_with_other_tensors_in_the_places_of_weights_are_exact_or_refused() -> None:
+    def case() -> Case:
+        return case_of(with_scaled_weights)
+
+    found = profile_of(case())
+    spans = {b.name for b in found.blocks if b.is_spanning}
+    assert "layers.1" in spans, "its weights are read before it is called"
+    assert_equal_training(case, adamw(), fit_with(Plan(calls=fates(found, OFFLOAD))), has_gradients=False)
+    again = case()
+    with (
+        memfit.fit(
+            again.model, adamw()(again.model), again.loss, batch_of(0), plan=Plan(calls=fates(found, RECOMPUTE))
+        ) as job,
+        pytest.raises(UnsupportedError, match=r"'layers\.1' is called with other tensors.*saved='keep'"),
+    ):
+        job.step(batch_of(0))
+    turns = case()
+    with pytest.raises(UnsupportedError, match=r"'layers\.1' is called with other tensors.*microbatch-major"):
+        memfit.fit(turns.model, adamw()(turns.model), turns.loss, batch_of(0), plan=Plan(microbatches=2))
+    assert_equal_training(
+        case, adamw(), fit_with(Plan(microbatches=2, order=Order.MICROBATCH_MAJOR)), microbatches=2, has_gradients=False
+    )  # fmt: skip

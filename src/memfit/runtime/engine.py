@@ -50,9 +50,11 @@ from memfit.runtime.gradients import GradientHomes
 from memfit.runtime.leaves import MicrobatchLeaves, Replaced, watch_arrivals
 from memfit.runtime.modules import ModuleNotes
 from memfit.runtime.saved import Frame
+from memfit.runtime.saved.frames import RecomputedFrame
+from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE
 from memfit.runtime.seeding import Counts, Seeds, seed
 from memfit.runtime.settling import Settling
-from memfit.runtime.sites import Site, SiteHooks
+from memfit.runtime.sites import OwnWeights, Site, SiteHooks
 from memfit.runtime.streams import RandomStream
 from memfit.runtime.tail import CutEdge, TailAliases, differentiate_tail, sequence_number
 from memfit.runtime.trees import tensors_in
@@ -195,6 +197,7 @@ class Engine:
         self._settling = Settling(blocks, gradients, updates, parameter_order, depart)
         self._visits = Visits(blocks, self._settling.wait, depart)
         self._learned: set[int] = set()
+        self._own = OwnWeights(self.sites)
         self._hooks = SiteHooks(self.sites, self)
         self._serial = 0
         self._recomputing = 0
@@ -554,6 +557,12 @@ class Engine:
             self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
             self._opened.append(_Open(site, -1, None, self._put_leaves(site)))
             return
+        is_own = self._own.are_here(site)
+        if self._interleaves and not is_own:
+            raise self._refused_substitutes(
+                site,
+                "microbatches that take turns would get each other's; plan microbatches=1, or order='microbatch-major'",
+            )
         if call in self._firsts and can_pause():
             coroutine.pause(call)
         coroutine.position = call + 1
@@ -561,11 +570,20 @@ class Engine:
         frame = self._frames.begin(call, coroutine.microbatch, self.sites[site], args, kwargs)
         if frame is not None:
             self._open_frames[call, coroutine.microbatch] = frame
+            if not is_own and isinstance(frame, RecomputedFrame) and torch.is_grad_enabled():
+                raise self._refused_substitutes(
+                    site, f"running it again would compute with its own; {TRY_ANOTHER_FATE}"
+                )
             frame.enter()
         replaced = self._put_leaves(site)
         if self._tail is not None and call >= self._tail:
             self._aliases.enter(self.sites[site].module)
         self._opened.append(_Open(site, call, frame, replaced))
+
+    def _refused_substitutes(self, site: int, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.sites[site].name!r} is called with other tensors in the places of its parameters (torch.func.functional_call, for instance): {why}"
+        )
 
     def _put_leaves(self, site: int) -> Replaced:
         """See [Note: leaves of a microbatch]."""

@@ -98,6 +98,7 @@ class _Arrival:
 
 def _leaf_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     leaf = torch.nn.Parameter(parameter.detach())
+    leaf._memfit_leaf_of = parameter  # type: ignore[attr-defined]
     for hook in (parameter._backward_hooks or {}).values():
         leaf.register_hook(hook)
     leaf.register_post_accumulate_grad_hook(_HandOn(parameter))

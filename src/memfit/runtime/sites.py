@@ -42,6 +42,30 @@ class CallObserver(Protocol):
         ...
 
 
+class OwnWeights:
+    """The parameters of each site's modules, for telling calls that run with others in their places (`torch.func.functional_call`)."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._places = [
+            [
+                (module._parameters, key, parameter)
+                for module in site.module.modules()
+                for key, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+            for site in sites
+        ]
+
+    def are_here(self, site: int) -> bool:
+        """The site's modules have their own parameters."""
+        for place, key, parameter in self._places[site]:
+            found = place.get(key)
+            # Weights of loose blocks have leaves in their places while microbatches take turns.
+            if found is not parameter and getattr(found, "_memfit_leaf_of", None) is not parameter:
+                return False
+        return True
+
+
 class SiteHooks:
     """The forward hooks on all sites. `remove` takes them off.
 
