@@ -76,9 +76,11 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
 
 def _check_spanning(plan: Plan, profile: Profile) -> None:
     """Weights that are read where no call of theirs announces it must stay where they are."""
+    called = {name for trace in profile.traces.values() for call in trace.calls for name in call.blocks}
     for block in profile.blocks:
         home = plan.block(block.name).weight_home
-        if block.is_spanning and home is not Tier.DEVICE:
+        # One that is also called comes with its call.
+        if block.is_spanning and home is not Tier.DEVICE and block.name not in called:
             names = ", ".join(repr(p.name) for p in block.parameters[:3]) + (
                 ", ..." if len(block.parameters) > 3 else ""
             )

@@ -441,7 +441,7 @@ class Recorder(TorchDispatchMode):
                 record.is_movable &= is_movable(tensor, _ORDINARY)
                 record.argument_of.add(index)
                 record.last_use = index
-                self._active.arguments.append((tensor, tensor._version, record, record.writes))
+                self._active.arguments.append((tensor, _version_of(tensor), record, record.writes))
 
     def leave_module(self, output: Any) -> CallRecord | None:
         """A module returns; the call that ends with it, if one does."""
@@ -453,7 +453,7 @@ class Recorder(TorchDispatchMode):
         self._active = None
         call.returned = len(self.events)
         changed = [
-            r for tensor, version, r, writes in call.arguments if tensor._version != version or r.writes != writes
+            r for tensor, version, r, writes in call.arguments if _version_of(tensor) != version or r.writes != writes
         ]
         call.mutates_inputs = bool(changed)
         call.copied = {id(record) for record in changed}
@@ -505,6 +505,11 @@ def storage_resizes(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_called_by_autograd() -> bool:

@@ -264,6 +264,11 @@ def _named_failures(setting: _Setting) -> Iterator[None]:
         while place is not None and place.tb_next is not None and not _is_of_users(place.tb_frame.f_code.co_filename):
             place = place.tb_next
         error.__context__ = None
+        if "BatchedTensor" in str(error) or "torch.func" in str(error):
+            raise UnsupportedError(
+                f"the loss uses transforms of torch.func (vmap, grad) around what memfit follows{where}: its tensors have no storages, and saved tensors cannot be "
+                "placed. Compute the loss without them (a batched product for vmap; memfit makes the gradients itself)"
+            ) from error.with_traceback(place if frames else error.__traceback__)
         raise UsageError(
             f"loss(model, batch) fails: {type(error).__name__}: {told[0] if told else ''}{where}. Nothing was changed; see that "
             "it runs on this batch in plain PyTorch"

@@ -56,7 +56,7 @@ from memfit.runtime.seeding import Counts, Seeds, seed
 from memfit.runtime.settling import Settling
 from memfit.runtime.sites import OwnWeights, Site, SiteHooks
 from memfit.runtime.streams import RandomStream
-from memfit.runtime.tail import CutEdge, TailAliases, differentiate_tail, sequence_number
+from memfit.runtime.tail import CutEdge, TailAliases, differentiate_tail, hooks_of, sequence_number, withheld
 from memfit.runtime.trees import tensors_in
 from memfit.runtime.updates import UpdateWorker
 from memfit.runtime.visits import Visits
@@ -292,6 +292,7 @@ class Engine:
         self._begun: set[tuple[int, int]] = set()
         self._current: list[tuple[int, int]] = []
         self._cuts: list[CutEdge] = []
+        self._hooks_before_tail: list[dict[int, Any]] = []
         self._tail_began: dict[int, int] = {}
         self._deferred: list[Action] = []
         self._opened.clear()
@@ -438,7 +439,8 @@ class Engine:
         if self._is_cut:
             self._phase = Phase.TAIL
             began = self._tail_began.get(first, sequence_number())
-            self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self._aliases))
+            with withheld(self._hooks_before_tail):
+                self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self._aliases))
             self._aliases.forget()
             self._finish_frames()
             self._phase = Phase.FORWARD
@@ -635,6 +637,8 @@ class Engine:
 
         for node in nodes:
             node.register_prehook(begins)
+        if self._tail is not None and call is not None and call < self._tail:
+            self._hooks_before_tail += [hooks_of(t) for t in tensors if t.grad_fn is not None]
 
     # --- backward ---------------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ alias receives is added to the weight's gradient.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,31 @@ class CutEdge:
 def sequence_number() -> int:
     """The number that the next autograd node of this thread will carry."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def hooks_of(output: torch.Tensor) -> dict[int, Any]:
+    """The hooks that somebody registers on a tensor, now or later.
+
+    As `Tensor.register_hook` makes the dictionary, without a hook: whoever holds it holds neither the tensor nor its graph.
+    """
+    if output._backward_hooks is None:
+        output._backward_hooks = OrderedDict()
+        if output.grad_fn is not None:
+            output.grad_fn._register_hook_dict(output)  # type: ignore[attr-defined]
+    return output._backward_hooks  # type: ignore[return-value]
+
+
+@contextmanager
+def withheld(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
+    """While the tail runs back, no hooks run on the tensors at its cut: asking for a gradient runs them, and so does the joint backward that starts there."""
+    kept = [(own, dict(own)) for own in hooks if own]
+    for own, _ in kept:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, those in kept:
+            own.update(those)
 
 
 class TailAliases:

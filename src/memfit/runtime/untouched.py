@@ -33,7 +33,7 @@ def keep_attributes(parameter: nn.Parameter) -> Kept:
 
 def _keep(thing: Any, kept: Kept, depth: int) -> None:
     own = {name: value for name, value in vars(thing).items() if not name.startswith("_memfit")}
-    versions = {name: value._version for name, value in own.items() if isinstance(value, torch.Tensor)}
+    versions = {name: _version_of(value) for name, value in own.items() if isinstance(value, torch.Tensor)}
     kept.append((thing, own, versions))
     for value in own.values():
         is_plain = isinstance(value, torch.Tensor | nn.Module | type) or callable(value)
@@ -47,7 +47,7 @@ def changed_attribute(kept: Kept) -> str | None:
         now = vars(thing)
         for name, value in own.items():
             found = now.get(name)
-            is_written = name in versions and found is value and value._version != versions[name]
+            is_written = name in versions and found is value and _version_of(value) != versions[name]
             if is_written or not (
                 found is value or (type(found) is type(value) and _is_number(value) and found == value)
             ):
@@ -56,6 +56,10 @@ def changed_attribute(kept: Kept) -> str | None:
             if name not in own and not name.startswith("_memfit"):
                 return name
     return None
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def put_back(kept: Kept) -> None:
