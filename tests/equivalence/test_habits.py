@@ -34,9 +34,15 @@ def _layer(model: nn.Module) -> nn.Module:
 
 
 def forward_hooks(model: nn.Module) -> None:
-    _layer(model).register_forward_pre_hook(lambda _, given: (given[0] * 1.5,))
-    _layer(model).register_forward_hook(lambda _, __, output: output * 0.5)
-    _layer(model).get_submodule("mix").register_forward_hook(lambda _, __, output: output + 0.25)
+    def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (given[0] * 1.5,)
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return output * 0.5
+
+    _layer(model).register_forward_pre_hook(before)
+    _layer(model).register_forward_hook(after)
+    _layer(model).get_submodule("mix").register_forward_hook(after)
 
 
 def backward_hooks(model: nn.Module) -> None:
