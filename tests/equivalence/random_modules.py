@@ -325,6 +325,8 @@ def _shared(spec: ModelSpec) -> frozenset[str]:
         reads = sum(call.glue is Glue.READ_WEIGHT and call.reads == index for call in spec.calls)
         if calls > 1:
             names |= {f"blocks.{index}.{name}" for name, _ in Block(block).named_parameters()}
+        if calls and block.edits.count(Edit.PRODUCT) > 1:
+            names.add(f"blocks.{index}.mix")  # twice in one call
         if calls + reads > 1 and reads:
             names.add(f"blocks.{index}.norm.weight")
     return frozenset(names)

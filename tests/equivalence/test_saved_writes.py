@@ -159,3 +159,54 @@ def test_chunks_of_one_product_that_change_in_turn_are_not_taken_for_each_other(
     for policy in POLICIES:
         driver = Driver(model, ["0", "1"], POLICIES[policy], offloader=offloader)
         run_driven(model, squares(values), driver).assert_equal(plain)
+
+
+class _Remembers(nn.Module):
+    """Reads what its last call left on it, and leaves something else: an attribute, and places in a list and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = torch.zeros(12, 8)
+        self.notes = [torch.ones(8)]
+        self.named = {"scale": torch.ones(8)}
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        inside = self.linear(values) * self.notes[0] * self.named["scale"] + self.last
+        made = torch.tanh(inside) * self.gate(values)
+        self.last = made.detach() * 1
+        self.notes[0] = self.notes[0] + 0.5
+        self.named["scale"] = self.named["scale"] * 1.5
+        return made
+
+
+def test_a_call_runs_again_on_what_its_module_remembered_then(offloader: Offloader) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(3)
+        shared = _Remembers()
+        return nn.Sequential(nn.Linear(8, 8), shared, _Remembers(), shared)
+
+    values = torch.randn(12, 8)
+    plain = run_plain(model(), squares(values), steps=1)
+    for policy in POLICIES:
+        under_it = model()
+        driver = Driver(under_it, ["1", "2"], POLICIES[policy], offloader=offloader)
+        run_driven(under_it, squares(values), driver, steps=1).assert_equal(plain)
+
+
+def test_a_tensor_on_a_module_that_a_call_reads_and_changes_in_place_is_refused(offloader: Offloader) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.count = torch.ones(8)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            self.count += 0.5
+            return torch.tanh(self.linear(values) + self.count)
+
+    model, values = nn.Sequential(nn.Linear(8, 8), Counts()), torch.randn(12, 8)
+    for policy in ("recompute", "select", "boundary away"):
+        driver = Driver(model, ["1"], POLICIES[policy], offloader=offloader)
+        with pytest.raises(UnsupportedError, match="keeps on itself \\('count'\\)"):
+            run_driven(model, squares(values), driver, steps=1)

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import CallPlan, Saved, Tier
 from memfit.runtime.saved.arguments import HeldArguments
+from memfit.runtime.saved.attributes import HeldAttributes
 from memfit.runtime.saved.handles import KeptHandle, RemadeHandle, unpack
 from memfit.runtime.saved.offload import MovedHandle, Offloader, Parcel
 from memfit.runtime.saved.reads import is_compiled
@@ -206,6 +207,7 @@ class RecomputedFrame(_HookedFrame):
                 writes=site.writes,
             ),
             selection=None,
+            attributes=HeldAttributes(site.module, site.name, site.stays, site.writes),
             writes=site.writes,
         )
         self._record = record
@@ -219,6 +221,10 @@ class RecomputedFrame(_HookedFrame):
         watcher = None if compiled else record.arguments.watcher()
         if watcher is not None:
             modes.append(watcher)
+        assert record.attributes is not None
+        own = None if compiled else record.attributes.watcher()
+        if own is not None:
+            modes.append(own)
         if self._selects:
             if compiled:
                 raise UnsupportedError(
@@ -254,6 +260,8 @@ class RecomputedFrame(_HookedFrame):
         assert record.arguments is not None
         record.surroundings.settle()
         record.arguments.settle()
+        assert record.attributes is not None
+        record.attributes.settle()
         if record.selection is not None:
             record.selection.settle(runs_to_the_end=not self._is_alone)
         if self._home is not Tier.DEVICE:

@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.core.errors import UnsupportedError
 from memfit.runtime.saved.arguments import HeldArguments, Position
+from memfit.runtime.saved.attributes import HeldAttributes
 from memfit.runtime.saved.handles import KeptHandle, RemadeHandle, describe, refuse_again
 from memfit.runtime.saved.select import Selection
 from memfit.runtime.saved.structure import tensors_in
@@ -47,6 +48,7 @@ class CallRecord:
         place: the site.
         call: the module, called with args and kwargs.
         surroundings, arguments, selection: as at entry; None once they were used.
+        attributes: tensors that the module keeps on itself.
         writes: of the job's forwards.
         handles: one for each tensor that autograd saved, in order; None where the tensor was kept.
         is_over: the call returned.
@@ -57,6 +59,7 @@ class CallRecord:
     surroundings: Surroundings | None
     arguments: HeldArguments | None
     selection: Selection | None
+    attributes: HeldAttributes | None
     writes: Writes
     handles: list[weakref.ref[RemadeHandle] | None] = field(default_factory=list)
     is_over: bool = False
@@ -72,7 +75,7 @@ class CallRecord:
 
     def let_go(self) -> None:
         """Drops all that running again needs."""
-        self.surroundings = self.arguments = self.selection = None
+        self.surroundings = self.arguments = self.selection = self.attributes = None
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
         """Storages it holds on the device."""
@@ -222,7 +225,7 @@ def run_again(
     """
     if not wanted and not needs_outputs:
         return None
-    if record.arguments is None or record.surroundings is None:
+    if record.arguments is None or record.surroundings is None or record.attributes is None:
         raise refuse_again(record.place)
     args, kwargs = record.arguments.rebuild(made)
     capture = _Capture(record, wanted, stops=not needs_outputs)
@@ -232,6 +235,7 @@ def run_again(
             # As the first run: some composite operators take other ways where a mode is active.
             stack.enter_context(record.writes.watching())
             stack.enter_context(record.surroundings.restored())
+            stack.enter_context(record.attributes.restored())
             stack.enter_context(saved_tensors_hooks(capture.pack, _as_it_is))
             guard = record.arguments.guard()
             if guard is not None:

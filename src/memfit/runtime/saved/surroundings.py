@@ -4,8 +4,9 @@ In: the state of the thread and the module when the call begins. Out: the same s
 and the present one put back after.
 
 Not captured: generators of the user's own (`torch.Generator` passed by hand), `threading.local` (on an accelerator the recomputation runs in autograd's
-thread; context variables are carried there, thread-locals cannot be), numbers outside of modules (a closure's), tensors and containers that the
-module keeps on itself (what a recomputation does to them is taken back, but it reads them as they are), and active dispatch modes (they watch operations;
+thread; context variables are carried there, thread-locals cannot be), numbers outside of modules (a closure's), containers that the
+module keeps on itself (what a recomputation does to them is taken back, but it reads them as they are; tensors: see `attributes`), and
+active dispatch modes (they watch operations;
 watching the recomputation would count twice).
 """
 
