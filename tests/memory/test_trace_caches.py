@@ -64,6 +64,7 @@ def test_a_trace_leaves_no_tensors_without_data_in_caches_outside_of_modules() -
     # What was there before is there afterwards, the very same.
     mine = TABLES[6]
     profile_step(model, loss, x, find_blocks(model))
+    # Nor do the two forwards of a trace find one of them filled.
     assert list(TABLES) == [6]
     assert TABLES[6] is mine
     assert torch.equal(loss(model, x), expected)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from memfit.api.machine import Machine
 from memfit.api.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.plan import Order, Plan, Saved, Tier
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 
@@ -70,6 +70,7 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     """Raises `UnsupportedError` where the plan would train another model than the profile is of, or `PlanError` where it sends away what must stay."""
     if plan.microbatches > 1:
         _check_splits(profile)
+        _check_tail(plan, profile)
     _check_written(plan, profile, is_committed=is_committed)
     _check_spanning(plan, profile)
 
@@ -89,6 +90,18 @@ def _check_spanning(plan: Plan, profile: Profile) -> None:
                 "read outside of the calls of their module (by the loss, another module's forward, or a function that takes the weight): plan "
                 "weight_home='device' for it (gradients and states may still rest elsewhere), or let the code call the module"
             )
+
+
+def _check_tail(plan: Plan, profile: Profile) -> None:
+    """Raises `UnsupportedError` where the tail of each microbatch cannot run back before the layers do."""
+    if plan.tail is None or plan.order is not Order.LAYER_MAJOR:
+        return
+    shared = next(iter(profile.traces.values())).shared_with_tail(plan.tail)
+    if shared is not None:
+        raise UnsupportedError(
+            f"a weight of block {shared!r} is read before the plan's tail and again in it by code that is not a module's call, so the tail cannot run back on its "
+            "own: plan tail=None"
+        )
 
 
 def _check_splits(profile: Profile) -> None:

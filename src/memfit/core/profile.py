@@ -191,6 +191,7 @@ class TraceProfile:
         rows: size of the batch dimension.
         calls: in forward order.
         storages: all memory made in forward that is alive at some segment's end, or saved, or an argument.
+        loose_reads: (block, number of calls before) where the forward reads weights that train outside of every call.
         prologue_peak_bytes: most bytes alive at once in segment -1.
         seed_peak_bytes: most bytes alive at once, above those at the forward's end, from the start of backward until the
             first gradient reaches a call (the backward of the loss runs in it).
@@ -203,6 +204,7 @@ class TraceProfile:
     rows: int
     calls: tuple[CallProfile, ...]
     storages: tuple[StorageProfile, ...]
+    loose_reads: tuple[tuple[str, int], ...] = ()
     prologue_peak_bytes: int = 0
     seed_peak_bytes: int = 0
     seed_leaves_bytes: int = 0
@@ -215,6 +217,13 @@ class TraceProfile:
         return (
             f"<TraceProfile of {self.rows} rows: {len(self.calls)} calls, {format_bytes(saved)} saved inside of them>"
         )
+
+    def shared_with_tail(self, tail: int) -> str | None:
+        """A block that is read before call `tail` and, by no call, after that: the calls from there on cannot run back on their own. None if there is none."""
+        after = {block for block, calls in self.loose_reads if calls > tail}
+        before = {block for block, calls in self.loose_reads if calls <= tail}
+        before.update(block for call in self.calls[:tail] for block in call.blocks)
+        return min(after & before, default=None)
 
     def saved_bytes(self, call: int) -> int:
         """Bytes that call `call` saves inside itself beyond its arguments: what recompute drops."""

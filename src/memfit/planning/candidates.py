@@ -138,10 +138,11 @@ def decided_calls(trace: TraceProfile) -> frozenset[int]:
 
 
 def find_tail(trace: TraceProfile) -> int | None:
-    """First of the calls after the last repeated one; the last call if none repeats; None if nothing follows."""
+    """First of the calls after the last repeated one; the last call if none repeats; None if nothing follows, or it cannot run back on its own."""
     repeated = [c.index for c in trace.calls if c.is_repeated]
     first = repeated[-1] + 1 if repeated else len(trace.calls) - 1
-    return first if 0 < first < len(trace.calls) else None
+    is_there = 0 < first < len(trace.calls)
+    return first if is_there and trace.shared_with_tail(first) is None else None
 
 
 def _fates(trace: TraceProfile, chosen: frozenset[int], tiers: tuple[Tier, ...]) -> list[_Fate]:

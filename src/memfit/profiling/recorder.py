@@ -146,6 +146,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[tuple[Event, StorageRecord | None, int]] = []
         self.records: list[StorageRecord] = []
         self.calls: list[CallRecord] = []
+        self.loose_reads: set[tuple[str, int]] = set()  # (block, calls before) of reads that train, by no call
         self.forward: list[SegmentRecord] = [SegmentRecord(call=-1, began=0)]
         self.backward: list[SegmentRecord] = []
         self.spanning: set[str] = set()
@@ -254,6 +255,8 @@ class Recorder(TorchDispatchMode):
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
             elif not func.is_view:
                 (self._active.reads if self._active else self.spanning).add(record.block)
+                if self._active is None and tensor.requires_grad:
+                    self.loose_reads.add((record.block, len(self.calls)))
         elif self._would_train(tensor) and record.role is Role.INPUT:
             raise UnsupportedError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that is not part of the model "

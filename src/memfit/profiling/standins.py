@@ -16,7 +16,7 @@ import gc
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
@@ -28,6 +28,7 @@ from memfit import devices
 
 _Container = dict | list | set
 _CachedFunction = functools._lru_cache_wrapper
+_KEEPING = (dict, list, tuple)
 
 
 @contextmanager
@@ -74,8 +75,8 @@ def stand_ins(
 def untouched_caches(model: nn.Module) -> Iterator[None]:
     """Leaves no stand-in in what outlives a forward beside the modules: cached functions, and the dicts, lists and sets of classes and their files.
 
-    Functions of `functools.lru_cache` that were called with something new are emptied, since what they hold cannot be told apart. So each forward does the
-    work of the first, and none finds there what a trace has left, a tensor without data.
+    Functions of `functools.lru_cache` that hold tensors are emptied, before and after. So each forward does the work of the first, and none finds there what a
+    trace has left, a tensor without data.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not _is_foreign(kind.__module__)}
     files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
@@ -83,13 +84,12 @@ def untouched_caches(model: nn.Module) -> Iterator[None]:
     contents = [one for attributes in places for one in _contents(attributes)]
     functions = _cached_functions(len(sys.modules))
     functions |= {one for attributes in [*places, *map(vars, model.modules())] for one in _cached_in(attributes)}
-    cached = [(one, one.cache_info()) for one in functions if not _is_foreign(getattr(one, "__module__", None))]
+    cached = [one for one in functions if not _is_foreign(getattr(one, "__module__", None))]
+    _empty(cached)
     try:
         yield
     finally:
-        for function, before in cached:
-            if function.cache_info().misses != before.misses:
-                function.cache_clear()
+        _empty(cached)
         for container, content in contents:
             if len(container) != len(content) or not _holds_same(container, content):
                 _refill(container, content)
@@ -157,6 +157,20 @@ def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
                 with suppress(ValueError):  # a cell that nothing was put into yet
                     if type(cell.cell_contents) is _CachedFunction:
                         yield cell.cell_contents
+
+
+def _empty(cached: Sequence[Any]) -> None:
+    for function in cached:
+        if _holds_tensors(function, 4):
+            function.cache_clear()
+
+
+def _holds_tensors(node: Any, depth: int) -> bool:
+    """A tensor lies in what a cached function has kept: its results, in tuples, lists and dicts."""
+    return any(
+        isinstance(one, torch.Tensor) or (depth > 0 and type(one) in _KEEPING and _holds_tensors(one, depth - 1))
+        for one in gc.get_referents(node)
+    )
 
 
 def _holds_same(container: _Container, content: _Container) -> bool:
