@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from memfit.core.errors import PlanError
 from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Order, Plan, Tier
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.schedule import (
     Accumulate,
@@ -177,6 +177,7 @@ class DeviceBytes:
         self._line = Line(Pieces(plan, profile, is_summed=self._is_summed))
         self._resident_staging = staging_bytes if uses_disk(plan, self.shape) else 0
         self._at_home: set[int] = set()
+        self._waiting: dict[int, int] = {}
         self._totals: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._totals.update(
             weight=sum(self.weights.values()) + self._input_bytes,
@@ -284,7 +285,14 @@ class DeviceBytes:
         before["gradient"] += min(0, rise)
         if isinstance(action, Forward | Backward):
             self._flush()
+        if isinstance(action, Backward):
+            self._end_waiting(self._segment[action.first])
         return self._moment(before)
+
+    def _end_waiting(self, segment: int) -> None:
+        """All uses of a shared weight in this microbatch are through: their sum is added to what earlier microbatches gave."""
+        for b in [b for b in self._waiting if not self.facts.waits_on(self.shape.blocks[b], segment)]:
+            self._totals["gradient"] -= self._waiting.pop(b)
 
     def _arrival(self, segment: int) -> Arrival:
         """How the gradients of a segment's backward come, before they are counted."""
@@ -337,6 +345,15 @@ class DeviceBytes:
                     continue
             if b in self.gradients:
                 if segment is not None and self.facts.has_waited(self.shape.blocks[b], segment):
+                    continue
+                if (
+                    segment is not None
+                    and self.plan.order is Order.MICROBATCH_MAJOR
+                    and self.facts.waits_on(self.shape.blocks[b], segment)
+                ):
+                    # Autograd sums the uses of a backward apart, and only then adds them to the gradient that is there.
+                    self._waiting[b] = self._held_bytes(b)
+                    self._totals["gradient"] += self._waiting[b]
                     continue
                 added = max(added, 0 if is_tail else self.profile.blocks[b].largest_gradient_bytes)
             else:

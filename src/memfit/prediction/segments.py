@@ -229,6 +229,11 @@ class SegmentFacts:
         calls = self.shared_by.get(block)
         return calls is not None and calls[-1] > self.shape.segments[segment][1]
 
+    def waits_on(self, block: str, segment: int) -> bool:
+        """After this segment's backward, earlier calls are still to add to the block's gradient."""
+        calls = self.shared_by.get(block)
+        return calls is not None and calls[0] < self.shape.segments[segment][0] <= calls[-1]
+
     def inner_bytes(self, first: int, call: int) -> int:
         """Bytes made by the calls from `first` on that are alive when `call` begins, everything kept."""
         return sum(

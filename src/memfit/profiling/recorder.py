@@ -10,10 +10,10 @@ callback logs the release. The key is the address of the storage object, taken o
 before it can be used again.
 
 [Note: sums of gradients]
-When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first.
-Under a dispatch mode (and for fake tensors) it makes a third tensor instead. The recorder undoes the difference: an
-addition that the autograd engine itself makes, whose first operand is released before anything else happens, is
-logged as done in place.
+When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first and it
+is no view (the gradient of a transposed weight is one). Under a dispatch mode (and for fake tensors) it makes a third tensor
+in any case. The recorder undoes the difference: an addition that the autograd engine itself makes, whose first operand is
+released before anything else happens, is logged as done in place; if that is a view, with the third tensor for a moment.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ from memfit.profiling.values import Values
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_IS_VIEW = "_memfit_is_view"
+# What torch puts between a dispatch mode and its caller; the last two keep its compiler out, once that is imported.
+_WRAPPERS = ("_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -158,7 +161,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._active: CallRecord | None = None
         self._modules: list[str] = []
-        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int] | None = None
+        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
         self._values = Values(self._is_trusted, self._distrust, guesses=guesses) if follows_values else None
         self._origins = Origins()
         self._workspaces = workspaces
@@ -230,6 +233,9 @@ class Recorder(TorchDispatchMode):
             if self._values:
                 self._values.follow(func, args, kwargs, out)
         made = [self._note_made(func, tensor) for tensor in operator_tensors(out)]
+        if self.is_backward and func.is_view:
+            for tensor in operator_tensors(out):
+                setattr(tensor, _IS_VIEW, True)
         if not self.is_backward:
             self._origins.follow(func, args, kwargs, found, made)
             self._note_written(func, args, kwargs, found)
@@ -339,7 +345,8 @@ class Recorder(TorchDispatchMode):
         event, record, _ = self.events[-1] if self.events else (None, None, 0)
         if event is Event.ALLOCATED and record is not None and record is made[0] and record.nbytes == operand.nbytes:
             key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
-            self._pending_sum = (operand, record, len(self.events) - 1, key)
+            third_bytes = record.nbytes if getattr(old, _IS_VIEW, False) else 0
+            self._pending_sum = (operand, record, len(self.events) - 1, key, third_bytes)
 
     # -- storages ----------------------------------------------------------------------------------------------
 
@@ -372,10 +379,10 @@ class Recorder(TorchDispatchMode):
     def _note_freed(self, key: int) -> None:
         record = self._live.pop(key)[0]
         if self._pending_sum and self._pending_sum[0] is record:
-            _, merged, event, merged_key = self._pending_sum
+            _, merged, event, merged_key, third_bytes = self._pending_sum
             self._pending_sum = None
             # The sum takes the operand's place: as if it had been added in place.
-            self.events[event] = (Event.WORKSPACE, None, 0)
+            self.events[event] = (Event.WORKSPACE, None, third_bytes)
             self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
             self._live[merged_key] = (record, self._live[merged_key][1])
             return
@@ -517,6 +524,6 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _is_called_by_autograd() -> bool:
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.endswith("_python_dispatch.py"):
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
