@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.api.machine import Machine
+from memfit.api.room import Room
 from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Limits
+from memfit.core.units import MIB
+from memfit.runtime.allocator import install
 from memfit.verification.meters import ProcessMeter
 
 TOO_SMALL = 2 << 20
@@ -198,3 +201,15 @@ def test_the_smallest_limit_that_is_named_works(kind: str, where: str, tmp_path:
     assert found["finite"]
     assert found["holds"], found["line"]
     assert max(found["measured"], found["predicted"]) <= found["limit"] == smallest
+
+
+def test_what_planning_took_of_the_process_is_not_taken_from_tensors_again() -> None:
+    """Where there is no room for planning, the limit is armed after it: then more is held than when plans were made."""
+    held = [100 * MIB]
+    room = Room(300 * MIB, 66 * MIB, lambda: held[0], install(), planned_bytes=70 * MIB)
+    held[0] = 104 * MIB
+    room.begin_plan()
+    assert room.planned_bytes == (300 - 70 - 66) * MIB
+    assert room.left_bytes == (300 - 104) * MIB
+    assert room.excess(150 * MIB) is None
+    assert room.excess(165 * MIB) is not None

@@ -109,6 +109,7 @@ class Machine:
         # Without a compiler the allocator's limit is the kernel's already.
         self._kernel = KernelLimit() if uses_kernel and isinstance(self.allocator, Allocator) else None
         self._room: Room | None = None
+        self._planned_outside_bytes: int | None = None
         self._lift = weakref.finalize(self, _lift_limit, self.meter, -1)
         if self._kernel is not None:
             weakref.finalize(self, self._kernel.lift)
@@ -133,7 +134,10 @@ class Machine:
         others = max(
             live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
         )
-        base = max(0, self.base_bytes() + others)
+        outside = self.base_bytes()
+        if self._room is None:
+            self._planned_outside_bytes = outside
+        base = max(0, outside + others)
         reserve = self.reserve_bytes() if self._room is None else self._room.reserve_left_bytes
         return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
 
@@ -190,7 +194,15 @@ class Machine:
         if self._room is None:
             # Without the machine: in a cycle it would be collected late, and its limit lifted late.
             outside = partial(_outside_bytes, self.process, self.allocator)
-            self._room = Room(limit, self.reserve_bytes(), outside, self.allocator, kernel=self._kernel)
+            # Where planning had no room below the limit, it is armed after it: what that took of the process is the reserve's all the same.
+            self._room = Room(
+                limit,
+                self.reserve_bytes(),
+                outside,
+                self.allocator,
+                kernel=self._kernel,
+                planned_bytes=self._planned_outside_bytes,
+            )
         left = self._room.begin_plan()
         if left <= 0:
             self._room = None

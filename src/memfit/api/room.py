@@ -38,6 +38,7 @@ class Room:
         outside_bytes: tells what the process holds outside of tensors.
         allocator: of tensors.
         kernel: its limit is armed too, from the second step on.
+        planned_bytes: what was held outside of tensors when the budget of plans was made, if that was before now.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Room:
         allocator: Allocator | FallbackAllocator,
         *,
         kernel: KernelLimit | None = None,
+        planned_bytes: int | None = None,
     ) -> None:
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
@@ -55,6 +57,8 @@ class Room:
         self._allocator = allocator
         self._kernel = kernel
         self._at_arming = self._last = outside_bytes()
+        if planned_bytes is not None:
+            self._at_arming = min(self._at_arming, planned_bytes)
         self._users_bytes = 0
         self._most_growth_bytes = 0
         """Between two calls."""
