@@ -606,6 +606,7 @@ def test_the_table_of_hidden_memory_covers_what_the_profiler_sees_inside_the_ope
     with torch.no_grad():
         peak, left = profiler_peak(lambda: func(*args))
         table = workspace_bytes(func, args, func(*args))
+    assert table is not None, "the table knows these operations"
     hidden = peak - left
     assert hidden <= table + 4096, "the table promises less than the operation takes"
     # bf16 products are bounded, not fitted: their scratch depends on shapes in ways that oneDNN does not tell.
