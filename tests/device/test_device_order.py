@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -201,3 +203,31 @@ def test_the_proof_does_not_count_what_loading_held(device: torch.device, tmp_pa
         job.step(batch)
         proof = job.proof()
     assert proof.measured_peak_bytes < 64 << 20, proof
+
+
+def test_an_interrupt_in_backward_comes_between_two_blocks(device: torch.device, tmp_path: Path) -> None:
+    model, optimizer, batch = made(device)
+    began: list[int] = []
+
+    def interrupting(index: int) -> Callable[[torch.Tensor], None]:
+        def hook(_gradient: torch.Tensor) -> None:
+            began.append(index)
+            if index == LAYERS - 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return hook
+
+    def loss(net: nn.Module, part: Batch) -> torch.Tensor:
+        rows = part[0]
+        for index, layer in enumerate(net.layers):  # type: ignore[arg-type]
+            rows = layer(rows)
+            if rows.requires_grad and not memfit.is_planning():
+                rows.register_hook(interrupting(index))
+        return nn.functional.cross_entropy(net.head(rows), part[1])  # type: ignore[operator]
+
+    plan = plan_of(memfit.profile(model, optimizer, loss, batch), Tier.HOST, Saved.KEEP, 1, tail=False)
+    with memfit.fit(model, optimizer, loss, batch, plan=plan, directory=tmp_path / "homes") as job:
+        with pytest.raises(KeyboardInterrupt):
+            job.step(batch)
+        assert began[0] == LAYERS - 1
+        assert 0 not in began  # the first layer's backward was not begun

@@ -6,14 +6,21 @@ In: a job's work. Out: the same, with `KeyboardInterrupt` raised where nothing i
 Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. Between taking a lock and entering its `with` it leaves the lock taken for
 ever; inside `Condition.notify` it loses a wake-up; in the wait for a transfer it lets go of memory that a thread still fills. So while a job works, Ctrl-C
 is noted and raised at the next action of the schedule, or when the work is done. A second Ctrl-C does not wait: it is for a loss that never ends.
+
+[Note: interrupts in the device's thread]
+Python runs signal handlers in the main thread, between bytecodes; on an accelerator that thread waits in C++ for the whole backward, while the schedule's actions
+run in autograd's device thread. There the note comes too late: all blocks would be updated before anyone hears of it. What comes at once is a byte in a
+pipe (`signal.set_wakeup_fd`), which `check` reads in other threads than the holder's. The handler runs all the same when backward has ended, and is then
+known to have been raised already. A second Ctrl-C cannot be quicker than the next action while backward runs there.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 
@@ -22,7 +29,10 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._is_holding = False
-        self._came = False
+        self._holder = 0
+        self._wake: int | None = None
+        # Interrupts since `held` began: whose handler ran, whose byte was read, and how many have been raised.
+        self._noted = self._arrived = self._raised = 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -31,24 +41,52 @@ class Interrupts:
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
             return
-        self._came = False
-        try:
-            # Inside of the `try`: putting the handler in raises what came just before.
-            self._is_holding = True
-            signal.signal(signal.SIGINT, self._note)
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._is_holding = False
+        self._noted = self._arrived = self._raised = 0
+        self._holder = threading.get_ident()
+        with ExitStack() as stack:
+            try:
+                # Inside of the `try`: putting the handler in raises what came just before.
+                self._is_holding = True
+                self._wake = _wake_pipe(stack)
+                signal.signal(signal.SIGINT, self._note)
+                yield
+            finally:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                self._is_holding = False
+                self._wake = None
         self.check()
 
     def check(self, _done: object = None) -> None:
-        """Raises the interrupt that came, if one did."""
-        if self._came:
-            self._came = False
+        """Raises the interrupt that came, if one did. From any thread; see [Note: interrupts in the device's thread]."""
+        if self._wake is not None and threading.get_ident() != self._holder:
+            self._arrived += _read_all(self._wake).count(signal.SIGINT)
+        came = max(self._noted, self._arrived)
+        if came > self._raised:
+            self._raised = came
             raise KeyboardInterrupt
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        if self._came:
+        self._noted += 1
+        if self._noted > self._raised + 1:
+            self._raised = self._noted
             raise KeyboardInterrupt
-        self._came = True
+
+
+def _wake_pipe(stack: ExitStack) -> int | None:
+    """A pipe into which the interpreter writes the number of each signal at once; None where somebody else has one (an event loop)."""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    stack.callback(os.close, read)
+    stack.callback(os.close, write)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    stack.callback(signal.set_wakeup_fd, before)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        return None
+    return read
+
+
+def _read_all(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, 4096)
+    except BlockingIOError:
+        return b""
