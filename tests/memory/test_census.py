@@ -309,6 +309,9 @@ def test_a_running_job_warns_of_a_leak_once_at_its_line(leak: str, tmp_path: Pat
         training.report()
     told = [w for w in caught if issubclass(w.category, MemfitWarning)]
     assert any(words in str(w.message) for w in told), [str(w.message) for w in told]
+    told = [
+        w for w in told if "hooks of yours also ran" not in str(w.message)
+    ]  # one of these leaks is a hook, which fit tells of too
     assert len({str(w.message).splitlines()[1] for w in told}) == len(told)  # each holder once
     text = "\n".join(f"{w.filename}:{w.lineno}: {w.message}" for w in told)
     assert f"{HERE}:{line_of(line)}" in text, text

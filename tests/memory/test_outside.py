@@ -171,6 +171,7 @@ def test_steps_beside_numpy_that_came_after_fit_are_made_where_they_fit_and_refu
     assert all(torch.equal(a, b) for a, b in zip(torch.load(tmp_path / "found.pt"), _wanted(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_kernel_refuses_numpy_inside_of_a_step_and_between_two_and_the_job_goes_on(tmp_path: Path) -> None:
     lines = _run("kernel", tmp_path)
     assert lines == ["refused False True True", "between", "steps 6"]

@@ -123,7 +123,7 @@ def advise(
         numerics=numerics,
     )
     if plan is None:
-        check_effect(problem, allow, machine.device.type)
+        check_effect(problem, allow, machine.device.type if hardware is None else hardware.device)
     here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
     has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
     budget = machine.budget(here, beside(model, optimizer, sample))

@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from memfit import devices
 from memfit.core.documents import parse_json, parsed_bytes
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.units import MIB, format_bytes
@@ -263,9 +264,12 @@ def _read_device(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], dep
     if _DEVICE.fullmatch(name) is None:
         raise _damaged(f"it has the device {name!r:.40}")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:  # a kind of device that this torch does not know
         raise _damaged(f"it has the device {name!r:.40}") from None
+    if device.type != "cpu" and not devices.is_accelerator(device):  # meta holds no values
+        raise _damaged(f"it has the device {name!r:.40}")
+    return device
 
 
 def _read_tensor(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
