@@ -433,6 +433,17 @@ def test_compiled_insides_are_recomputed_bit_for_bit(offloader: Offloader) -> No
         loss(model)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch's compiler itself, with and without us
+def test_a_call_that_is_compiled_anew_when_it_is_recomputed_is_refused_as_such(offloader: Offloader) -> None:
+    model = blocks(1, dropout=0.0)
+    model[0].forward = torch.compile(model[0].forward, backend="aot_eager")
+    with under(POLICIES["recompute"], model, offloader) as driver:
+        value = squares(torch.randn(4, 8))(model)
+        torch._dynamo.reset()  # as where its guards fail
+        with pytest.raises(UnsupportedError, match="0 was compiled anew"):
+            driver.backward(value)
+
+
 @dataclass
 class Cache:
     """As a key-value cache: every layer gets all of it and looks at its own part."""

@@ -10,11 +10,14 @@ first run: kind, shape and dtype are checked. A call stops as soon as its last n
 that a later call takes need its end). It stops by an exception that is no `Exception`, so that the user's `except
 Exception` does not hold it up; forward hooks with `always_call` of modules inside do not run then. Nothing here yields
 to the engine, and on CUDA it runs on autograd's device thread.
+Code that torch.compile compiles anew in the second run (its guards failed, its limit of recompilations was reached, its
+caches were emptied) may save other tensors of the same shapes, in another order: the second run is refused then.
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 3 (segments).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -230,6 +233,7 @@ def run_again(
     args, kwargs = record.arguments.rebuild(made)
     capture = _Capture(record, wanted, stops=not needs_outputs)
     outputs: object | None = None
+    compilations = _compilations()
     try:
         with ExitStack() as stack:
             # As the first run: some composite operators take other ways where a mode is active.
@@ -251,8 +255,19 @@ def run_again(
         # A failure of its own is the user's to see, unless the run had already gone astray.
         if capture.error is None:
             raise
+    if _compilations() != compilations:
+        raise UnsupportedError(
+            f"{record.place} was compiled anew by torch.compile when it was recomputed, and other code may save other tensors. Its guards failed, or it "
+            f"was compiled for too many shapes (TORCH_LOGS=recompiles tells why; torch._dynamo.config.recompile_limit); {TRY_ANOTHER_FATE}"
+        )
     capture.check()
     return outputs
+
+
+def _compilations() -> int:
+    """How often torch.compile began to compile something in this process; it counts for messages of its own."""
+    compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return 0 if compiler is None else sum(compiler.FRAME_COMPILE_COUNTER.values())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
