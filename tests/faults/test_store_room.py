@@ -17,11 +17,13 @@ from memfit.core.plan import CallPlan, Plan, Saved, Tier
 from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 
 PAGE_BYTES = 4096
+ROWS = 64
+"""As many that a layer's activations are large enough to leave."""
 
 
-def fit(store: Path | None, plan: Plan | None, **options: Any) -> memfit.Job:
+def fit(store: Path | None, plan: Plan | None, rows: int = small_run.ROWS, **options: Any) -> memfit.Job:
     model = build("wide")
-    return memfit.fit(model, adamw(model), loss, draw(torch.Generator()), plan=plan, store=store, **options)
+    return memfit.fit(model, adamw(model), loss, draw(torch.Generator(), rows), plan=plan, store=store, **options)
 
 
 QUICK = ("bf16",)
@@ -50,7 +52,7 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
     resident, on_disk = Plan(), Plan(blocks=plans.on_disk(found))
     offloading = Plan(calls=plans.fates(found, CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)))
     for number, plan in enumerate((resident, on_disk, offloading)):
-        job = fit(tmp_path / f"free-{number}", plan)
+        job = fit(tmp_path / f"free-{number}", plan, ROWS)
         needed = disk_bytes_with_store(plan, job.profile, job._assembly.parts.prepared.timeline.disk_peak_bytes)
         claimed = store_bytes(plan, job.profile)
         # Homes on disk lie in the store: only gradients, which have no spare slot, and activations take more.
@@ -58,13 +60,13 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
         job.close(restore=False)
         assert job.commits is not None
         enough = needed + job.commits.disk_bytes - claimed
-        fit(tmp_path / f"enough-{number}", plan, disk_limit=enough).close(restore=False)
+        fit(tmp_path / f"enough-{number}", plan, ROWS, disk_limit=enough).close(restore=False)
         with pytest.raises(DoesNotFitError, match="disk_limit"):
-            fit(tmp_path / f"short-{number}", plan, disk_limit=job.commits.disk_bytes - 1)
+            fit(tmp_path / f"short-{number}", plan, ROWS, disk_limit=job.commits.disk_bytes - 1)
         with pytest.raises(
             DoesNotFitError, match=r"of it claimed by the store, above disk_limit .* scheme=\"journal\""
         ):
-            fit(tmp_path / f"short-{number}", plan, disk_limit=needed - 1)
+            fit(tmp_path / f"short-{number}", plan, ROWS, disk_limit=needed - 1)
         assert not (tmp_path / f"short-{number}").exists()
     # Without a store a plan that keeps nothing on disk needs none of it.
     fit(None, resident, disk_limit=0).close()

@@ -312,3 +312,12 @@ def test_the_ladder_falls_in_bytes_as_it_rises_in_seconds_and_marks_the_choice()
     assert f"  {choice.name}" in next(line for line in text.splitlines() if line.startswith("> "))
     assert choice.reason in text
     assert "With " in choice.reason
+
+
+@pytest.mark.parametrize("is_process", [True, False])
+def test_a_refusal_names_what_is_there_before_the_job_for_what_it_is(is_process: bool) -> None:
+    """On a device only tensors count: none of its bytes are an interpreter's."""
+    budget = Budget(limit_bytes=10 * MIB, base_bytes=7 * MIB)
+    refusal = Refusal(budget=budget, peak_bytes=5 * MIB, plan="p", report="", advice=("less",), varies=is_process)
+    assert ("7.0 MiB what the process holds before them (interpreter, libraries)" in str(refusal)) == is_process
+    assert ("7.0 MiB what is alive on the device beside the job" in str(refusal)) != is_process

@@ -333,9 +333,10 @@ def _check_fits(machine: Machine, model: nn.Module, weight_bytes: int) -> None:
     budget = machine.budget((p for p in model.parameters() if not is_away(p)), model.buffers())
     needed = budget.base_bytes + budget.reserve_bytes + weight_bytes
     if needed > limit:
+        held = "of the process" if machine.counts_process else "of other tensors"
         raise DoesNotFitError(
             f"streaming needs {format_bytes(needed)} before any activation: {format_bytes(weight_bytes)} of weights, "
-            f"{format_bytes(budget.base_bytes)} of the process, {format_bytes(budget.reserve_bytes)} for scratch of kernels; the limit is "
+            f"{format_bytes(budget.base_bytes)} {held}, {format_bytes(budget.reserve_bytes)} for scratch of kernels; the limit is "
             f"{format_bytes(limit)}. Raise it, or name smaller modules in blocks=",
             smallest_limit_bytes=needed,
         )

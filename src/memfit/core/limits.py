@@ -47,7 +47,7 @@ class Budget:
 
     Attributes:
         limit_bytes: the device limit; None without one.
-        base_bytes: resident before any tensor of the job: interpreter and libraries (0 on CUDA).
+        base_bytes: there before any tensor of the job: of a process interpreter, libraries and tensors of others, of a device the latter alone.
         reserve_bytes: held back for scratch that is not in a trace.
     """
 

@@ -13,6 +13,8 @@ from memfit.core.units import MIB, format_bytes, round_up
 
 # Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
 _BASE_VARIATION_BYTES = 4 * MIB
+OTHERS = "is alive on the device beside the job (other models, data, results of yours)"
+"""What the base of a device's limit is, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +55,13 @@ class Refusal:
 
     def __str__(self) -> str:
         budget, smallest = self.budget, self.smallest_limit_bytes
-        whose = "the plan does not fit" if self.is_given else f"no plan{self.kind} fits"
+        what = "the plan does not fit" if self.is_given else f"no plan{self.kind} fits"
         with_what = "it" if self.is_given else self.plan
         parts = [f"{format_bytes(self.peak_bytes)} are tensors"]
         if budget.base_bytes:
-            parts.append(
-                f"{format_bytes(budget.base_bytes)} what the process holds before them (interpreter, libraries)"
-            )
+            # An accelerator's limit, and an emulated one's, is for tensors alone.
+            whose = "the process holds before them (interpreter, libraries)" if self.varies else OTHERS
+            parts.append(f"{format_bytes(budget.base_bytes)} what {whose}")
         if budget.reserve_bytes:
             parts.append(f"{format_bytes(budget.reserve_bytes)} kept for scratch of kernels")
         if self.load_bytes > self.peak_bytes + budget.base_bytes + budget.reserve_bytes:
@@ -67,7 +69,7 @@ class Refusal:
                 f"and {format_bytes(self.load_bytes)} are there at first: the model as it was built, until its weights have moved home"
             )
         return (
-            f"{whose} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that works is {format_bytes(smallest)} ({smallest} bytes), "
+            f"{what} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that works is {format_bytes(smallest)} ({smallest} bytes), "
             f"with {with_what}.\n"
             f"Of that {', '.join(parts)}. Try {'; '.join(self.advice)}.\n"
             f"In its way:\n{self.report}"
