@@ -24,7 +24,7 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device fuzz train vocabulary clean
+.PHONY: help install lint format test test-device test-compiled fuzz train vocabulary clean
 
 help:
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT); typed again, it goes on"
@@ -66,8 +66,12 @@ format: install
 	$(PYTHON) -m ruff format .
 
 # One thread a worker: two workers with two threads each would fight over two cores.
-test: lint $(if $(TEST_ARGS),,test-device)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+test: lint $(if $(TEST_ARGS),,test-device test-compiled)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal $(if $(TEST_ARGS),$(TEST_ARGS),-m "not compiles")
+
+# What torch.compile has compiled, and how often, belongs to the process: behind thousands of other tests the same code met its recompile limit.
+test-compiled: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -m compiles tests/equivalence
 
 # The accelerator path, on CUDA or else on a device made for tests: it is registered with torch for good, so in processes of its own.
 test-device: install

@@ -420,6 +420,7 @@ def test_objects_that_a_call_fills_are_filled_once(offloader: Offloader) -> None
     assert {len(notes.losses) for notes in lengths} == {4}
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch's compiler itself, with and without us
 def test_compiled_insides_are_recomputed_bit_for_bit(offloader: Offloader) -> None:
     model = blocks(2, dropout=0.0)
@@ -433,6 +434,7 @@ def test_compiled_insides_are_recomputed_bit_for_bit(offloader: Offloader) -> No
         loss(model)
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch's compiler itself, with and without us
 def test_a_call_that_is_compiled_anew_when_it_is_recomputed_is_refused_as_such(offloader: Offloader) -> None:
     model = blocks(1, dropout=0.0)

@@ -279,6 +279,7 @@ def _compile_forwards(model: nn.Module) -> nn.Module:
 COMPILERS = {"compile": _compile_layers, "wrapper": _wrap_layers, "forward": _compile_forwards}
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch 2.14 looks there while it compiles
 @pytest.mark.parametrize(("how", "fate"), [("compile", "recompute"), ("wrapper", "keep"), ("forward", "recompute")])
 def test_compiled_layers_stay_compiled_and_train_exactly(how: str, fate: str, tmp_path: Path) -> None:
@@ -316,6 +317,7 @@ def test_compiled_layers_stay_compiled_and_train_exactly(how: str, fate: str, tm
         assert torch.equal(p, q), name
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("how", ["model", "wrapper", "loss"])
 def test_code_that_is_compiled_around_calls_is_told_and_keeps_weights_from_travelling(how: str, tmp_path: Path) -> None:
     case = case_of()
