@@ -136,7 +136,8 @@ class Machine:
         )
         outside = self.base_bytes()
         if self._room is None:
-            self._planned_outside_bytes = outside
+            # Without weights that another allocator gave: they are outside now, and not when they have moved home.
+            self._planned_outside_bytes = max(0, outside + min(0, live - weight_bytes))
         base = max(0, outside + others)
         reserve = self.reserve_bytes() if self._room is None else self._room.reserve_left_bytes
         return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
