@@ -126,7 +126,7 @@ class ByRows:
     is_even: bool = True
 
     def rows(self, batch: Any) -> int:
-        """What all that counts rows agrees on."""
+        """The number of rows on which all tensors and lists agree."""
         try:
             return batch_rows(batch, self.find(batch))
         except UncuttableError:
@@ -150,7 +150,7 @@ class ByRows:
         return [float(stop - start) for start, stop in slice_bounds(self.rows(batch), len(parts))]
 
     def why_whole(self, batch: Any) -> str | None:
-        """What disagrees about rows, or has none."""
+        """Tensors and lists that disagree about rows, or have none."""
         try:
             rows = batch_rows(batch, self.find(batch))
         except UncuttableError as error:
@@ -194,7 +194,7 @@ class ByUser:
         return 1 if wanted == 1 else len(self._given(batch, wanted))
 
     def parts(self, batch: Any, count: int) -> list[Any]:
-        """What the function gives."""
+        """The function's results."""
         if count == 1:
             return [batch]
         found = self._given(batch, count)

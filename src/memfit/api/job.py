@@ -114,7 +114,7 @@ class Job:
 
     @property
     def numerics(self) -> Numerics:
-        """What the plan does to the numbers: exact, reordered or approximate; which sums are regrouped, and why. Prints as text."""
+        """Effect of the plan on the numbers: exact, reordered or approximate; which sums are regrouped, and why. Prints as text."""
         return self._assembly.parts.numerics
 
     # --- training ---------------------------------------------------------------------------------------------------------------

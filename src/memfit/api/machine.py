@@ -423,7 +423,7 @@ def _outside_bytes(process: ProcessMeter, allocator: Allocator | FallbackAllocat
 
 
 def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:
-    """What the process held at the peak of a step beside its tensors, and gave back before its end. Peaks need not coincide: it is at least that."""
+    """Bytes that the process held at the peak of a step beside its tensors, and gave back before its end. Peaks need not coincide: it is at least that."""
     return (step.process_peak_bytes or 0) - step.held_peak_bytes - base_bytes
 
 

@@ -30,7 +30,7 @@ _FREE_BETWEEN_STEPS = 0.5
 
 
 class Room:
-    """What is left to tensors of a process under its limit. See [Note: memory outside of tensors].
+    """Room that is left to the tensors of a process under its limit. See [Note: memory outside of tensors].
 
     Args:
         limit_bytes: of the process.
@@ -63,23 +63,23 @@ class Room:
         self._most_growth_bytes = 0
         """Between two calls."""
         self._scratch_bytes = (0, 0)
-        """Of the last two steps."""
+        """Scratch of the last two steps."""
         self._has_stepped = False
 
     @property
     def left_bytes(self) -> int:
-        """What tensors may take now. Measures."""
+        """Bytes that tensors may take now. Measures."""
         return self._limit_bytes - self._outside_bytes() - min(*self._scratch_bytes, self._reserve_bytes)
 
     @property
     def planned_bytes(self) -> int:
-        """What a step that never ran may be predicted to take: what `fit` planned with, less what the user took since then."""
+        """Bytes that a step which never ran may be predicted to take: what `fit` planned with, less what the user took since then."""
         users = max(0, self._users_bytes - _SMALL_GROWTH_BYTES)
         return self._limit_bytes - self._at_arming - self._reserve_bytes - users
 
     @property
     def reserve_left_bytes(self) -> int:
-        """What of the reserve libraries have not taken yet."""
+        """Part of the reserve that libraries have not taken yet."""
         taken = self._last - self._at_arming - self._users_bytes
         return max(_SMALL_GROWTH_BYTES, self._reserve_bytes - max(0, taken))
 

@@ -223,7 +223,7 @@ def check_other_model(target: Path, config: Mapping[str, Any] | None) -> None:
 
 
 def _tells_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two configurations are of two models. Numbers of tokens, switches and versions do not tell."""
+    """Tells whether two configurations are of two models. Numbers of tokens, switches and versions do not tell."""
     keys = one.keys() & other.keys()
     return any(
         one[key] != other[key]

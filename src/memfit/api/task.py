@@ -253,7 +253,7 @@ class Task:
     def parts(
         self, plan: Plan, reason: str, found: Profile, budget: Budget, *, why: str, adds_up: bool | None = None
     ) -> JobParts:
-        """What a job of a plan is made of. `why`: why sums are regrouped, where they are.
+        """The parts of a job of a plan. `why`: why sums are regrouped, where they are.
 
         Raises:
             UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the host or the disk than it may.

@@ -55,7 +55,7 @@ SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a
 
 
 def given_plan(path: Path | None) -> Path | str | None:
-    """What `plan=` takes of the option: the path, or what stands on standard input."""
+    """The value of `plan=` for the option: the path, or what stands on standard input."""
     return sys.stdin.read() if path == Path("-") else path
 
 
@@ -122,7 +122,7 @@ def _from_config(path: Path, batch: int, sequence: int) -> Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a user's function gave; `batches`: where it gave some."""
+    """The result of a user's function; `batches`: where it gave some."""
 
     model: Any
     optimizer: Any

@@ -53,11 +53,11 @@ class Training:
 
     @property
     def unit(self) -> str:
-        """What a step's speed is told in."""
+        """Unit of a step's speed."""
         return "rows" if self.tokens_per_row is None else "tokens"
 
     def amount(self, rows: int) -> int:
-        """Of rows, in that unit."""
+        """Rows in that unit."""
         return rows if self.tokens_per_row is None else rows * self.tokens_per_row
 
 
@@ -97,7 +97,7 @@ def _build(chosen: Recipe, seed: int) -> Any:
 
 
 def from_function(text: str, *, seed: int, is_committed: bool, wait_for: Callable[[str], None]) -> Training:
-    """What the user's function gives: (model, optimizer, loss, sample), or with what gives batches in the sample's place or behind it.
+    """Calls the user's function, which gives (model, optimizer, loss, sample), or with what gives batches in the sample's place or behind it.
 
     Args:
         text: MODULE:FUNCTION.

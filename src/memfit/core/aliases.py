@@ -81,7 +81,7 @@ def own_field(name: str) -> str:
 
 
 def own_allowances(allow: Collection[str]) -> Collection[str]:
-    """What `fit(allow=...)` was given, in memfit's words; a text in the place of a set stays as it is, for its refusal."""
+    """Permissions that `fit(allow=...)` was given, in memfit's words; a text in the place of a set stays as it is, for its refusal."""
     if isinstance(allow, str):
         return allow
     return frozenset(own_word("allow", name) if isinstance(name, str) else name for name in allow)  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything

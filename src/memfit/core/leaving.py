@@ -11,7 +11,7 @@ MINIMUM_LEAVING_BYTES = 64 * KIB
 
 
 def leaves(nbytes: int, *, is_movable: bool, minimum_bytes: int = MINIMUM_LEAVING_BYTES) -> bool:
-    """Whether a storage leaves.
+    """Tells whether a storage leaves.
 
     Args:
         nbytes: of the whole storage.
@@ -22,7 +22,7 @@ def leaves(nbytes: int, *, is_movable: bool, minimum_bytes: int = MINIMUM_LEAVIN
 
 
 def is_movable(tensor: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a tensor can be made again as a view of bytes that went and came back.
+    """Tells whether a tensor can be made again as a view of bytes that went and came back.
 
     Args:
         tensor: a torch tensor, dense.

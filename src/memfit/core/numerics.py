@@ -1,4 +1,4 @@
-"""What a plan does to the numbers: one table of techniques, each exact, reordered or approximate.
+"""Effect of a plan on the numbers: one table of techniques, each exact, reordered or approximate.
 
 In: `Plan`, `Profile`, what the user allowed. Out: `Numerics`: which sums are regrouped, in words, for `job.numerics`, the reason, the proof and the docs.
 
@@ -76,7 +76,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What a plan does to the numbers. Prints as text.
+    """Effect of a plan on the numbers. Prints as text.
 
     Attributes:
         changes: all that is not exact; empty for a plan that gives plain PyTorch's bits.
@@ -88,7 +88,7 @@ class Numerics:
 
     @property
     def exactness(self) -> Exactness:
-        """Of the whole: of the least exact of its changes."""
+        """Exactness of the whole: that of the least exact of its changes."""
         order = list(Exactness)
         return max((change.exactness for change in self.changes), key=order.index, default=Exactness.EXACT)
 
@@ -319,7 +319,7 @@ ALLOWANCES = frozenset(technique.allowance for technique in TECHNIQUES if techni
 
 
 def declare(plan: Plan, profile: Profile, *, allow: Collection[str] = (), why: str = "") -> Numerics:
-    """What a plan does to the numbers.
+    """Effect of a plan on the numbers.
 
     Args:
         plan: the decisions.

@@ -24,7 +24,7 @@ _SELECTED = frozenset({
 
 
 def is_selected(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether selective recomputation keeps the results of this operation: those in the table, unless they draw random numbers."""
+    """Tells whether selective recomputation keeps the results of this operation: those in the table, unless they draw random numbers."""
     return _is_in_table(func) and not argument_of(func, "dropout_p", args, kwargs)
 
 
@@ -47,13 +47,13 @@ def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def has_schema(func: Any) -> bool:
-    """Whether it says what it writes. Higher-order operators do not."""
+    """Tells whether it says what it writes. Higher-order operators do not."""
     return _schema_of(func) is not None
 
 
 @cache
 def only_relabels(func: Any) -> bool:
-    """Whether it changes how a tensor lies over memory and no byte of that (`unsqueeze_`, `set_`)."""
+    """Tells whether it changes how a tensor lies over memory and no byte of that (`unsqueeze_`, `set_`)."""
     return any(tag.name == "inplace_view" for tag in func.tags)
 
 

@@ -33,7 +33,7 @@ class ComputeDtype(StrEnum):
 
     @property
     def weight_dtype(self) -> str | None:
-        """Of the weights that compute, where it is not the one in which they came."""
+        """Dtype of the weights that compute, where it is not the one in which they came."""
         return _WEIGHTS.get(self)
 
     @property

@@ -30,7 +30,7 @@ def is_planning() -> bool:
 
 @contextmanager
 def trial() -> Generator[None]:
-    """What runs inside is a trial."""
+    """Marks what runs inside as a trial."""
     mark = object()
     _running.append(mark)
     try:

@@ -131,7 +131,7 @@ class Accelerator:
         torch.accelerator.empty_cache()
 
     def limit_bytes(self, device: torch.device) -> int:
-        """What the caching allocator may reserve."""
+        """Bytes that the caching allocator may reserve."""
         get = getattr(self._module, "get_per_process_memory_fraction", None)
         total = self.total_bytes(device)
         return total if get is None else round(get(device) * total)

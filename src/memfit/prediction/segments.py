@@ -125,7 +125,7 @@ class SegmentFacts:
         return self.copies_bytes[segment]
 
     def _movable(self, segment: int) -> list[StorageProfile]:
-        """What a segment that does not keep moves, but for what stays: all it saved (offload), or its arguments (recompute)."""
+        """Bytes that a segment which does not keep moves, but for what stays: all it saved (offload), or its arguments (recompute)."""
         first, last = self.shape.segments[segment]
         related = self._related_to(first, last)
         if self.plan.call(first).saved is Saved.OFFLOAD:

@@ -21,7 +21,7 @@ from memfit.core.precision import ComputeDtype
 
 
 def cast_dtype(compute: ComputeDtype) -> torch.dtype | None:
-    """Of the weights that compute, where a plan says one: what the model and its layers get is cast to it."""
+    """Dtype of the weights that compute, where a plan says one: what the model and its layers get is cast to it."""
     return None if compute.weight_dtype is None else getattr(torch, compute.weight_dtype)
 
 

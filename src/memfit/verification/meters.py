@@ -230,7 +230,7 @@ class AcceleratorMeter:
         self._accelerator.set_limit_bytes(self._device, limit_bytes)
 
     def limit_bytes(self) -> int | None:
-        """What the caching allocator may reserve now; None where that is all of the device."""
+        """Bytes that the caching allocator may reserve now; None where that is all of the device."""
         limit = self._accelerator.limit_bytes(self._device)
         return None if limit >= self._accelerator.total_bytes(self._device) else limit
 
