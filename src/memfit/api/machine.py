@@ -398,12 +398,12 @@ def device_of(model: torch.nn.Module) -> torch.device:
     Raises:
         UsageError: there are several, or no parameters, or they are on meta.
     """
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1:
+    found = {p.device for p in model.parameters()}
+    if len(found) != 1:
         raise UsageError(
-            f"the model must lie on one device, not on {sorted(map(str, devices)) or 'none (it has no parameters)'}: move it with model.to(...)"
+            f"the model must lie on one device, not on {sorted(map(str, found)) or 'none (it has no parameters)'}: move it with model.to(...)"
         )
-    device = devices.pop()
+    device = found.pop()
     if device.type == "meta":
         raise UsageError(
             "the model is on the device meta: its weights have no values and none to come. Build it with memfit.empty(lambda: Model(...)), which takes no memory "

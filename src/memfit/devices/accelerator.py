@@ -33,11 +33,7 @@ def _of_kind(kind: str) -> Accelerator:
 
 
 def of(device: torch.device) -> Accelerator:
-    """The accelerator of a device.
-
-    Raises:
-        UnsupportedError: The processor, or a backend for which torch has no streams.
-    """
+    """The accelerator of a device, which must not be the processor's. A backend without streams is refused by `Accelerator.new_stream`."""
     assert is_accelerator(device), f"{device} is no accelerator"
     return _of_kind(device.type)
 
