@@ -77,6 +77,9 @@ def relaxed(plan: Plan) -> list[tuple[str, Plan]]:
     if plan.tail is not None:
         plan = replace(plan, tail=None)
         found.append(("without a tail", plan))
+    if plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR:
+        plan = replace(plan, order=Order.MICROBATCH_MAJOR)
+        found.append(("microbatch by microbatch", plan))
     if plan.calls:
         kept = tuple(
             CallPlan(saved=Saved.KEEP)

@@ -20,8 +20,6 @@ from sweeping.configs import WIDTH, small_config
 from sweeping.heads import candidates
 
 MOST_PARAMETERS = 8_000_000
-SETTLED = ("big_bird", "bigbird_pegasus")
-"""Their first forward of short rows exchanges their attention modules, with random numbers for weights that are thrown away: they have had it before."""
 
 _MISMATCH = re.compile(r"tokens:? *(\d+).*?features:? *(\d+)", re.DOTALL)
 
@@ -54,8 +52,6 @@ class Subject:
         seed_all(self.seed)
         model: nn.Module = self.kind(copy.deepcopy(self.config)).train()
         _fill(model)
-        if self.model_type in SETTLED and self.batch:
-            loss_of(model, self.copy_of_batch())
         return model
 
     def copy_of_batch(self) -> Batch:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, Uns
 from memfit.core.precision import ComputeDtype
 from memfit.core.trials import trial
 from memfit.core.units import format_bytes
+from memfit.profiling.standins import untouched_modules
 from memfit.runtime.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.runtime.engine import Work
 from memfit.runtime.saved import Buffers
@@ -82,9 +83,9 @@ def check_split(assembly: Assembly, sample: Any) -> None:
 
     A model that does not run on these parts is told of in the same way: then they are none.
 
-    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode, and each row meets the same ones. Generators and buffers
-    are as they were after; weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts, and that rows
-    were alike, which shows little: the first batch of a step is looked at then.
+    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode, and each row meets the same ones. Generators, buffers,
+    modules and weights are as they were after; weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts,
+    and that rows were alike, which shows little: the first batch of a step is looked at then.
 
     Raises:
         UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
@@ -146,6 +147,20 @@ def check_first(assembly: Assembly, batch: Any) -> None:
     assembly.parts = replace(assembly.parts, is_unproven=False)
 
 
+@contextmanager
+def _untouched(assembly: Assembly) -> Iterator[None]:
+    """Gives the model back what its forward changes on it: buffers, modules and their attributes, and the weights that it writes (which stay on the device)."""
+    model = assembly.parts.model
+    names = assembly.parts.prepared.profile.written_weights
+    written = [(parameter, parameter.detach().clone()) for parameter in map(model.get_parameter, names)]
+    try:
+        with Buffers(model).restored(), untouched_modules(model):
+            yield
+    finally:
+        for parameter, before in written:
+            parameter.detach().copy_(before)
+
+
 def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:
     """What the loss gives for the whole, and for its parts; None where random numbers are drawn that may not be."""
     model, loss = assembly.parts.model, assembly.loss
@@ -161,7 +176,7 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
                     return loss(model, batches[m])
 
             work = Work(run=run, shares=None, streams=[None] * len(batches))
-            with torch.no_grad(), Buffers(model).restored(), assembly.setting():
+            with torch.no_grad(), _untouched(assembly), assembly.setting():
                 results.append(assembly.engine.evaluate(schedule, work))
             if not may_draw and not is_random_state(before):
                 return None

@@ -70,6 +70,7 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     """Raises `UnsupportedError` where the plan would train another model than the profile is of, or `PlanError` where it sends away what must stay."""
     if plan.microbatches > 1:
         _check_splits(profile)
+        _check_order(plan, profile)
         _check_tail(plan, profile)
     _check_written(plan, profile, is_committed=is_committed)
     _check_spanning(plan, profile)
@@ -102,6 +103,17 @@ def _check_tail(plan: Plan, profile: Profile) -> None:
             f"a weight of block {shared!r} is read before the plan's tail and again in it by code that is not a module's call, so the tail cannot run back on its "
             "own: plan tail=None"
         )
+
+
+def _check_order(plan: Plan, profile: Profile) -> None:
+    """Raises `UnsupportedError` where microbatches go layer by layer and one forward changes what the next one computes with."""
+    if plan.order is not Order.LAYER_MAJOR or not profile.carried:
+        return
+    name, *others = profile.carried
+    raise UnsupportedError(
+        f"the model's forward changes {name!r}{f' (and {len(others)} more)' if others else ''} on its modules for the forward after it (a counter, or a module that "
+        "is exchanged), and layer by layer the last microbatch would run first: plan order='microbatch-major' or microbatches=1, or let the forward leave it alone"
+    )
 
 
 def _check_splits(profile: Profile) -> None:
@@ -166,12 +178,12 @@ def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     if not profile.written_weights:
         return
     name, *others = profile.written_weights
-    written = set(profile.written_weights)
-    blocks = {b.name for b in profile.blocks if any(p.name in written for p in b.parameters)}
+    blocks = profile.written_blocks
     homes = [plan.block(name).weight_home for name in blocks]
     calls = next(iter(profile.traces.values())).calls
     again = [call for call in calls if plan.call(call.index).saved not in (Saved.KEEP, Saved.OFFLOAD)]
-    runs_once = plan.microbatches == 1 and not any(blocks.intersection(call.blocks) for call in again)
+    follows = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
+    runs_once = follows and not any(blocks.intersection(call.blocks) for call in again)
     if (
         any(home is not Tier.DEVICE for home in homes)
         or not runs_once
@@ -180,6 +192,6 @@ def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     ):
         raise UnsupportedError(
             f"the model's forward changes its parameter {name!r}{f' (and {len(others)} more)' if others else ''} in place: that is kept only under a plan that "
-            "leaves it on the device in its own dtype and runs its forward once (no microbatches, no recompute), and without store=. Change it between steps "
-            "instead, inside `with job.weights():`, or make it a buffer"
+            "leaves it on the device in its own dtype, runs its calls once (no recompute) and microbatches one after the other (order='microbatch-major'), and "
+            "without store=. Change it between steps instead, inside `with job.weights():`, or make it a buffer"
         )

@@ -143,7 +143,7 @@ def _late_counts(plan: Plan, profile: Profile, allow: Collection[str]) -> str | 
 
 def _draws(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
     del allow
-    draws = any(call.uses_random for trace in profile.traces.values() for call in trace.calls)
+    draws = any(trace.uses_random for trace in profile.traces.values())
     return "" if plan.microbatches > 1 and draws else None
 
 

@@ -192,6 +192,7 @@ class TraceProfile:
         calls: in forward order.
         storages: all memory made in forward that is alive at some segment's end, or saved, or an argument.
         loose_reads: (block, number of calls before) where the forward reads weights that train outside of every call.
+        uses_random: its forward draws random numbers, in a call or outside of calls, from torch's, Python's or NumPy's generators.
         prologue_peak_bytes: most bytes alive at once in segment -1.
         seed_peak_bytes: most bytes alive at once, above those at the forward's end, from the start of backward until the
             first gradient reaches a call (the backward of the loss runs in it).
@@ -205,6 +206,7 @@ class TraceProfile:
     calls: tuple[CallProfile, ...]
     storages: tuple[StorageProfile, ...]
     loose_reads: tuple[tuple[str, int], ...] = ()
+    uses_random: bool = False
     prologue_peak_bytes: int = 0
     seed_peak_bytes: int = 0
     seed_leaves_bytes: int = 0
@@ -251,8 +253,10 @@ class Profile:
         unsplittable_buffers: names of the buffers that the forward changes in a way that would tell microbatches from the whole batch (running ranges of
             activations, power iterations): the batch must not be split.
         written_weights: names of the parameters that the forward itself changes (`nn.Embedding(max_norm=)`, averages of weights): they must stay where they
-            are, and nothing may run twice.
+            are, nothing may run twice, and microbatches run one after the other.
         shared_weights: names of the parameters whose gradient is a sum of several uses in one microbatch (tied, or called twice).
+        carried: names of the submodules and of the numbers, flags and words on modules that a forward changes for the one after it (an exchanged attention, a
+            counter): microbatches run one after the other.
         counts_losses: the loss returns (sum, count).
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
@@ -269,6 +273,7 @@ class Profile:
     unsplittable_buffers: tuple[str, ...] = ()
     written_weights: tuple[str, ...] = ()
     shared_weights: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
     counts_losses: bool = False
     buffer_bytes: int = 0
     source: str = "fake"
@@ -324,7 +329,18 @@ class Profile:
     @property
     def may_split(self) -> bool:
         """The model, as far as the trace can tell, means the same where the batch is cut. Whether the loss adds up is another question."""
-        return not (self.reads_batch_statistics or self.unsplittable_buffers or self.written_weights)
+        return not (self.reads_batch_statistics or self.unsplittable_buffers)
+
+    @property
+    def written_blocks(self) -> frozenset[str]:
+        """Names of the blocks with a parameter that the forward changes."""
+        written = set(self.written_weights)
+        return frozenset(b.name for b in self.blocks if any(p.name in written for p in b.parameters))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Forwards of microbatches must follow each other as in a plain loop: one changes what the next one computes with."""
+        return bool(self.carried or self.written_weights)
 
     @property
     def weight_bytes(self) -> int:

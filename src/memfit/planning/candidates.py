@@ -90,14 +90,19 @@ def list_candidates(
         chosen_dtype is ComputeDtype.BFLOAT16
     )  # whose bits are the upper ones of its master, and which noise can round
     orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
+    if profile.keeps_order:
+        orders = orders[:1]
+    written = profile.written_blocks
     for order in orders:
         waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
         for fate in _fates(trace, chosen, tiers):
-            # A call that changes what it was given (a key-value cache) cannot be run again.
+            # A call that changes what it was given (a key-value cache) or a weight cannot be run again.
             again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
             calls = tuple(
                 fate.call
-                if c.index in chosen and not (again and c.changes_arguments) and not c.must_keep
+                if c.index in chosen
+                and not (again and (c.changes_arguments or not written.isdisjoint(c.blocks)))
+                and not c.must_keep
                 else CallPlan()
                 for c in trace.calls
             )

@@ -29,6 +29,7 @@ class Traced:
     unsplittable_buffers: tuple[str, ...]
     written_weights: tuple[str, ...]
     shared_weights: tuple[str, ...]
+    carried: tuple[str, ...]
 
 
 def assemble_profile(
@@ -76,6 +77,7 @@ def assemble_profile(
         reads_batch_statistics=any(t.reads_batch_statistics for t in traced) or _has_batch_norm(model),
         written_weights=tuple(dict.fromkeys(name for t in traced for name in t.written_weights)),
         shared_weights=tuple(dict.fromkeys(name for t in traced for name in t.shared_weights)),
+        carried=tuple(dict.fromkeys(name for t in traced for name in t.carried)),
         unsplittable_buffers=tuple(dict.fromkeys(name for t in traced for name in t.unsplittable_buffers)),
         buffer_bytes=sum({id(b): b.nbytes for b in model.buffers()}.values()),
         source=source,

@@ -157,6 +157,9 @@ class Recorder(TorchDispatchMode):
         self.unsplittable_buffers: tuple[str, ...] = ()
         self.written_weights: tuple[str, ...] = ()
         self.shared_weights: tuple[str, ...] = ()
+        self.uses_random = False
+        self.exchanged: tuple[str, ...] = ()  # submodules, by this forward
+        self.changed: tuple[str, ...] = ()  # numbers and words on modules, by this forward
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._active: CallRecord | None = None
@@ -332,8 +335,10 @@ class Recorder(TorchDispatchMode):
             self.events.append((Event.WORKSPACE, None, workspace))
         segments = self.backward if self.is_backward else self.forward
         segments[-1].flops += operation_flops(func, args, kwargs, out)
-        if self._active and not self.is_backward and not self._active.uses_random:
-            self._active.uses_random = is_random(func, args, kwargs)
+        if not self.is_backward and is_random(func, args, kwargs):
+            self.uses_random = True
+            if self._active:
+                self._active.uses_random = True
         if reads_batch_statistics(func, args, kwargs):
             self.reads_batch_statistics = True
 

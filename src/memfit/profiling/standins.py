@@ -43,9 +43,8 @@ def stand_ins(
         The stand-in by `id` of the real tensor.
     """
     modules = list(model.modules())
-    snapshot = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in modules]
     made: dict[int, torch.Tensor] = {}
-    try:
+    with untouched_modules(model):
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -63,6 +62,14 @@ def stand_ins(
                 if type(value) is list:
                     value[:] = [made.get(id(item), item) if isinstance(item, torch.Tensor) else item for item in value]
         yield made
+
+
+@contextmanager
+def untouched_modules(model: nn.Module) -> Iterator[None]:
+    """Gives every module its attributes back, and the contents of its containers. See [Note: what is restored]."""
+    snapshot = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in model.modules()]
+    try:
+        yield
     finally:
         for module, attributes, contents in snapshot:
             module.__dict__.clear()
@@ -96,16 +103,26 @@ def untouched_caches(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def untouched_generators() -> Iterator[None]:
-    """Gives Python's, NumPy's and torch's global random generators the state back that they had at entry."""
+def untouched_generators() -> Iterator[Callable[[], bool]]:
+    """Gives Python's, NumPy's and torch's global random generators the state back that they had at entry.
+
+    Yields:
+        Tells that Python's or NumPy's numbers were drawn since. (Torch's are seen by operation: on fake tensors its generators stand still.)
+    """
     python = random.getstate()
     cpu = torch.get_rng_state()
     accelerator = devices.initialized()
     device = None if accelerator is None else accelerator.rng_states()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
+
+    def has_drawn() -> bool:
+        if random.getstate() != python:
+            return True
+        return numpy_state is not None and not _is_same_numpy(numpy.random.get_state(), numpy_state)
+
     try:
-        yield
+        yield has_drawn
     finally:
         random.setstate(python)
         torch.set_rng_state(cpu)
@@ -113,6 +130,11 @@ def untouched_generators() -> Iterator[None]:
             accelerator.set_rng_states(device)
         if numpy is not None and numpy_state is not None:
             numpy.random.set_state(numpy_state)
+
+
+def _is_same_numpy(left: Any, right: Any) -> bool:
+    """Of two states of NumPy's generator: a name, an array, numbers."""
+    return left[0] == right[0] and left[1].tobytes() == right[1].tobytes() and left[2:] == right[2:]
 
 
 def fake_like(

@@ -50,6 +50,7 @@ def summarize(step: Recorder, forward_only: Recorder, rows: int, block_names: Se
         calls=tuple(_call(step, call, ends, backward, gradients, block_names) for call in step.calls),
         storages=storages,
         loose_reads=tuple(sorted(step.loose_reads)),
+        uses_random=step.uses_random,
         prologue_peak_bytes=prologue.peak_bytes,
         seed_peak_bytes=seed.peak_bytes,
         seed_leaves_bytes=seed.end_bytes,

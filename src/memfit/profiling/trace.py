@@ -38,6 +38,7 @@ from memfit.core.trials import trial
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
+from memfit.profiling.carried import ModuleMarks
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, storage_resizes
 from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
@@ -313,6 +314,7 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
     step = _run(setting, rows, is_fake=is_fake, is_whole=True)
     names = [block.name for block in setting.block_map.blocks]
     profile = summarize(step, forward_only, rows, names)
+    carried = _carried(setting, rows, forward_only, is_fake=is_fake)
     forward_only.forget()
     step.forget()
     return Traced(
@@ -323,7 +325,17 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
         unsplittable_buffers=step.unsplittable_buffers,
         written_weights=step.written_weights,
         shared_weights=step.shared_weights,
+        carried=carried,
     )
+
+
+def _carried(setting: _Setting, rows: int, first: Recorder, *, is_fake: bool) -> tuple[str, ...]:
+    """Names of what a forward leaves on modules that makes the next one another. See [Note: what one forward leaves to the next] in `carried`."""
+    if not first.changed:
+        return first.exchanged
+    second = _run(setting, rows, is_fake=is_fake, is_whole=False, repeats=True)
+    second.forget()
+    return (*first.exchanged, *(name for name in first.changed if name in second.changed))
 
 
 def _written(setting: _Setting, step: Recorder) -> set[str]:
@@ -339,15 +351,15 @@ def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:
     return {block for call, block in step.backward_reads if call < 0 or block not in profile.calls[call].blocks}
 
 
-def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Recorder:
-    """One run of the loss on stand-ins: forward, and backward if `is_whole`."""
+def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats: bool = False) -> Recorder:
+    """One run of the loss on stand-ins: forward, and backward if `is_whole`; if `repeats`, after another forward that left its notes on the modules."""
     sites = {id(site.module): site for site in setting.block_map.sites}
     recorder = Recorder(sites, follows_values=is_fake, guesses=setting.guesses, workspaces=setting.workspaces)
     part = setting.parts[rows]
     device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(trial())
-        stack.enter_context(untouched_generators())
+        has_drawn = stack.enter_context(untouched_generators())
         stack.enter_context(untouched_caches(setting.model))
         # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -384,7 +396,12 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool) -> Reco
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder)
         with saved_tensors_hooks(save, unpack):
+            if repeats:
+                setting.loss(setting.model, batch)
+            marks = ModuleMarks(setting.model)
             value = setting.loss(setting.model, batch)
+        recorder.exchanged, recorder.changed = marks.exchanged(), marks.changed()
+        recorder.uses_random |= has_drawn()
         _check_loss(value)
         if is_whole:
             weights = {n: made[id(p)] for block in setting.block_map.blocks for n, p in block.parameters}
