@@ -119,7 +119,7 @@ def untouched_generators() -> Iterator[Callable[[], bool]]:
     def has_drawn() -> bool:
         if random.getstate() != python:
             return True
-        return numpy_state is not None and not _is_same_numpy(numpy.random.get_state(), numpy_state)
+        return numpy is not None and not _is_same_numpy(numpy.random.get_state(), numpy_state)
 
     try:
         yield has_drawn
