@@ -1,13 +1,15 @@
 """Small models of every model type of transformers under random mixed plans, their gradients bit for bit beside plain PyTorch's.
 
-    python benchmarks/sweep.py --seed 1                            all model types, four plans each (half with two microbatches)
+    python benchmarks/sweep.py --seed 1,2,3                        all model types, two plans a seed (one with two microbatches)
     python benchmarks/sweep.py --seed 7 --part 2/4 --plans 6       a quarter of them
     python benchmarks/sweep.py --seed 3 --models qwen2_vl,detr     some
+    python benchmarks/sweep.py --seed 1,2,3 --join A.json,B.json   one table of the tables of parts
 
-In: a seed. Out: a table in `benchmarks/results/sweep-SEED.json` (one row a plan), and a summary. A run that was stopped goes on where it stood; rows of an
-earlier run under the same seed are taken from the file unless `--again` is given (all of them, or only those that `--again failed` names).
+In: seeds. Out: a table in `benchmarks/results/sweep-SEEDS.json` (one row a plan), and a summary. A run that was stopped goes on where it stood; rows of an
+earlier run under the same seeds are taken from the file unless `--again` is given (all of them, or only those that `--again failed` names). Several seeds at once
+cost little more than one: a model is traced once.
 
-Every model runs in a process of its own (a fork of one that has loaded torch and transformers), with a time limit: a crash is a row like another. Outcomes:
+Every model runs in a process of its own (a fork of one that has loaded torch and transformers), with a limit of CPU time: a crash is a row like another. Outcomes:
 `bitwise`: losses, gradients, weights and buffers after a step have plain PyTorch's bits; `declared rounding`: so have all but weights whose sums memfit says
 it regroups, and these differ by no more than the roundings of such a sum; `refused`: memfit said that it does not do this, under every plan that its
 refusals leave; `plain does not repeat`: plain PyTorch from equal seeds has not the same bits twice; `FAILED`: anything else.
@@ -25,6 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import argparse
 import json
 import random
+import resource
 import select
 import signal
 import subprocess
@@ -40,6 +43,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 Row = dict[str, Any]
+WAITS = 20
+"""Seconds by the clock that are waited for one of CPU time, on a machine that is shared."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -49,6 +54,7 @@ def in_a_fork(work: Callable[[], list[Row]], limit_s: float) -> tuple[list[Row],
     child = os.fork()
     if child == 0:
         os.close(reading)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 10))
         code = 1
         try:
             with os.fdopen(writing, "w") as out:
@@ -59,7 +65,7 @@ def in_a_fork(work: Callable[[], list[Row]], limit_s: float) -> tuple[list[Row],
         finally:
             os._exit(code)
     os.close(writing)
-    text, ends = b"", time.monotonic() + limit_s
+    text, ends = b"", time.monotonic() + WAITS * limit_s
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         while True:
             ready, _, _ = select.select([pipe], [], [], max(0.0, ends - time.monotonic()))
@@ -67,16 +73,18 @@ def in_a_fork(work: Callable[[], list[Row]], limit_s: float) -> tuple[list[Row],
             if piece is None:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return [], f"it was not done after {limit_s:.0f} s"
+                return [], f"it was not done after {WAITS * limit_s:.0f} s"
             if not piece:
                 break
             text += piece
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGXCPU:
+        return [], f"it was not done after {limit_s:.0f} s of CPU time"
     return (json.loads(text), "") if code == 0 else ([], f"the process ended with {code}")
 
 
-def try_model(model_type: str, seed: int, plans: int, counts: Sequence[int]) -> list[Row]:
+def try_model(model_type: str, seeds: Sequence[int], plans: int, counts: Sequence[int]) -> list[Row]:
     """All plans of one model type."""
     import torch
 
@@ -93,8 +101,10 @@ def try_model(model_type: str, seed: int, plans: int, counts: Sequence[int]) -> 
         {
             "model": model_type,
             "class": subject.kind.__name__,
+            "seed": seed,
             **try_one(subject, f"{seed} {model_type}", index, counts[index % len(counts)], known),
         }
+        for seed in seeds
         for index in range(plans)
     ]
 
@@ -102,10 +112,10 @@ def try_model(model_type: str, seed: int, plans: int, counts: Sequence[int]) -> 
 def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[Any, Any]) -> Row:
     """One plan of a model: what was drawn, and how it went."""
     import memfit
+    from sweeping.batches import halves
     from sweeping.drawing import draw_plan
-    from sweeping.reference import make_optimizer, plain_step
-    from sweeping.subjects import loss_of
-    from sweeping.tracing import traced_once
+    from sweeping.reference import plain_step
+    from sweeping.tracing import profile_of, traced_once
     from sweeping.trial import Draw, brief, try_plan
 
     dice = random.Random(f"{seed} {microbatches} {index}")
@@ -117,31 +127,35 @@ def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[
         return {**row, "outcome": "not split", "detail": f"plain PyTorch: {type(error).__name__}: {brief(error)}"}
     if not plain.repeats(plain_step(subject, microbatches, optimizer, step_seed)):
         return {**row, "outcome": "plain does not repeat", "detail": ""}
-    model = subject.build()
-    with traced_once(known):
-        before = len(known)
-        try:
-            profile = memfit.profile(
-                model,
-                make_optimizer(optimizer, model),
-                loss_of,
-                subject.copy_of_batch(),
-                microbatches=[microbatches],
-            )
-        except memfit.MemfitError as error:
-            return {**row, "outcome": "refused", "detail": f"{type(error).__name__}: {brief(error)}"}
-        except Exception as error:  # noqa: BLE001 - an outcome like another
-            return {**row, "outcome": "FAILED", "detail": f"profile: {type(error).__name__}: {brief(error)}"}
-        plan = draw_plan(profile, microbatches, dice, has_host=has_host)
-        draw = Draw(optimizer=optimizer, seed=step_seed, has_host=has_host, profile=profile)
-        trial = try_plan(subject, plain, plan, draw, model if len(known) > before else None)
-    row |= {"outcome": trial.outcome, "detail": trial.detail, "seconds": round(trial.seconds, 2)}
-    return {**row, "changed": list(trial.changed)} if trial.changed else row
+    drawn, changed = dice.getstate(), []
+    for split in (None, halves):
+        dice.setstate(drawn)
+        model = subject.build()
+        with traced_once(known):
+            before = len(known)
+            try:
+                profile = profile_of(subject, model, microbatches, optimizer, split)
+            except memfit.MemfitError as error:
+                refusal = f"{type(error).__name__}: {brief(error)}"
+                if split is None and "it is not cut" in refusal:
+                    # Which rows the tensors have in common only the user knows.
+                    changed.append(f"fit(split=...): {refusal}")
+                    continue
+                return {**row, "outcome": "refused", "detail": refusal}
+            except Exception as error:  # noqa: BLE001 - an outcome like another
+                return {**row, "outcome": "FAILED", "detail": f"profile: {type(error).__name__}: {brief(error)}"}
+            plan = draw_plan(profile, microbatches, dice, has_host=has_host)
+            draw = Draw(optimizer=optimizer, seed=step_seed, has_host=has_host, profile=profile, split=split)
+            trial = try_plan(subject, plain, plan, draw, model if len(known) > before and split is None else None)
+        row |= {"outcome": trial.outcome, "detail": trial.detail, "seconds": round(trial.seconds, 2)}
+        changed += trial.changed
+        break
+    return {**row, "changed": changed} if changed else row
 
 
 def sweep(
     models: Sequence[str],
-    seed: int,
+    seeds: Sequence[int],
     plans: int,
     counts: Sequence[int],
     known: list[Row],
@@ -155,7 +169,7 @@ def sweep(
         if model_type in done:
             continue
         began = time.monotonic()
-        found, ended = in_a_fork(lambda name=model_type: try_model(name, seed, plans, counts), limit_s)
+        found, ended = in_a_fork(lambda name=model_type: try_model(name, seeds, plans, counts), limit_s)
         if ended:
             found = [{"model": model_type, "outcome": "FAILED", "detail": ended}]
         rows += found
@@ -193,6 +207,26 @@ def summarize(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def write_table(path: Path, head: Row, rows: list[Row]) -> None:
+    """A line a row, in the place of the old file at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    new.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n')
+    new.replace(path)
+
+
+def join(parts: Sequence[Path], path: Path) -> None:
+    """One table of the tables of parts, sorted by model; each keeps the commit that it ran on."""
+    tables = [json.loads(part.read_text()) for part in parts]
+    commits = sorted({table["commit"] for table in tables})
+    rows = sorted((row for table in tables for row in table["rows"]), key=lambda row: row["model"])
+    write_table(
+        path, {**tables[0], "command": [table["command"] for table in tables], "commit": commits, "rows": []}, rows
+    )
+    print(summarize(rows))
+
+
 def commit() -> str:
     """Of the tree that runs; with a star where it was changed."""
     where = Path(__file__).parent.parent
@@ -207,16 +241,23 @@ def commit() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", default="1", help="numbers, with commas")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th model type from the i-th on")
     parser.add_argument("--models", default="", help="names of model types, with commas")
-    parser.add_argument("--plans", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds a model may take")
+    parser.add_argument("--plans", type=int, default=2, help="of each model under each seed")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds of CPU time that a model may take")
+    parser.add_argument("--join", default="", help="tables of parts, with commas: nothing is run")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--again", choices=("all", "failed"), default=None)
     parser.add_argument("--microbatches", default="1,2", help="how many, by turns")
     options = parser.parse_args(arguments)
-    counts = [int(n) for n in options.microbatches.split(",")]
+    counts, seeds = ([int(n) for n in words.split(",")] for words in (options.microbatches, options.seed))
+    which, of = (int(n) for n in options.part.split("/"))
+    suffix = "" if of == 1 else f"-{which}of{of}"
+    path = options.out or RESULTS / f"sweep-{options.seed.replace(',', '-')}{suffix}.json"
+    if options.join:
+        join([Path(name) for name in options.join.split(",")], path)
+        return 0
 
     import torch
     import transformers
@@ -228,11 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    which, of = (int(n) for n in options.part.split("/"))
     models = [name for name in options.models.split(",") if name] or model_types()
     models = models[which - 1 :: of]
-    suffix = "" if of == 1 else f"-{which}of{of}"
-    path = options.out or RESULTS / f"sweep-{options.seed}{suffix}.json"
     known: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() and options.again != "all" else []
     if options.again == "failed":
         broken = {row["model"] for row in known if row["outcome"] in ("FAILED", "refused", "not built", "not split")}
@@ -242,16 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     head = {
         "command": "python benchmarks/sweep.py " + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "commit": commit(), "torch": torch.__version__, "transformers": transformers.__version__, "seed": options.seed, "plans": options.plans,
+        "commit": commit(), "torch": torch.__version__, "transformers": transformers.__version__, "seeds": seeds, "plans": options.plans,
     }  # fmt: skip
 
     def write(rows: list[Row]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({**head, "rows": rows}, indent=0) + "\n")
-        new.replace(path)
+        write_table(path, head, rows)
 
-    rows = sweep(models, options.seed, options.plans, counts, known, write, options.limit)
+    rows = sweep(models, seeds, options.plans, counts, known, write, options.limit)
     write(rows)
     print(summarize(rows))
     return 1 if any(row["outcome"] == "FAILED" for row in rows) else 0

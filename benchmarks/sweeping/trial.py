@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +52,14 @@ class Draw:
         seed: of the step's random numbers.
         has_host: an emulated device, with host memory beside it.
         profile: of the subject.
+        split: what cuts its batches, where memfit does not find that out.
     """
 
     optimizer: str
     seed: int
     has_host: bool
     profile: Profile
+    split: Callable[[Any, int], list[Any]] | None = None
 
 
 def try_plan(subject: Subject, plain: Step, plan: Plan, draw: Draw, first: nn.Module | None) -> Trial:
@@ -100,11 +103,18 @@ def _train(subject: Subject, model: nn.Module, plain: Step, plan: Plan, draw: Dr
             directory=directory,
             keep_gradients=True,
             emulate_device=draw.has_host,
+            split=draw.split,
+            weight=None if draw.split is None else alike,
         )
         stack.callback(job.close)
         seed_all(draw.seed)
         result = job.step(subject.copy_of_batch())
         return compare(job, result, model, plain, declared_names(draw.profile, plain, plan))
+
+
+def alike(_: Any) -> float:
+    """Halves count alike."""
+    return 1.0
 
 
 def compare(job: Any, result: Any, model: nn.Module, plain: Step, declared: frozenset[str]) -> tuple[str, str]:
