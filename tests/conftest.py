@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 # Read by the libraries when they are loaded, so before any test module: idle OpenMP threads sleep instead of spinning
@@ -47,6 +49,35 @@ def pytest_configure(config: pytest.Config) -> None:
         print_blob=True,
     )
     settings.load_profile("memfit")
+
+
+def _skips_without_a_compiler(error: BaseException) -> None:
+    """On a machine without a C++ compiler, tests that need memfit's own allocator cannot be run: theirs is the error that says so, here or in a child."""
+    if any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name):
+        return
+    seen: BaseException | None = error
+    while seen is not None:
+        if "no C++ compiler" in str(seen):
+            pytest.skip("needs a C++ compiler: memfit's own allocator is built by one")
+        seen = seen.__cause__ or seen.__context__
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skips_without_a_compiler(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skips_without_a_compiler(error)
+        raise
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-late = pytest.importorskip("accelerator.late", reason="the late device needs a C++ compiler", exc_type=ImportError)
+from accelerator.build import NoCompilerError
+
+late = pytest.importorskip("accelerator.late", reason="the late device needs a C++ compiler", exc_type=NoCompilerError)
 
 HERE = torch.device("late", 0)
 THERE = torch.device("late", 1)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from accelerator.build import NoCompilerError
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
@@ -25,7 +27,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             pytest.skip("needs a CUDA device")
         yield torch.device("cuda", torch.cuda.current_device())
         return
-    late = pytest.importorskip("accelerator.late", reason="the late device needs a C++ compiler", exc_type=ImportError)
+    late = pytest.importorskip(
+        "accelerator.late", reason="the late device needs a C++ compiler", exc_type=NoCompilerError
+    )
     torch.accelerator.empty_cache()
     with late.checked():
         yield torch.device("late", 0)

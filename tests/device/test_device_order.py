@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,17 @@ def test_the_proof_does_not_count_what_loading_held(device: torch.device, tmp_pa
     assert proof.measured_peak_bytes < 64 << 20, proof
 
 
-def test_an_interrupt_in_backward_comes_between_two_blocks(device: torch.device, tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_in_backward_comes_between_two_blocks(
+    device: torch.device, tmp_path: Path, interruptible: None
+) -> None:
     model, optimizer, batch = made(device)
     began: list[int] = []
 
