@@ -95,8 +95,17 @@ def _checkpointing(*, is_reentrant: bool) -> zoo.Case:
 
 # torch's reentrant kind warns where no input asks for a gradient, as in a forward without any.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("plan", ["resident", "disk", "recompute"])
-@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("is_reentrant", "plan"),
+    [
+        (False, "disk"),
+        (True, "recompute"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(False, "resident"), (False, "recompute"), (True, "resident"), (True, "disk")]
+        ),
+    ],
+)
 def test_activation_checkpointing_of_transformers_is_trained_exactly_or_refused_clearly(
     plan: str, tmp_path: Path, *, is_reentrant: bool
 ) -> None:

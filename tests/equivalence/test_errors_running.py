@@ -214,10 +214,22 @@ def _own_checkpointing(kind: str) -> zoo.Case:
     return zoo.Case(model=model.train(), loss=plain.loss, batch=plain.batch)
 
 
+# A whole model of theirs takes seconds; what checkpoints and plans do to each other shows in the small ones.
+_TRANSFORMERS_PLANS = ("recompute", "disk-recompute-4")
+
+
 # torch's reentrant kind warns where no input asks for a gradient, as in a forward without any.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("plan", ["resident", "recompute", "disk", "offload", "select", "disk-recompute-4"])
-@pytest.mark.parametrize("kind", ["inside", "reentrant", "outside", "transformers"])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        pytest.param(
+            kind, plan, marks=[] if kind != "transformers" or plan in _TRANSFORMERS_PLANS else pytest.mark.slow
+        )
+        for kind in ("inside", "reentrant", "outside", "transformers")
+        for plan in ("resident", "recompute", "disk", "offload", "select", "disk-recompute-4")
+    ],
+)
 def test_a_model_with_its_own_checkpointing_is_trained_exactly_or_refused_clearly(
     kind: str, plan: str, tmp_path: Path
 ) -> None:

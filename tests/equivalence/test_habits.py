@@ -181,7 +181,7 @@ def test_what_a_loss_does_beside_is_as_in_plain_pytorch(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_transformers_own_checkpointing_may_stay_on(*, use_reentrant: bool) -> None:
     def make() -> Case:
         case = zoo.llama()

@@ -23,7 +23,7 @@ from memfit.runtime.guard import is_away
 
 KNOWN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "resnet", "albert")
 # Ties, experts that are put together, an encoder with a decoder, older names, buffers: the others repeat one of these.
-QUICK = ("gpt2", "mixtral", "t5", "vit", "resnet")
+QUICK = ("gpt2", "mixtral", "vit", "resnet")
 
 
 def spread(model: nn.Module) -> nn.Module:

@@ -38,13 +38,13 @@ def assert_same(found: Result, wanted: Result) -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "durability"),
     [
-        ("gpt2", "resident", "step"),
         ("gpt2", "layer-major", "step"),
         ("gpt2", "clipped", 2),
         ("tied-and-frozen", "resident", "exit"),
         ("tied-and-frozen", "layer-major", 2),
-        ("tied-and-frozen", "clipped", "step"),
         ("tied-and-frozen", "bf16", "step"),
+        pytest.param("gpt2", "resident", "step", marks=pytest.mark.slow),
+        pytest.param("tied-and-frozen", "clipped", "step", marks=pytest.mark.slow),
         pytest.param("gpt2", "bf16", 2, marks=pytest.mark.slow),
         pytest.param("gpt2", "layer-major", "exit", marks=pytest.mark.slow),
     ],

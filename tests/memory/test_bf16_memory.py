@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from memory.outside import peak_bytes
 
 MIB = 1 << 20
@@ -73,6 +75,7 @@ sys.stdin.readline()  # looked at from outside; how the interpreter ends is not 
 """
 
 
+@pytest.mark.slow
 def test_a_model_born_empty_trains_in_bf16_below_a_limit_of_a_fraction_of_its_state(tmp_path: Path) -> None:
     arguments = [str(LAYERS), str(WIDTH), str(ROOM), str(tmp_path / "homes")]
     with subprocess.Popen(

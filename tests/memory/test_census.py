@@ -320,7 +320,7 @@ def test_a_running_job_warns_of_a_leak_once_at_its_line(leak: str, tmp_path: Pat
 # --- clean -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", [n if n in CLEAN[::2] else pytest.param(n, marks=pytest.mark.slow) for n in CLEAN])
 @pytest.mark.parametrize("is_streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_census_is_silent_on_clean_runs(name: str, is_streamed: bool, tmp_path: Path) -> None:
     streamed = "disk" if name in zoo.WHOLE_BATCH_ONLY else "disk-recompute-4"

@@ -25,8 +25,8 @@ from memfit.verification.meters import ProcessMeter
 
 MIB = 1 << 20
 LONG_STEPS = 300
-# The plan with the most traffic gets most of the default suite's time; --slow gives all of them 300.
-SHORT_STEPS = {"disk-recompute-4": 40, "disk-offload-2": 15, "everything": 15}
+# --slow gives all of them 300.
+SHORT_STEPS = {"disk-recompute-4": 15, "disk-offload-2": 12, "everything": 12}
 # A step's first two see lazy library state and the first filling of the optimizer's states.
 FIRST_FLAT_STEP = 3
 
