@@ -17,6 +17,7 @@ from torch import nn
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
 from memfit.core.profile import Profile
+from memfit.runtime.optimizers.shadow import snapshot_groups
 
 ROWS, WIDTH, LAYERS, STEPS = 8, 64, 3, 3
 TEMPERATURE: ContextVar[float] = ContextVar("device temperature", default=1.0)
@@ -135,6 +136,19 @@ def test_a_detour_over_the_cpu_is_refused_for_microbatches_that_take_turns(
         pytest.raises(memfit.UnsupportedError, match="computes on the CPU in the middle"),
     ):
         job.step(batch)
+
+
+def test_weights_that_are_away_do_not_change_which_of_the_optimizers_loops_runs(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """Torch takes one call for many tensors (`foreach`) by the classes of the parameters, and an absent one has another class."""
+    plain, optimizer, _ = made(device)
+    wanted = [group["foreach"] for group in snapshot_groups(optimizer)]
+    model, optimizer, batch = made(device)
+    plan = plan_of(memfit.profile(model, optimizer, loss_there, batch), Tier.HOST, Saved.KEEP, 1, tail=False)
+    with memfit.fit(model, optimizer, loss_there, batch, plan=plan, directory=tmp_path / "homes"):
+        assert [group["foreach"] for group in snapshot_groups(optimizer)] == wanted == [None]
+    del plain
 
 
 @pytest.mark.parametrize("saved", [Saved.RECOMPUTE, Saved.SELECT])

@@ -264,6 +264,7 @@ def test_bytes_at_home_and_moved_are_those_that_are_predicted(chosen: StateForma
         assert timeline.bytes_read["state"] == after_read["state"] - read.get("state", 0) == expected
         at_home = sum(own.nbytes for own in job._assembly.states.values())
         assert expected <= at_home < expected + 4096 * 2 * len(list(model.parameters()))
+        assert sum(job.profile.state_home_bytes.values()) == at_home
 
 
 def _bytes(chosen: StateFormat, numel: int) -> int:

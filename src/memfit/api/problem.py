@@ -25,7 +25,7 @@ from memfit.core.hardware import Hardware
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
-from memfit.core.profile import Profile, UpdateProfile
+from memfit.core.profile import BlockProfile, Profile, UpdateProfile
 from memfit.core.states import StateFormat
 from memfit.core.units import MIB
 from memfit.profiling.batch import RowPlaces, UncuttableError
@@ -39,7 +39,7 @@ from memfit.runtime.inputs import cast_dtype, casting_inputs
 from memfit.runtime.loss_scaling import in_half
 from memfit.runtime.optimizers import AwayStates, OptimizerDriver, UpdateKind
 from memfit.runtime.seeding import check_result
-from memfit.runtime.states import embedding_names, stored_bytes
+from memfit.runtime.states import StoredStates, embedding_names, stored_states
 from memfit.runtime.trees import tensors_in
 from memfit.runtime.weights import PIECE_ELEMENTS
 
@@ -162,7 +162,7 @@ class Problem:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
         parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
         sizes_of_states = self._state_sizes(compute, StateFormat.GIVEN)
-        states = {name: nbytes for name, (nbytes, _) in sizes_of_states.items()}
+        states = {name: found.nbytes for name, found in sizes_of_states.items()}
         updates = self._updates(compute, sizes_of_states)
         if compute is ComputeDtype.FLOAT16:
             loss = in_half(loss, device_of(self.model).type)
@@ -182,33 +182,34 @@ class Problem:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 found = profile_step(*arguments, **options)
-        return replace(found, updates=updates, counts_losses=first.is_counted)
+        at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
+        return replace(found, updates=updates, state_home_bytes=at_home, counts_losses=first.is_counted)
 
     def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
         """The same profile, with states that rest in a format."""
         if chosen is StateFormat.GIVEN:
             return profile
         sizes = self._state_sizes(compute, chosen)
-        found = {b.name: [sizes[p.name] for p in b.parameters if p.name in sizes] for b in profile.blocks}
         return replace(
             profile,
-            state_bytes={name: sum(nbytes for nbytes, _ in own) for name, own in found.items()},
-            encoded_elements={name: sum(encoded for _, encoded in own) for name, own in found.items()},
+            state_bytes={b.name: _sum_of(b, sizes, lambda one: one.nbytes) for b in profile.blocks},
+            state_home_bytes={b.name: _sum_of(b, sizes, lambda one: one.home_bytes) for b in profile.blocks},
+            encoded_elements={b.name: _sum_of(b, sizes, lambda one: one.encoded) for b in profile.blocks},
             updates=self._updates(compute, sizes),
         )
 
     def encodes(self, chosen: StateFormat) -> bool:
         """A state of the optimizer would rest in this format."""
-        return any(encoded for _, encoded in self._state_sizes(ComputeDtype.GIVEN, chosen).values())
+        return any(one.encoded for one in self._state_sizes(ComputeDtype.GIVEN, chosen).values())
 
-    def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, tuple[int, int]]:
-        """By parameter, bytes of its states at home and how many of their elements are encoded."""
+    def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, StoredStates]:
+        """By parameter, how its states rest."""
         master = _master_dtype(compute)
         kept = embedding_names(self.model)
         driver = self.driver
-        return {name: stored_bytes(chosen, kept, name, driver.state_layout(name, master)) for name in driver.names}
+        return {name: stored_states(chosen, kept, name, driver.state_layout(name, master)) for name in driver.names}
 
-    def _updates(self, compute: ComputeDtype, sizes: Mapping[str, tuple[int, int]]) -> dict[str, UpdateProfile]:
+    def _updates(self, compute: ComputeDtype, sizes: Mapping[str, StoredStates]) -> dict[str, UpdateProfile]:
         """By parameter, what its update works on at once.
 
         Args:
@@ -218,16 +219,21 @@ class Problem:
         driver, master = self.driver, _master_dtype(compute)
         numels = {name: p.numel() for name, p in self.model.named_parameters(remove_duplicate=False)}
         found: dict[str, UpdateProfile] = {}
-        for name, (state_bytes, encoded) in sizes.items():
+        for name, states in sizes.items():
             is_cut = driver.verdict(name, master).kind is UpdateKind.ELEMENTWISE
             elements = min(PIECE_ELEMENTS, numels[name]) if is_cut else numels[name]
             found[name] = UpdateProfile(
                 piece_elements=elements,
                 scratch_bytes=driver.scratch_bytes(name, elements, master),
-                state_bytes=state_bytes,
-                encoded_elements=encoded,
+                state_bytes=states.nbytes,
+                encoded_elements=states.encoded,
             )
         return found
+
+
+def _sum_of(block: BlockProfile, sizes: Mapping[str, StoredStates], figure: Callable[[StoredStates], int]) -> int:
+    """A figure of the states of a block's parameters."""
+    return sum(figure(sizes[p.name]) for p in block.parameters if p.name in sizes)
 
 
 def _watch() -> Watch | None:

@@ -246,7 +246,8 @@ class Profile:
         batch_rows: rows of the whole batch of a step.
         blocks: partition of the parameters, in the order of their first call.
         traces: by rows of a microbatch; always holds at least one entry. All have the same calls.
-        state_bytes: optimizer state bytes at home by block name, once the states exist.
+        state_bytes: optimizer state bytes by block name, once the states exist: what moves.
+        state_home_bytes: the same as they rest, each state on pages of its own; blocks not named: as state_bytes.
         encoded_elements: by block name, elements of states that an update decodes and encodes.
         updates: by name of each parameter that the optimizer updates.
         reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
@@ -257,6 +258,7 @@ class Profile:
         shared_weights: names of the parameters whose gradient is a sum of several uses in one microbatch (tied, or called twice).
         carried: names of the submodules and of the numbers, flags and words on modules that a forward changes for the one after it (an exchanged attention, a
             counter): microbatches run one after the other.
+        viewed_gradients: names of the parameters whose gradient comes as a view (of a transposed product): autograd adds two of them into a third.
         counts_losses: the loss returns (sum, count).
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
@@ -267,6 +269,7 @@ class Profile:
     blocks: tuple[BlockProfile, ...]
     traces: Mapping[int, TraceProfile]
     state_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    state_home_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     encoded_elements: Mapping[str, int] = field(default_factory=dict[str, int])
     updates: Mapping[str, UpdateProfile] = field(default_factory=dict[str, UpdateProfile])
     reads_batch_statistics: bool = False
@@ -274,6 +277,7 @@ class Profile:
     written_weights: tuple[str, ...] = ()
     shared_weights: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    viewed_gradients: tuple[str, ...] = ()
     counts_losses: bool = False
     buffer_bytes: int = 0
     source: str = "fake"
@@ -320,6 +324,10 @@ class Profile:
             if block.name == name:
                 return block
         raise KeyError(name)
+
+    def resting_state_bytes(self, name: str) -> int:
+        """What the optimizer states of the block of that name take at home."""
+        return self.state_home_bytes.get(name, self.state_bytes.get(name, 0))
 
     @property
     def has_masters(self) -> bool:

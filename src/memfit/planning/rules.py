@@ -338,7 +338,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         weight = flat_weight_bytes(profiled)
         resident += 0 if block in shape.visiting else weight
         if homes.state_home is Tier.DEVICE:
-            resident += profile.state_bytes.get(profiled.name, 0) + master_home_bytes(plan, profiled)
+            resident += profile.resting_state_bytes(profiled.name) + master_home_bytes(plan, profiled)
         if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
             resident += profiled.gradient_bytes
         if block in shape.visiting:

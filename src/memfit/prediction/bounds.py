@@ -62,7 +62,7 @@ class PeakBounds:
         for index, block in enumerate(profile.blocks):
             total += 0 if index in shape.visiting else self._weights[index]
             if plan.block(block.name).state_home is Tier.DEVICE:
-                total += profile.state_bytes.get(block.name, 0) + master_home_bytes(plan, block)
+                total += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
         inputs = (s for s in trace_of(profile, plan.microbatches).storages if s.is_input and not s.is_buffer)
         return total + plan.microbatches * sum(s.nbytes for s in inputs)
 

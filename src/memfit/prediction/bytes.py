@@ -146,7 +146,7 @@ class DeviceBytes:
         self.is_training = any(isinstance(a, Seed) for a in schedule)
         self.weights = {i: flat_weight_bytes(b) for i, b in enumerate(profile.blocks) if i not in self.shape.visiting}
         self.states = {
-            i: profile.state_bytes.get(b.name, 0) + master_home_bytes(plan, b)
+            i: profile.resting_state_bytes(b.name) + master_home_bytes(plan, b)
             for i, b in enumerate(profile.blocks)
             if plan.block(b.name).state_home is Tier.DEVICE
         }
@@ -163,13 +163,17 @@ class DeviceBytes:
         self.away_bytes: Counter[Tier] = Counter()
         self.away_peaks: Counter[Tier] = Counter()
         self._from_tail: set[int] = set()
+        self._summed: set[int] = set()
+        self._segment = {first: i for i, (first, _) in enumerate(self.shape.segments)}
+        self._cut_bytes = self._bytes_at_cut()
+        self._joint_left = sum(isinstance(a, Backward) and not self._is_of_tail(a) for a in schedule)
+        self._crossed: set[int] = set()
         self._held_before: set[int] = set()
         self._arrived_bytes = 0
         self._reliefs: dict[tuple[int, Arrival], int] = {}
         self._done = [0] * schedule.microbatches
         self._events = _split(schedule, self.shape)
         self._costs = self._all_costs()
-        self._segment = {first: i for i, (first, _) in enumerate(self.shape.segments)}
         self._offloaded: dict[tuple[int, int], tuple[Tier, int]] = {}
         self._input_bytes = profile.buffer_bytes + sum(
             s.nbytes * schedule.microbatches for s in self.trace.storages if s.is_input and not s.is_buffer
@@ -207,6 +211,9 @@ class DeviceBytes:
         if self._arrived_bytes and not self._is_of_tail(action):
             self._totals["gradient"] -= self._arrived_bytes
             self._arrived_bytes = 0
+        if not self._joint_left:
+            self._totals["activation"] -= self._cut_bytes * len(self._crossed)
+            self._crossed.clear()
         before = dict(self._totals)
         match action:
             case Start() | Forward() | Backward() | Seed() | Offload() | Drop() | Reload():
@@ -275,7 +282,9 @@ class DeviceBytes:
             cost = self._costs[m][self._done[m]]
             self._done[m] += 1
             # A seed of several losses goes through them one by one: each rises above what the earlier ones left.
-            rises.append(self._totals["activation"] - before["activation"] + cost.rise_bytes - relief)
+            kept = self._keep_cut(action, m)
+            rises.append(self._totals["activation"] - before["activation"] + cost.rise_bytes - relief + kept)
+            self._totals["activation"] += kept
             self._totals["activation"] += cost.after_bytes - self.live[m]
             self.live[m] = cost.after_bytes
             self._account_away(action, m, cost)
@@ -288,6 +297,21 @@ class DeviceBytes:
         if isinstance(action, Backward):
             self._end_waiting(self._segment[action.first])
         return self._moment(before)
+
+    def _bytes_at_cut(self) -> int:
+        """Gradients of a microbatch's activations where its tail is cut off."""
+        segments, tail = self.shape.segments, self.shape.tail_segment
+        return self.facts.gradient_bytes[segments[tail][0]] if tail < len(segments) else 0
+
+    def _keep_cut(self, action: Action, microbatch: int) -> int:
+        """The joint backward is given the gradients at all microbatches' cuts, and holds them to its end, beside what it makes of them."""
+        if not isinstance(action, Backward) or self._is_of_tail(action):
+            return 0
+        self._joint_left -= 1
+        if microbatch in self._crossed:
+            return 0
+        self._crossed.add(microbatch)
+        return self._cut_bytes
 
     def _end_waiting(self, segment: int) -> None:
         """All uses of a shared weight in this microbatch are through: their sum is added to what earlier microbatches gave."""
@@ -355,11 +379,24 @@ class DeviceBytes:
                     self._waiting[b] = self._held_bytes(b)
                     self._totals["gradient"] += self._waiting[b]
                     continue
-                added = max(added, 0 if is_tail else self.profile.blocks[b].largest_gradient_bytes)
+                added = max(added, 0 if is_tail else self._adding_bytes(b))
             else:
                 self.gradients[b] = self._held_bytes(b)
                 self._totals["gradient"] += self.gradients[b]
         return added
+
+    def _adding_bytes(self, block: int) -> int:
+        """What the largest gradient takes that is added to one of an earlier microbatch.
+
+        One backward for all microbatches holds the first one on its way to the parameter. A view of a product is not added to in place, but into a third tensor,
+        once: that is a sum, and no view.
+        """
+        blocks, profile = self.profile.blocks[block], self.profile
+        if self.plan.order is Order.MICROBATCH_MAJOR or block in self._summed:
+            return blocks.largest_gradient_bytes
+        self._summed.add(block)
+        sizes = [p.nbytes * (1 + (p.name in profile.viewed_gradients)) for p in blocks.parameters if p.requires_grad]
+        return max(sizes, default=0)
 
     def _held_bytes(self, block: int) -> int:
         return flat_gradient_bytes(self.profile.blocks[block], is_summed=self._is_summed)
@@ -430,7 +467,7 @@ def kept_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
         if homes.weight_home is tier:
             kept += flat_weight_bytes(block)
         if homes.state_home is tier:
-            kept += profile.state_bytes.get(block.name, 0) + master_home_bytes(plan, block)
+            kept += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
     return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1)
 
 
@@ -440,12 +477,12 @@ def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") ->
     With generations: two slots of every weight, master and state, wherever they rest, and of the buffers. With a journal: one slot of what rests on disk and
     its spare room, the gradients; two slots of what rests in memory, and of the buffers.
 
-    Not counted: what is left of the last page of each state tensor, and a journal's record (some 256 KiB and 1 KiB a parameter, twice).
+    Not counted: a journal's record (some 256 KiB and 1 KiB a parameter, twice).
     """
     moving: list[int] = []
     total = 2 * round_up(profile.buffer_bytes, ALIGNMENT_BYTES)
     for block in profile.blocks:
-        parts = (flat_weight_bytes(block), profile.state_bytes.get(block.name, 0), master_home_bytes(plan, block))
+        parts = (flat_weight_bytes(block), profile.resting_state_bytes(block.name), master_home_bytes(plan, block))
         size = sum(round_up(nbytes, ALIGNMENT_BYTES) for nbytes in parts)
         if scheme == "generations":
             total += 2 * size

@@ -30,6 +30,7 @@ class Traced:
     written_weights: tuple[str, ...]
     shared_weights: tuple[str, ...]
     carried: tuple[str, ...]
+    viewed_gradients: tuple[str, ...]
 
 
 def assemble_profile(
@@ -78,6 +79,7 @@ def assemble_profile(
         written_weights=tuple(dict.fromkeys(name for t in traced for name in t.written_weights)),
         shared_weights=tuple(dict.fromkeys(name for t in traced for name in t.shared_weights)),
         carried=tuple(dict.fromkeys(name for t in traced for name in t.carried)),
+        viewed_gradients=tuple(dict.fromkeys(name for t in traced for name in t.viewed_gradients)),
         unsplittable_buffers=tuple(dict.fromkeys(name for t in traced for name in t.unsplittable_buffers)),
         buffer_bytes=sum({id(b): b.nbytes for b in model.buffers()}.values()),
         source=source,

@@ -160,6 +160,7 @@ class Recorder(TorchDispatchMode):
         self.uses_random = False
         self.exchanged: tuple[str, ...] = ()  # submodules, by this forward
         self.changed: tuple[str, ...] = ()  # numbers and words on modules, by this forward
+        self.viewed_gradients: set[str] = set()
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._active: CallRecord | None = None
@@ -412,6 +413,11 @@ class Recorder(TorchDispatchMode):
             record = self._record_of(parameter.grad, Role.GRADIENT)
             record.role = Role.GRADIENT
             self.events.append((Event.ARRIVED, record, record.nbytes))
+
+    def note_arrival(self, name: str, gradient: torch.Tensor) -> None:
+        """A parameter's gradient is about to be added to what is there."""
+        if getattr(gradient, _IS_VIEW, False):
+            self.viewed_gradients.add(name)
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""

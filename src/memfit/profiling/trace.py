@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -326,6 +327,7 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
         written_weights=step.written_weights,
         shared_weights=step.shared_weights,
         carried=carried,
+        viewed_gradients=tuple(sorted(step.viewed_gradients)),
     )
 
 
@@ -543,10 +545,11 @@ def _masks_as_for_real_tensors() -> Iterator[None]:
 
 def _declare(recorder: Recorder, setting: _Setting, made: Mapping[int, torch.Tensor], batch: Any) -> None:
     for block in setting.block_map.blocks:
-        for _, parameter in block.parameters:
+        for name, parameter in block.parameters:
             stand_in = made[id(parameter)]
             recorder.register(stand_in, Role.WEIGHT, block.name)
             if stand_in.requires_grad:
+                stand_in.register_hook(partial(recorder.note_arrival, name))
                 stand_in.register_post_accumulate_grad_hook(recorder.note_gradient)
     recorder.register_buffers(dict(setting.model.named_buffers(remove_duplicate=False)))
     for tensor in contained_tensors(batch):

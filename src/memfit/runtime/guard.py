@@ -55,6 +55,15 @@ def is_away(parameter: torch.nn.Parameter) -> bool:
     return hasattr(type(parameter), "_memfit_present_class")
 
 
+def as_present(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter, or an empty one of the class, dtype and device that it has while its bytes are here: for code that looks at these."""
+    present = getattr(type(parameter), "_memfit_present_class", None)
+    if present is None:
+        return parameter
+    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return empty if present is torch.Tensor else empty.as_subclass(present)
+
+
 def mark_present(parameter: torch.nn.Parameter) -> None:
     """The parameter is an ordinary one again."""
     present = getattr(type(parameter), "_memfit_present_class", None)

@@ -74,20 +74,34 @@ def encoded_moment(
     return moment_of(tensor.key, keys, tensor.numel, str(tensor.dtype).removeprefix("torch."))
 
 
-def stored_bytes(
-    chosen: StateFormat, kept: Collection[str], name: str, layout: Sequence[StateTensor]
-) -> tuple[int, int]:
-    """Bytes at home of a parameter's states, and how many of their elements are encoded."""
-    nbytes = encoded = 0
+@dataclass(frozen=True, kw_only=True)
+class StoredStates:
+    """A parameter's states as they rest.
+
+    Attributes:
+        nbytes: of their elements, as they move.
+        home_bytes: that they take at home, each on pages of its own.
+        encoded: elements of them that are encoded.
+    """
+
+    nbytes: int
+    home_bytes: int
+    encoded: int
+
+
+def stored_states(chosen: StateFormat, kept: Collection[str], name: str, layout: Sequence[StateTensor]) -> StoredStates:
+    """A parameter's states in a format, without their values."""
+    sizes: list[int] = []
+    encoded = 0
     for tensor in layout:
         if tensor.shape_kind == "scalar":
             continue
         if encoded_moment(chosen, kept, name, tensor, layout) is None:
-            nbytes += tensor.nbytes
+            sizes.append(tensor.nbytes)
         else:
-            nbytes += records_of(chosen).size(tensor.numel)
+            sizes.append(records_of(chosen).size(tensor.numel))
             encoded += tensor.numel
-    return nbytes, encoded
+    return StoredStates(nbytes=sum(sizes), home_bytes=flat_layout(sizes)[1], encoded=encoded)
 
 
 def embedding_names(model: torch.nn.Module) -> frozenset[str]:

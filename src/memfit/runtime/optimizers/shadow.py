@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.runtime.guard import as_present
 
 State = dict[str, Any]
 """What torch keeps in `optimizer.state[parameter]`: names to tensors, numbers or None."""
@@ -93,14 +94,14 @@ def snapshot_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
     With `foreach=None` torch decides by all the parameters of a group. A single piece could be decided otherwise (a
     group over two devices, a tensor subclass), so that decision is taken here, on the live parameters, and written down
-    where it is "no".
+    where it is "no". Parameters whose bytes are away wear another class and would all be a "no": each is asked for as what it is while it is here.
     """
     groups: list[dict[str, Any]] = []
     for live in optimizer.param_groups:
         group = {key: value for key, value in live.items() if key != "params"}
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             _, foreach = _default_to_fused_or_foreach(
-                live["params"], bool(group.get("differentiable")), use_fused=False
+                [as_present(p) for p in live["params"]], bool(group.get("differentiable")), use_fused=False
             )
             if not foreach:
                 group["foreach"] = False
