@@ -44,7 +44,7 @@ def main() -> int:
     import torch
 
     if options.device == "late":
-        from accelerator import late
+        from accelerator import late  # pyright: ignore[reportMissingImports]
 
         counts = late.native.counts
     else:
@@ -78,8 +78,8 @@ def main() -> int:
 
 
 def _pairs(device: Any, ways: int) -> list[dict[str, Any]]:
-    from equivalence.carried import Way, train_pair
-    from equivalence.zoo_pairs import DEFAULT_PAIRS
+    from equivalence.carried import Way, train_pair  # pyright: ignore[reportMissingImports]
+    from equivalence.zoo_pairs import DEFAULT_PAIRS  # pyright: ignore[reportMissingImports]
 
     rows: list[dict[str, Any]] = []
     pairs = sorted(DEFAULT_PAIRS)
@@ -103,7 +103,7 @@ def _modules(device: Any, examples: int, seed: int) -> tuple[int, str | None]:
     from hypothesis import seed as seeded
     from hypothesis import strategies as st
 
-    from equivalence.carried import train_drawn
+    from equivalence.carried import train_drawn  # pyright: ignore[reportMissingImports]
 
     trained = 0
 
@@ -115,7 +115,7 @@ def _modules(device: Any, examples: int, seed: int) -> tuple[int, str | None]:
         database=None,
         phases=[Phase.generate],
         print_blob=True,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:

@@ -22,7 +22,8 @@ from equivalence.plain import adamw, clone_states
 from equivalence.zoo_pairs import DEFAULT_PAIRS
 
 # `--examples` asks for fresh ones, and as many.
-EXAMPLES = 20 if settings.default.derandomize else settings.default.max_examples
+_given = settings()
+EXAMPLES = 20 if _given.derandomize else _given.max_examples
 
 
 def _ways() -> list[object]:
@@ -59,7 +60,7 @@ def test_the_default_ways_meet_every_plan_in_every_manner() -> None:
 
 @pytest.mark.timeout(0)
 @given(data=st.data())
-@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_random_modules_under_random_plans_equal_plain_accumulation_on_a_device(
     device: torch.device, data: st.DataObject
 ) -> None:
