@@ -15,11 +15,22 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
 from memfit.core.profile import Profile
 from memfit.runtime.optimizers.shadow import snapshot_groups
 
 ROWS, WIDTH, LAYERS, STEPS = 8, 64, 3, 3
+FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
+HARDWARE = Hardware(
+    device="an accelerator",  # that nobody probes
+    flops_per_s=1e11,
+    device_bytes=1 << 40,
+    disk=FAST,
+    disk_bytes=1 << 40,
+    host=FAST,
+    host_bytes=1 << 40,
+)
 TEMPERATURE: ContextVar[float] = ContextVar("device temperature", default=1.0)
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
@@ -160,6 +171,15 @@ def test_recomputation_in_the_device_thread_meets_context_variables(
     assert_equal(mine, plain(device, tempered, microbatches))
 
 
+def test_recomputation_in_the_device_thread_meets_the_users_autocast(device: torch.device, tmp_path: Path) -> None:
+    def cast(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return loss_there(model, batch)
+
+    mine = ours(device, cast, Tier.HOST, Saved.RECOMPUTE, 1, tmp_path)
+    assert_equal(mine, plain(device, cast, 1))
+
+
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
 def test_a_step_inside_a_stream_of_the_callers_trains_as_outside(
     device: torch.device, tier: Tier, tmp_path: Path
@@ -202,7 +222,9 @@ def test_a_dropped_job_leaves_no_limit_behind(device: torch.device, tmp_path: Pa
     from memfit import devices
 
     model, optimizer, batch = made(device)
-    job = memfit.fit(model, optimizer, loss_there, batch, limit="512MiB", directory=tmp_path / "homes")
+    job = memfit.fit(
+        model, optimizer, loss_there, batch, limit="512MiB", directory=tmp_path / "homes", hardware=HARDWARE
+    )
     assert devices.of(device).limit_bytes(device) <= 512 << 20
     del job, optimizer, model  # the optimizer serves its states through the job as long as it lives
     gc.collect()
@@ -210,10 +232,15 @@ def test_a_dropped_job_leaves_no_limit_behind(device: torch.device, tmp_path: Pa
 
 
 def test_the_proof_does_not_count_what_loading_held(device: torch.device, tmp_path: Path) -> None:
+    def load() -> None:  # what a checkpoint is read through stays in the allocator's pool
+        torch.empty(64 << 20, dtype=torch.uint8, device=device)
+
     model, optimizer, batch = made(device)
-    before = [torch.empty(64 << 20, dtype=torch.uint8, device=device)]
-    before.clear()  # stays in the allocator's pool, as what a checkpoint was read through does
-    with memfit.fit(model, optimizer, loss_there, batch, limit="512MiB", directory=tmp_path / "homes") as job:
+    load()
+    with memfit.fit(
+        model, optimizer, loss_there, batch, limit="512MiB", directory=tmp_path / "homes", hardware=HARDWARE
+    ) as job:
+        load()
         job.step(batch)
         proof = job.proof()
     assert proof.measured_peak_bytes < 64 << 20, proof

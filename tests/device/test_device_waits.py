@@ -1,0 +1,482 @@
+"""Who waits for whom above single transfers: staging to the disk, saved tensors, caches, updates; what the host reads of pinned memory; limits."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit import devices
+from memfit.api import machine
+from memfit.api.saving import _restore_random
+from memfit.core.limits import DEVICE_RESERVE_BYTES
+from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.core.schedule import Clear, Commit, Update
+from memfit.core.units import MIB
+from memfit.runtime.caches import TravellingCaches
+from memfit.runtime.saved import HostStore, Offloader, StagedScratchStore
+from memfit.runtime.settling import Settling
+from memfit.runtime.store import DiskIO, ScratchFile
+from memfit.runtime.updates import Gate, UpdateWorker
+from memfit.runtime.visits import Visits
+from memfit.verification.meters import AcceleratorMeter
+
+NUMBERS = 1 << 18
+
+
+def numbers(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((NUMBERS,), float(value), device=device)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.accelerator.memory_allocated(device)
+
+
+# ---------------------------------------------------------------------------------------------------- staging to the disk
+
+
+@contextmanager
+def staging(device: torch.device, where: Path) -> Iterator[StagedScratchStore]:
+    io = DiskIO()
+    scratch = ScratchFile(where, io=io)
+    store = StagedScratchStore(scratch, device, stream=devices.of(device).new_stream(device))
+    try:
+        yield store
+    finally:
+        store.close()
+        scratch.close()
+        io.close()
+
+
+def test_staging_copies_behind_compute_and_before_it(device: torch.device, tmp_path: Path) -> None:
+    with staging(device, tmp_path) as store:
+        made, other = numbers(1, device), numbers(11, device)
+        made += 2
+        rests = [store.put(t.untyped_storage()) for t in (made, other)]
+        store.wait(rests[0])
+        made.fill_(5)
+        rooms = [numbers(7, device), numbers(8, device)]
+        used = [room * 2 for room in rooms]
+        for ticket in [store.get(rest, room.untyped_storage()) for rest, room in zip(rests, rooms, strict=True)]:
+            ticket.wait()
+        assert [room.sum().item() for room in (*rooms, *used)] == [v * NUMBERS for v in (3, 11, 14, 16)]
+
+
+@contextmanager
+def busy(store: StagedScratchStore) -> Iterator[None]:
+    """The threads of the store begin with something that takes until soon after the body begins."""
+    gate = threading.Event()
+    for executor in (store._writer, store._reader):
+        executor.submit(gate.wait)
+    timer = threading.Timer(0.05, gate.set)
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_what_staging_takes_away_stays_until_it_is_copied(device: torch.device, tmp_path: Path) -> None:
+    with staging(device, tmp_path) as store:
+        made = numbers(3, device)
+        with busy(store):
+            rest = store.put(made.untyped_storage())
+            store.wait(rest)
+            made.fill_(5)
+        room = numbers(0, device)
+        store.get(rest, room.untyped_storage()).wait()
+        assert room.sum().item() == 3 * NUMBERS
+
+
+def test_staging_is_closed_when_all_is_written(device: torch.device, tmp_path: Path) -> None:
+    with staging(device, tmp_path) as store:
+        made = numbers(3, device)
+        with busy(store):
+            rest = store.put(made.untyped_storage())
+            store.close()
+            assert rest.extent.done()
+
+
+class Slow:
+    """A scratch file that writes as late as it may: when somebody waits, or reads."""
+
+    def __init__(self, scratch: Any) -> None:
+        self._scratch = scratch
+
+    def put(self, memory: Any, label: str) -> Any:
+        done: list[Any] = []
+
+        def write() -> Any:
+            if not done:
+                done.append(self._scratch.put(memory, label=label))
+                done[0].written.wait()
+            return done[0]
+
+        return SimpleNamespace(write=write, written=SimpleNamespace(wait=write), give_back=lambda: write().give_back())
+
+    def get(self, extent: Any, memory: Any, label: str) -> Any:
+        return self._scratch.get(extent.write(), memory, label=label)
+
+
+def test_staging_is_used_again_when_it_is_written(device: torch.device, tmp_path: Path) -> None:
+    with staging(device, tmp_path) as store:
+        store._scratch = Slow(store._scratch)  # type: ignore[assignment]
+        rests = [store.put(numbers(value, device).untyped_storage()) for value in (3, 11)]
+        for value, rest in zip((3, 11), rests, strict=True):
+            room = numbers(0, device)
+            store.get(rest, room.untyped_storage()).wait()
+            assert room.sum().item() == value * NUMBERS
+
+
+# ---------------------------------------------------------------------------------------------------- saved tensors
+
+
+def test_a_saved_tensor_leaves_the_device_and_comes_back(device: torch.device) -> None:
+    store = HostStore(device, stream=devices.of(device).new_stream(device))
+    offloader = Offloader({Tier.HOST: store}, device=device)
+    base = allocated(device)
+    made = numbers(1, device)
+    made += 2
+    parcel = offloader.register(made, Tier.HOST, place="here")
+    assert parcel is not None
+    parcel.leave()
+    del made
+    parcel.drop()
+    assert allocated(device) == base
+    other = numbers(9, device)  # the same memory
+    parcel.reload()
+    back = torch.empty(0, device=device).set_(parcel.bring(), 0, (NUMBERS,))  # type: ignore[call-overload]
+    assert back.sum().item() == 3 * NUMBERS and other.sum().item() == 9 * NUMBERS
+    del back, parcel
+    store.close()
+
+
+@pytest.mark.parametrize("direction", ["away", "back"])
+def test_a_saved_tensor_that_nobody_needs_any_more_ends_its_transfer_first(
+    device: torch.device, direction: str
+) -> None:
+    """On a store whose transfers keep nothing alive, as the protocol allows."""
+    ended: list[str] = []
+
+    class Ticket:
+        def wait(self) -> None:
+            ended.append("back")
+
+    class Store:
+        def put(self, storage: Any) -> str:
+            return "rest"
+
+        def wait(self, rest: Any) -> None:
+            ended.append("away")
+
+        def get(self, rest: Any, into: Any) -> Ticket:
+            return Ticket()
+
+        def free(self, rest: Any) -> None:
+            assert ended[-1] == direction
+
+    offloader = Offloader({Tier.HOST: Store()}, device=device)  # type: ignore[dict-item]
+    made = numbers(1, device)
+    parcel = offloader.register(made, Tier.HOST, place="here")
+    assert parcel is not None
+    parcel.leave()
+    if direction == "back":
+        del made
+        parcel.drop()
+        parcel.reload()
+    del parcel
+    gc.collect()
+    assert ended[-1:] == [direction]
+
+
+# ---------------------------------------------------------------------------------------------------- caches
+
+
+def test_a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import DynamicCache
+
+    monkeypatch.setattr("memfit.runtime.caches.PAGE_BYTES", 32 << 10)  # two pages a token
+    store = HostStore(device, stream=devices.of(device).new_stream(device))
+    caches, cache = TravellingCaches(store, 0), DynamicCache()
+    parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    base = allocated(device)
+    most = 0
+    for token in range(6):
+        for layer in range(2):
+            new = torch.full((1, 4, 64, 64), float(10 * layer + token))
+            parts[layer].append(new)
+            keys, values = cache.update(new.to(device), new.to(device) + 1, layer)
+            caches.look_for((cache,), {})
+            assert torch.equal(keys.cpu(), torch.cat(parts[layer], dim=-2))
+            most = max(most, 2 * keys.nbytes)
+            del keys, values
+    # One layer is here, the other away; what wrote its pages keeps nothing.
+    assert allocated(device) - base <= 2 * most
+    caches.close()
+    for layer, given in parts.items():
+        held: Any = cache.layers[layer]
+        assert torch.equal(held.values.cpu(), torch.cat(given, dim=-2) + 1)
+    del cache
+    gc.collect()
+    store.close()
+
+
+# ---------------------------------------------------------------------------------------------------- updates
+
+
+class Block:
+    """Notes what is done to it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.name, self.index, self.slots, self.travels, self.is_here = "block", 0, (), True, True
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def take_back_changes(self) -> None:
+        return None
+
+    def fetch(self) -> None:
+        self._log.append("fetch")
+
+    def release(self) -> None:
+        self._log.append("release")
+
+    def wait(self) -> None:
+        self._log.append("wait")
+
+
+@pytest.mark.parametrize("move", ["fetch", "release", "ensure"])
+def test_a_block_moves_after_its_update(move: str) -> None:
+    log: list[str] = []
+    block: Any = Block(log)
+    block.is_here = move != "ensure"
+    visits = Visits([block], lambda _: log.append("settle"), log.append)
+    if move == "ensure":
+        visits.ensure([0], is_foreseen=True)
+        assert log == ["settle", "fetch", "wait"]
+    else:
+        getattr(visits, move)(0)
+        assert log == ["settle", move]
+
+
+class Gradients:
+    """Homes of gradients in which the last ones cannot be written."""
+
+    def __init__(self, log: list[str], *, fails: bool) -> None:
+        self._log, self._fails = log, fails
+
+    def accumulate(self, block: Any) -> None:
+        self._log.append("accumulate")
+
+    def wait(self) -> None:
+        if self._fails:
+            raise memfit.StoreError("the disk is full")
+
+    def clear(self, block: Any) -> None:
+        self._log.append("clear")
+
+    def has_on_device(self, block: Any) -> bool:
+        return False
+
+
+class Worker:
+    """Ends an update when somebody waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def submit(self, block: Any) -> Any:
+        self._log.append("submit")
+        return self
+
+    def wait(self) -> None:
+        self._log.append("updated")
+
+
+def settling(log: list[str], *, fails: bool = False) -> Settling:
+    gradients: Any = Gradients(log, fails=fails)
+    worker: Any = Worker(log)
+    block: Any = Block(log)
+    return Settling([block], gradients, worker, [], log.append)
+
+
+def test_an_update_does_not_begin_where_a_gradient_could_not_be_written() -> None:
+    log: list[str] = []
+    with pytest.raises(memfit.StoreError, match="the disk is full"):
+        settling(log, fails=True).do(Update(0))
+    assert "submit" not in log
+
+
+def test_a_visit_that_nobody_waited_for_ends_before_the_update_begins() -> None:
+    log: list[str] = []
+    settling(log).do(Update(0))
+    assert log == ["accumulate", "wait", "submit"]
+
+
+def test_gradients_are_cleared_and_a_step_ends_after_the_updates() -> None:
+    log: list[str] = []
+    it = settling(log)
+    it.do(Update(0))
+    it.do(Clear(0))
+    assert log[-2:] == ["updated", "clear"]
+    it.do(Update(0))
+    it.do(Commit())
+    assert log[-1] == "updated"
+
+
+def test_an_update_changes_nothing_before_its_gate_opens() -> None:
+    applied, began = threading.Event(), threading.Event()
+
+    class Pieces:
+        def cut(self, block: Any) -> list[int]:
+            return [1]
+
+        def begin(self, block: Any, piece: int) -> int:
+            began.set()
+            return piece
+
+        def apply(self, block: Any, coming: int) -> list[Any]:
+            applied.set()
+            return []
+
+    pieces: Any = Pieces()
+    block: Any = SimpleNamespace(index=0, device=torch.device("cpu"))
+    worker, gate = UpdateWorker(pieces), Gate()
+    ticket = worker.submit(block, gate)
+    assert began.wait(10)  # what it reads comes meanwhile
+    assert not applied.wait(0.1)
+    gate.open()
+    ticket.wait()
+    assert applied.is_set()
+    worker.close()
+
+
+# ---------------------------------------------------------------------------------------------------- what the host reads
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = rows + torch.tanh(layer(rows))
+        return rows
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).square().mean()
+
+
+def made(device: torch.device) -> tuple[Any, torch.optim.Optimizer, torch.Tensor, Plan]:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    rows = torch.randn(4, 64, device=device)
+    profile = memfit.profile(model, optimizer, loss_of, rows)
+    home = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.DEVICE, state_home=Tier.HOST)
+    return model, optimizer, rows, Plan(blocks={block.name: home for block in profile.blocks})
+
+
+def plain(device: torch.device, steps: int) -> list[torch.Tensor]:
+    """Weights and states of plain PyTorch."""
+    model, optimizer, rows, _ = made(device)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.layers[1].bias.add_(1)
+    return values(model, optimizer)
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    return [t.detach().cpu() for t in (*model.parameters(), *states)]
+
+
+def test_a_save_has_what_the_step_before_it_wrote(device: torch.device, tmp_path: Path) -> None:
+    model, optimizer, rows, plan = made(device)
+    with memfit.fit(model, optimizer, loss_of, rows, plan=plan) as job:
+        job.step(rows)
+        with job.weights(), torch.no_grad():
+            model.layers[1].bias.add_(1)
+        job.save(tmp_path / "saved")
+    other, its_optimizer, _, plan = made(device)
+    with memfit.fit(other, its_optimizer, loss_of, rows, plan=plan, resume=tmp_path / "saved"):
+        pass
+    assert [torch.equal(a, b) for a, b in zip(values(other, its_optimizer), plain(device, 1), strict=True)] == [
+        True
+    ] * 12
+
+
+@pytest.mark.parametrize("scheme", ["generations", "journal"])
+def test_a_commit_has_what_the_step_before_it_wrote(device: torch.device, scheme: Any, tmp_path: Path) -> None:
+    model, optimizer, rows, plan = made(device)
+    if scheme == "journal":
+        blocks = {name: replace(home, gradient_home=Tier.DISK) for name, home in plan.blocks.items()}
+        plan = replace(plan, update=UpdateTime.AFTER_BACKWARD, blocks=blocks)
+    with memfit.fit(model, optimizer, loss_of, rows, plan=plan, store=tmp_path / "run", scheme=scheme) as job:
+        job.step(rows)
+        with job.weights(), torch.no_grad():
+            model.layers[1].bias.add_(1)
+        job.commit()
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    other, its_optimizer, _, plan = made(device)
+    with memfit.fit(other, its_optimizer, loss_of, rows, plan=plan, store=tmp_path / "copy") as job:
+        assert job.steps == 1
+    assert [torch.equal(a, b) for a, b in zip(values(other, its_optimizer), plain(device, 1), strict=True)] == [
+        True
+    ] * 12
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.fixture
+def meter(device: torch.device) -> Iterator[AcceleratorMeter]:
+    torch.accelerator.empty_cache()
+    meter = AcceleratorMeter(device)
+    try:
+        yield meter
+    finally:
+        meter.set_limit(None)
+
+
+def test_a_job_that_ends_lifts_its_own_limit_and_no_other_jobs(meter: AcceleratorMeter) -> None:
+    meter.set_limit(512 * MIB)
+    machine._lift_limit(meter, 256 * MIB)
+    assert meter.limit_bytes() == 512 * MIB
+    machine._lift_limit(meter, 512 * MIB)
+    assert meter.limit_bytes() is None
+
+
+def test_probes_fit_the_reserve_of_every_plan(
+    device: torch.device, meter: AcceleratorMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: out)  # a probe's seconds are not the subject
+    meter.set_limit(torch.accelerator.memory_reserved(device) + DEVICE_RESERVE_BYTES)
+    assert machine._probe_flops(device, torch.float32) > 0
+
+
+def test_a_load_restores_the_generator_of_the_models_device(device: torch.device, tmp_path: Path) -> None:
+    far = torch.device(device.type, torch.accelerator.device_count() - 1)
+    accelerator = devices.of(device)
+    state = accelerator.rng_state(far)
+    torch.rand(1, device=far)
+    _restore_random([torch.get_rng_state(), state], far, tmp_path)
+    assert torch.equal(accelerator.rng_state(far), state)
