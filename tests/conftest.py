@@ -112,3 +112,11 @@ def equal_random_numbers() -> None:
     torch = sys.modules.get("torch")  # torch-free tests do not pay for its import
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def exact_counts() -> None:
+    """Tensors are counted by memfit's own allocator; without a compiler the test is skipped, for the fallback measures the whole process."""
+    from memfit.runtime.allocator import install
+
+    install()

@@ -316,6 +316,31 @@ def test_under_a_limit_a_batch_that_cannot_be_cut_gets_recompute_and_homes_and_i
     assert_equal(found, plain_gradients(reference, loss, [batch], [1.0]))
 
 
+def test_under_a_limit_a_list_is_trained_whole_where_its_length_says_how_often_the_model_runs(tmp_path: Path) -> None:
+    """Two tensors of three and five rows look like two rows; a part of the list is computed by fewer calls than the whole."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return torch.stack([model(each).square().mean() for each in batch]).sum()
+
+    batches = [[randn(3, 6), randn(5, 6)], [randn(4, 6), randn(2, 6), randn(6, 6)]]
+    model = build(Tower)
+    with memfit.fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        loss,
+        batches[0],
+        limit="4GiB",
+        keep_gradients=True,
+        directory=tmp_path,
+    ) as job:
+        assert job.plan.microbatches == 1
+        assert "which layers run, or how often, depends on its rows" in job.reason
+        for batch in batches:
+            assert job.step(batch).departures == ()
+            found = {name: job.gradient(name) for name, _ in model.named_parameters()}
+            assert_equal(found, plain_gradients(build(Tower), loss, [batch], [1.0]))
+
+
 def test_an_object_of_a_class_of_arrays_is_not_changed_by_planning() -> None:
     batch = {"x": X.numpy().copy(), "y": LABELS.numpy().copy()}
     model = build(Tower)

@@ -106,6 +106,49 @@ def test_a_loss_that_is_no_scalar_to_go_back_from_is_refused(make: Callable[[Ten
     assert said in str(caught.value)
 
 
+def test_a_loss_with_a_number_a_row_is_told_to_take_its_mean() -> None:
+    with pytest.raises(
+        UsageError, match=r"not \d+ numbers \(a tensor of shape \(\d+,\)\): take its mean\(\) or sum\(\)"
+    ):
+        fit_case(zoo.ZOO[NAME](), loss=lambda model, batch: model(batch["inputs"]).mean((1, 2)))
+
+
+def test_a_criterion_of_torchs_in_the_place_of_the_loss_is_shown_how_to_be_one() -> None:
+    with pytest.raises(UsageError, match=r"lambda model, batch: criterion\(model\(batch\[0\]\), batch\[1\]\)"):
+        fit_case(zoo.ZOO[NAME](), loss=nn.CrossEntropyLoss())
+
+
+def test_a_step_where_gradients_are_off_says_so_and_the_job_goes_on() -> None:
+    case = zoo.ZOO[NAME]()
+    with fit_case(case) as job:
+        for off in (torch.no_grad(), torch.inference_mode()):
+            with off, pytest.raises(UsageError, match="gradients are off where job.step is called"):
+                job.step(case.batch(0))
+        assert number(job.step(case.batch(0)).loss) > 0
+
+
+def test_a_model_that_a_job_has_is_refused_with_what_frees_it() -> None:
+    case = zoo.ZOO[NAME]()
+    with (
+        fit_case(case),
+        pytest.raises(UsageError, match=r"a live job, at step 0, has its parameters: call close\(\) of that job first"),
+    ):
+        memfit.fit(case.model, torch.optim.SGD(case.model.parameters()), case.loss, case.batch(0))
+
+
+def test_what_trains_beside_the_model_is_to_be_taken_in_or_frozen() -> None:
+    case, other = zoo.ZOO[NAME](), nn.Linear(1, 1)
+
+    def loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
+        return other(case.loss(model, batch).reshape(1)).sum()
+
+    with pytest.raises(UnsupportedError, match=r"one nn.Module.*or, where that is not to be trained here, freeze it"):
+        fit_case(case, loss=loss)
+    other.requires_grad_(False)
+    with fit_case(case, loss=loss) as job:
+        assert number(job.step(case.batch(0)).loss) != 0
+
+
 def test_an_optimizer_over_foreign_parameters_is_refused() -> None:
     case = zoo.ZOO[NAME]()
     foreign = nn.Parameter(torch.zeros(3, 5))

@@ -19,7 +19,7 @@ class Holder(Protocol):
     """Something that has parameters in hand."""
 
     def holds(self, parameters: Collection[int]) -> str | None:
-        """What it is and how it is ended, in words, if it has one of these parameters (by identity) now."""
+        """What it is and how it is ended, as a sentence, if it has one of these parameters (by identity) now."""
         ...
 
 
@@ -39,7 +39,7 @@ def refuse_held(model: nn.Module) -> None:
     found = _holder_of(model)
     if found is not None:
         raise UsageError(
-            f"{found} has parameters of this model in hand: end that first; then they are ordinary ones again"
+            f"this model is not free: {found}; then its parameters are ordinary ones again, and it can be fitted anew"
         )
 
 
@@ -60,7 +60,7 @@ class Session:
         """See `Holder`."""
         if self._parameters.isdisjoint(parameters):
             return None
-        return "a session of memfit.infer (it ends with its `with`)"
+        return "a session of memfit.infer has its parameters: leave its `with` first"
 
     def end(self) -> None:
         """They are nobody's."""

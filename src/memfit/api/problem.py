@@ -283,6 +283,11 @@ def check_arguments(
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not callable(loss):
         raise UsageError(f"loss must be a function loss(model, batch) -> scalar tensor, not {type(loss).__name__}")
+    if isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss":
+        name = type(loss).__name__
+        raise UsageError(
+            f"loss is called as loss(model, batch), which {name} is not: give lambda model, batch: criterion(model(batch[0]), batch[1]), with it as criterion"
+        )
     if isinstance(allow, str):
         raise UsageError(f'allow takes a set of names, such as allow={{"{allow}"}}')
     check_wish(numerics, allow)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.errors import UsageError
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, TraceProfile
+from memfit.profiling.batch import UncuttableError
 from memfit.profiling.blocks import Block, BlockMap, refine_blocks
 
 
@@ -58,7 +59,7 @@ def assemble_profile(
 
     Raises:
         UsageError: `state_bytes` names an unknown parameter.
-        UnsupportedError: the calls differ from size to size.
+        UncuttableError: the calls differ from size to size.
     """
     traces = _with_kinds([t.profile for t in traced])
     spanning = frozenset[str]().union(*(t.spanning for t in traced))
@@ -122,7 +123,10 @@ def _with_kinds(profiles: Sequence[TraceProfile]) -> dict[int, TraceProfile]:
     """Calls of equal cost at every size get equal kinds: the class of their module and a number."""
     sites = [[(call.site, call.blocks) for call in profile.calls] for profile in profiles]
     if any(other != sites[0] for other in sites):
-        raise UnsupportedError("the order of calls depends on the number of rows; pass one size in rows=")
+        raise UncuttableError(
+            "a part of the batch is not computed by the calls that the whole batch is computed by: which layers run, or how often, depends on its rows. "
+            "Give fit(split=...), which cuts it, or a plan with microbatches=1"
+        )
     numbers: dict[tuple[Any, ...], str] = {}
     counts: dict[str, int] = {}
     kinds: list[str] = []

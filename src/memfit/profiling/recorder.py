@@ -270,8 +270,8 @@ class Recorder(TorchDispatchMode):
         elif self._would_train(tensor) and record.role is Role.INPUT:
             raise UnsupportedError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that is not part of the model "
-                f"({func}); put the model and what belongs to the loss into one nn.Module, so that all parameters are "
-                "placed and updated"
+                f"({func}): put the model and what belongs to the loss into one nn.Module, so that all parameters are "
+                "placed and updated; or, where that is not to be trained here, freeze it before (requires_grad_(False))"
             )
         if not self.is_backward:
             record.last_use = self.segment

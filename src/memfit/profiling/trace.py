@@ -435,7 +435,7 @@ def _refuse_to_unpack(_: None) -> torch.Tensor:
 def _check_loss(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         told = (
-            f"a tensor of shape {tuple(value.shape)}"
+            f"{value.numel()} numbers (a tensor of shape {tuple(value.shape)}): take its mean() or sum()"
             if isinstance(value, torch.Tensor)
             else f"a {type(value).__name__}"
         )

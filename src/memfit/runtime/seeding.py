@@ -188,4 +188,8 @@ def check_loss(loss: Any) -> None:
             f"the loss function must return a scalar, not a tensor of shape {tuple(loss.shape)}: take its mean() or sum()"
         )
     if not loss.requires_grad:
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "gradients are off where job.step is called (torch.no_grad, torch.inference_mode): call it outside of that"
+            )
         raise UsageError("the loss does not depend on any parameter that trains: nothing would be updated")
