@@ -24,12 +24,13 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled mutations fuzz train vocabulary clean
+.PHONY: help install lint format test test-device test-compiled zoo-device mutations fuzz train vocabulary clean
 
 help:
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
+	@echo "make zoo-device the zoo and 300 random modules on it, in ways drawn from seeds, with a table (a quarter of an hour)"
 	@echo "make mutations  each ordering of the accelerator path taken out once: a test must notice"
 	@echo "make lint       ruff and pyright only"
 	@echo "make format     let ruff put the files in order"
@@ -77,6 +78,10 @@ test-compiled: install
 # The accelerator path, on CUDA or else on a device made for tests: it is registered with torch for good, so in processes of its own.
 test-device: install
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal tests/accelerator tests/device
+
+# ZOO_ARGS: --ways, --modules, --seed, --device.
+zoo-device: install
+	$(PYTHON) benchmarks/zoo_device.py $(ZOO_ARGS)
 
 # MUTATION=regex tries those whose sentence matches.
 mutations: install

@@ -277,6 +277,36 @@ def test_a_storage_that_is_resized_keeps_what_it_held() -> None:
         assert held.untyped_storage().nbytes() == 0
 
 
+def test_complex_numbers_are_viewed_and_conjugated_as_on_the_cpu() -> None:
+    numbers = torch.randn(3, 4, dtype=torch.complex64)
+    ends: list[list[torch.Tensor]] = []
+    for device in (torch.device("cpu"), HERE):
+        held = numbers.clone().to(device).detach().requires_grad_()
+        parts = torch.view_as_real(held)
+        spectrum = torch.fft.rfft(held.conj().real @ parts[..., 1].T)
+        (spectrum.abs().sum() + held.imag.square().sum()).backward()
+        assert held.grad is not None and parts.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+        ends.append([held.conj().resolve_conj(), held.conj() * 2, parts, spectrum, held.grad])
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("mask", [None, "fixed", "learned"])
+def test_attention_is_the_fused_operator_of_the_cpu_where_that_takes_it(mask: str | None) -> None:
+    torch.manual_seed(0)
+    parts = torch.randn(3, 2, 2, 6, 8)
+    bias = None if mask is None else torch.randn(6, 6, requires_grad=mask == "learned")
+    ends: list[list[torch.Tensor]] = []
+    for device in (torch.device("cpu"), HERE):
+        query, key, value = (p.to(device).detach().requires_grad_() for p in parts)
+        given = None if bias is None else bias.detach().to(device).requires_grad_(bias.requires_grad)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, given)
+        out.square().sum().backward()
+        made_by = out.grad_fn.name() if out.grad_fn is not None else ""
+        assert ("Flash" in made_by) == (mask != "learned")  # no fused operator gives a mask its gradient
+        ends.append([t.grad for t in (query, key, value, given) if t is not None and t.grad is not None] + [out])
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(*ends, strict=True))
+
+
 def test_autocast_casts_as_on_an_accelerator() -> None:
     with torch.autocast("late", dtype=torch.bfloat16):
         product = torch.ones(4, 4, device=HERE) @ torch.ones(4, 4, device=HERE)

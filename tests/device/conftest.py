@@ -34,4 +34,4 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     with late.checked():
         yield torch.device("late", 0)
     # A limit that a job left behind would fail whatever comes after it.
-    assert late.native.limit_bytes(0) == late.native.total_bytes()
+    assert [late.native.limit_bytes(index) for index in range(2)] == [late.native.total_bytes()] * 2

@@ -641,7 +641,7 @@ HOST = (
         where="memfit.runtime.housing:House._follow_copies",
         take="if devices.is_accelerator(self._device):",
         put="if False:",
-        tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late-generations]"],
+        tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late]"],
         shows=r"assert \[True",
         is_slow=True,
     ),

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import memfit
+from equivalence import test_inference, zoo
+from equivalence.carried import Way, carry
 from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.runtime import caches
 
 VOCABULARY, WIDTH = 96, 64
 
@@ -62,6 +65,41 @@ def test_generation_on_a_device_gives_the_tokens_of_transformers(
             assert read > 0 and written > 0
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    # Weights in host memory or on disk; on the current index and in the default stream, or not.
+    [(name, 3 * place) for place, name in enumerate(test_inference.GENERATING)],
+)
+def test_generation_of_the_zoo_on_a_device_gives_the_tokens_of_transformers_there(
+    name: str, number: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "PAGE_BYTES", 256)  # several pages a layer
+    way = Way.numbered(number)
+    there = way.device(device)
+    plain, ours = (carry(test_inference.spread(zoo.ZOO[name]().model), there) for _ in range(2))
+    plain.eval()
+    with way.entered(device), memfit.infer(ours, cache_limit=0, directory=tmp_path / "homes") as session:
+        for how in ("greedy", "sampled", "beams"):
+            said: list[torch.Tensor] = []
+            for model in (plain, session.model):
+                torch.manual_seed(1)
+                said.append(test_inference.say(model, 1, how))
+            assert torch.equal(*said), how
+        read, written = session.cache_moved_bytes
+        assert read > 0 and written > 0
+        torch.manual_seed(2)
+        streams = memfit.microbatch_streams(3)
+        alone: list[torch.Tensor] = []
+        for request in range(3):
+            with streams(request):
+                alone.append(test_inference.say(plain, request, "sampled"))
+        torch.manual_seed(2)
+        together = session.together(
+            [lambda request=request: test_inference.say(session.model, request, "sampled") for request in range(3)]
+        )
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(together, alone, strict=True))
 
 
 def test_requests_together_on_a_device_are_what_each_is_alone(device: torch.device) -> None:

@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from memfit import devices
 from memfit.api import machine
 from memfit.api.saving import _restore_random
 from memfit.core.limits import DEVICE_RESERVE_BYTES
-from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.schedule import Clear, Commit, Update
 from memfit.core.units import MIB
 from memfit.runtime.caches import TravellingCaches
@@ -424,13 +423,9 @@ def test_a_save_has_what_the_step_before_it_wrote(device: torch.device, tmp_path
     ] * 12
 
 
-@pytest.mark.parametrize("scheme", ["generations", "journal"])
-def test_a_commit_has_what_the_step_before_it_wrote(device: torch.device, scheme: Any, tmp_path: Path) -> None:
+def test_a_commit_has_what_the_step_before_it_wrote(device: torch.device, tmp_path: Path) -> None:
     model, optimizer, rows, plan = made(device)
-    if scheme == "journal":
-        blocks = {name: replace(home, gradient_home=Tier.DISK) for name, home in plan.blocks.items()}
-        plan = replace(plan, update=UpdateTime.AFTER_BACKWARD, blocks=blocks)
-    with memfit.fit(model, optimizer, loss_of, rows, plan=plan, store=tmp_path / "run", scheme=scheme) as job:
+    with memfit.fit(model, optimizer, loss_of, rows, plan=plan, store=tmp_path / "run") as job:
         job.step(rows)
         with job.weights(), torch.no_grad():
             model.layers[1].bias.add_(1)

@@ -186,6 +186,7 @@ class _Lockstep:
             found.compare_all(f"step {index} weight", *(dict(m.named_parameters()) for m in self._models()))
             found.compare_all(f"step {index} buffer", *(dict(m.named_buffers()) for m in self._models()))
         found.compare(f"step {index} generator", self.random.state, self.plain.random.state)
+        found.compare_all(f"step {index} generator of device", self.random.on_devices, self.plain.random.on_devices)
         found.check(f"step {index}")
 
     def _models(self) -> tuple[nn.Module, nn.Module]:

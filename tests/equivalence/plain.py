@@ -3,8 +3,8 @@
 In: a `Case` and an optimizer. Out: losses, gradients, weights, states, as tensors of their own.
 
 The random streams are drawn here again from their description, not by memfit's helper: at the step's start k seeds come
-from one draw of the default generator; microbatch m runs on the stream of seed m, as do Python's and NumPy's generators
-(NumPy's on its lowest 32 bits); then the default generator goes on behind that one draw, the others where they were.
+from one draw of the default generator; microbatch m runs on the stream of seed m, as do Python's, NumPy's and an accelerator's
+generators (NumPy's on its lowest 32 bits); then the default generator goes on behind that one draw, the others where they were.
 One microbatch uses the generators as they stand.
 """
 
@@ -27,19 +27,41 @@ from equivalence.zoo import Batch, Case
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
+def _new_others() -> tuple[Any, Any, list[Tensor]]:
+    """States of all generators but torch's on the CPU, of a new trainer."""
+    accelerator = _accelerator()
+    if accelerator is None:
+        return Random(7).getstate(), np.random.RandomState(7).get_state(), []
+    before = accelerator.get_rng_state_all()
+    accelerator.manual_seed_all(7)
+    devices = accelerator.get_rng_state_all()
+    accelerator.set_rng_state_all(before)
+    return Random(7).getstate(), np.random.RandomState(7).get_state(), devices
+
+
+def _accelerator() -> Any:
+    """torch's module of the accelerator that this process uses, if any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if found is None else torch.get_device_module(found)
+    return module if module is not None and module.is_initialized() else None
+
+
 @dataclass
 class RandomState:
     """One trainer's own default generators, so that two trainers can take turns in a process.
 
     Attributes:
-        state: of torch's.
-        others: of Python's and NumPy's; two new trainers have the same.
+        state: of torch's on the CPU.
+        others: of Python's, NumPy's and, by index, the accelerator's; two new trainers have the same.
     """
 
     state: Tensor = field(default_factory=torch.get_rng_state)
-    others: tuple[Any, Any] = field(
-        default_factory=lambda: (Random(7).getstate(), np.random.RandomState(7).get_state())
-    )
+    others: tuple[Any, Any, list[Tensor]] = field(default_factory=_new_others)
+
+    @property
+    def on_devices(self) -> dict[str, Tensor]:
+        """States of the accelerator's generators by index."""
+        return {str(index): state for index, state in enumerate(self.others[2])}
 
     @classmethod
     def seeded(cls, seed: int) -> RandomState:
@@ -58,13 +80,17 @@ class RandomState:
             _set_other_states(outer_others)
 
 
-def _other_states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
+def _other_states() -> tuple[Any, Any, list[Tensor]]:
+    accelerator = _accelerator()
+    devices = [] if accelerator is None else accelerator.get_rng_state_all()
+    return random.getstate(), np.random.get_state(), devices
 
 
-def _set_other_states(states: tuple[Any, Any]) -> None:
+def _set_other_states(states: tuple[Any, Any, list[Tensor]]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
+    if states[2]:
+        _accelerator().set_rng_state_all(states[2])
 
 
 def split_rows(batch: Batch, microbatches: int) -> list[Batch]:
@@ -146,6 +172,8 @@ class PlainTrainer:
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
+            if others[2]:
+                _accelerator().manual_seed_all(seed)
             loss = self.case.loss(self.model, part)
             weighted = loss * (weight / sum(weights))
             self._watch_terms(weighted)

@@ -11,6 +11,7 @@ place operations only meet values that nobody else holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
@@ -194,7 +195,7 @@ class Block(nn.Module):
             case Edit.FOREACH:
                 torch.ops.aten._foreach_mul_([values], 0.8)
             case Edit.OUT:
-                gate = torch.empty(values.shape)
+                gate = torch.empty(values.shape, device=values.device)
                 with torch.no_grad():
                     torch.sigmoid(values.detach(), out=gate)
                 return values * gate
@@ -359,7 +360,7 @@ def specs() -> st.SearchStrategy[ModelSpec]:
 def _is_legal(spec: ModelSpec) -> bool:
     """False where the model changes in place what autograd still needs (a block that returns its argument can make it so)."""
     case = make_case(spec)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         try:
             for step in (0, 1):  # with the optional calls, and without
                 case.loss(case.model, case.batch(step)).backward()
@@ -392,7 +393,7 @@ def _drawn_specs(draw: st.DrawFn) -> ModelSpec:
 
 
 @st.composite
-def _call_plans(draw: st.DrawFn, number: int, tail: int | None) -> tuple[CallPlan, ...]:
+def _call_plans(draw: st.DrawFn, number: int, tail: int | None, away: Sequence[Tier]) -> tuple[CallPlan, ...]:
     fates: list[CallPlan] = []
     for index in range(number):
         saved = draw(st.sampled_from(Saved))
@@ -400,8 +401,8 @@ def _call_plans(draw: st.DrawFn, number: int, tail: int | None) -> tuple[CallPla
         fates.append(
             CallPlan(
                 saved=saved,
-                saved_home=Tier.DISK,
-                boundary_home=draw(st.sampled_from([Tier.DEVICE, Tier.DISK])),
+                saved_home=draw(st.sampled_from(away)),
+                boundary_home=draw(st.sampled_from([Tier.DEVICE, *away])),
                 joins_previous=can_join and draw(st.booleans()),
             )
         )
@@ -409,9 +410,9 @@ def _call_plans(draw: st.DrawFn, number: int, tail: int | None) -> tuple[CallPla
 
 
 @st.composite
-def random_plans(draw: st.DrawFn, profile: Profile, microbatches: int) -> Plan:
-    """Any legal plan with so many microbatches for a machine whose tiers are device and disk."""
-    homes = st.sampled_from([Tier.DEVICE, Tier.DISK])
+def random_plans(draw: st.DrawFn, profile: Profile, microbatches: int, away: Sequence[Tier] = (Tier.DISK,)) -> Plan:
+    """Any legal plan with so many microbatches for a machine whose tiers are the device and those `away`."""
+    homes = st.sampled_from([Tier.DEVICE, *away])
     blocks = {
         block.name: BlockPlan(weight_home=draw(homes), gradient_home=draw(homes), state_home=draw(homes))
         for block in profile.blocks
@@ -423,7 +424,7 @@ def random_plans(draw: st.DrawFn, profile: Profile, microbatches: int) -> Plan:
         "microbatches": microbatches,
         "order": draw(st.sampled_from(Order)),
         "blocks": blocks,
-        "calls": draw(_call_plans(number, tail)),
+        "calls": draw(_call_plans(number, tail, away)),
         "tail": tail,
         "update": draw(st.sampled_from(UpdateTime)),
         "prefetch": draw(st.integers(0, 4)),

@@ -27,7 +27,7 @@ GENERATING = ("gpt2", "llama", "mixtral", "t5")
 def generate(model: Any, *, samples: bool) -> Tensor:
     """Six tokens for each of two prompts, and their scores."""
     torch.manual_seed(11)
-    prompt = torch.randint(1, zoo.VOCABULARY - 1, (2, 5))
+    prompt = torch.randint(1, zoo.VOCABULARY - 1, (2, 5)).to(model.device)
     options = {"do_sample": True, "top_k": 20, "temperature": 0.8} if samples else {"do_sample": False}
     found = model.generate(
         input_ids=prompt,
@@ -128,7 +128,7 @@ def test_a_job_generates_between_steps_and_trains_on_as_if_it_had_not(tmp_path: 
 def say(model: Any, number: int, how: str) -> Tensor:
     """Tokens for one or two prompts of a length of their own, that end when they end."""
     generator = torch.Generator().manual_seed(number)
-    prompt = torch.randint(1, zoo.VOCABULARY - 1, (1 + number % 2, 4 + number), generator=generator)
+    prompt = torch.randint(1, zoo.VOCABULARY - 1, (1 + number % 2, 4 + number), generator=generator).to(model.device)
     ways: dict[str, dict[str, Any]] = {
         "greedy": {"do_sample": False},
         "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.8},

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
+from equivalence.drawn_jobs import draw_job, train_under
 from equivalence.found_modules import FOUND
 from equivalence.late import Late
 from equivalence.plain import adamw
-from equivalence.test_random_modules import draw_job, train_under
 from equivalence.with_memfit import fit_known
 from memfit.core.plan import UpdateTime
 from memfit.runtime.homes import DiskHome, Ticket

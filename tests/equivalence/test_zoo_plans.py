@@ -15,30 +15,13 @@ from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_known
-
-
-def _default_pairs() -> set[tuple[str, str]]:
-    # Uneven microbatches of a model that hooks itself: what is captured twice would only show where it is not doubled.
-    chosen = {("mixtral", "resident-3")}
-    for place, name in enumerate(zoo.ZOO):
-        if name in zoo.WHOLE_BATCH_ONLY:  # of these no plan with microbatches contains the others
-            promised = list(plans.PROMISED)
-        elif name in zoo.CORE:
-            promised = [plan for plan in plans.PROMISED if plan != ("resident", "recompute")[place % 2]]
-        else:
-            promised = [plans.PROMISED[(place + 3 * i) % len(plans.PROMISED)] for i in range(2)]
-        others = [plans.OTHERS[(2 * place + i) % len(plans.OTHERS)] for i in range(2)]
-        chosen |= {(name, plan) for plan in (*promised, *others)}
-    return chosen
+from equivalence.zoo_pairs import DEFAULT_PAIRS, PAIRS
 
 
 def _pairs() -> list[object]:
-    in_default = _default_pairs()
     return [
-        pytest.param(name, plan, id=f"{name}-{plan}", marks=[] if (name, plan) in in_default else [pytest.mark.slow])
-        for name in zoo.ZOO
-        for plan in plans.BY_NAME
-        if plans.BY_NAME[plan].microbatches == 1 or name not in zoo.WHOLE_BATCH_ONLY
+        pytest.param(name, plan, id=f"{name}-{plan}", marks=[] if (name, plan) in DEFAULT_PAIRS else [pytest.mark.slow])
+        for name, plan in PAIRS
     ]
 
 
@@ -57,6 +40,5 @@ def test_training_under_a_plan_equals_plain_pytorch_bit_for_bit(name: str, plan:
 
 
 def test_the_default_pairs_let_every_plan_meet_at_least_three_models() -> None:
-    pairs = _default_pairs()
     for plan in plans.BY_NAME:
-        assert sum(p == plan for _, p in pairs) >= 3, plan
+        assert sum(p == plan for _, p in DEFAULT_PAIRS) >= 3, plan

@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 #include <ATen/InferSize.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
@@ -42,6 +43,15 @@ inline void count_launch(const std::string& name) {
   ++launched()[name];
 }
 
+// A tensor over the storage of `base` with the form of `like`, which may have another dtype (a view of complex numbers as real ones).
+inline at::Tensor view_over(const at::Tensor& base, const at::Tensor& like) {
+  auto t = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype());
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  t._set_conj(like.is_conj());
+  t._set_neg(like.is_neg());
+  return t;
+}
+
 // ------------------------------------------------------------------------------------------------ aliases
 // CPU tensors over the memory behind device tensors; storages that are one stay one.
 class Aliases {
@@ -70,8 +80,7 @@ class Aliases {
     for (auto& made : made_)
       if (made.alias.is_same(t)) return made.original;
     for (auto& made : made_)
-      if (made.alias.storage().is_alias_of(t.storage()))  // a view of an argument
-        return at::as_strided(made.original, t.sizes(), t.strides(), t.storage_offset());
+      if (made.alias.storage().is_alias_of(t.storage())) return view_over(made.original, t);
     auto out = at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::Device(kType, device)));
     if (!t.numel()) return out;
     auto& stream = current(device);
@@ -80,6 +89,8 @@ class Aliases {
     Streams::all().drain(stream);  // the poison of who had the memory before
     auto* from = static_cast<const char*>(t.storage().data()) + t.storage_offset() * t.element_size();
     std::memcpy(behind(touch.begin), from, touch.nbytes);
+    out._set_conj(t.is_conj());
+    out._set_neg(t.is_neg());
     return out;
   }
 
@@ -379,6 +390,15 @@ inline at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset);
   if (at::isFloatingType(x.scalar_type())) return aliases.back(at::histc(x, bins, low, high));
   return aliases.back(at::histc(x.to(at::kDouble), bins, low, high).to(x.scalar_type()));
+}
+
+// Which attention: the one that the CPU would take. Its operators and their backward go through the fallback.
+inline int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout,
+                                bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  Aliases aliases;
+  auto alias = [&](const at::Tensor& t) { return aliases.of(t).set_requires_grad(t.requires_grad()); };  // which the choice depends on
+  std::optional<at::Tensor> its_mask = mask ? std::optional(alias(*mask)) : std::nullopt;
+  return at::_fused_sdp_choice(alias(query), alias(key), alias(value), its_mask, dropout, is_causal, scale, enable_gqa);
 }
 
 // What is written above, and what `register_kernels` must leave alone.
