@@ -488,3 +488,21 @@ def test_uses_of_a_tied_weight_are_summed_apart_before_they_reach_its_gradient(
     assert measured >= (4 if microbatches == 1 else 5) * table
     assert measured <= predicted + SMALL_BYTES
     assert predicted <= measured * 1.1 + SMALL_BYTES
+
+
+def test_states_of_small_parameters_are_counted_with_the_pages_that_they_lie_on(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.LayerNorm(64) for _ in range(100)])
+    model.append(nn.Linear(64, 64))
+    allocator = install()
+    gc.collect()
+    before = allocator.stats().live_bytes - sum(p.nbytes for p in model.parameters())
+    batch = {"values": torch.randn(4, 64)}
+    with memfit.fit(
+        model, torch.optim.AdamW(model.parameters()), _square, batch, plan=Plan(), directory=tmp_path
+    ) as job:
+        job.step(batch)
+        moment = predict(job.schedule, job.plan, job.profile, staging_bytes=0).moments[-1]
+        measured = allocator.stats().live_bytes - before
+    # Weight and bias of each norm: two moments of 256 bytes each, and a page for every one.
+    assert measured >= 100 * 2 * 2 * 4096
+    assert abs(measured - moment.after_bytes) <= SMALL_BYTES // 2
