@@ -29,6 +29,7 @@ from memfit.core.timeline import Timeline
 from memfit.prediction.predict import predict
 from memfit.runtime.allocator import Allocator, install
 from memfit.runtime.homes import DiskHome, Ticket
+from memfit.runtime.losses import chunked_cross_entropy
 from memfit.runtime.update_pieces import PieceUpdates
 
 MIB = 1 << 20
@@ -506,3 +507,64 @@ def test_states_of_small_parameters_are_counted_with_the_pages_that_they_lie_on(
     # Weight and bias of each norm: two moments of 256 bytes each, and a page for every one.
     assert measured >= 100 * 2 * 2 * 4096
     assert abs(measured - moment.after_bytes) <= SMALL_BYTES // 2
+
+
+class _Chunked(nn.Module):
+    """A head whose loss makes the weight's gradient in its forward already, in a function written in Python."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return chunked_cross_entropy(hidden.flatten(0, 1), self.weight, tokens.flatten(), chunk_tokens=8)
+
+
+def test_a_gradient_that_a_function_makes_in_its_forward_is_counted_once(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model["head"](model["layer"](batch["values"]), batch["tokens"])  # type: ignore[index]
+
+    allocator = install()
+    gc.collect()
+    before = allocator.stats().live_bytes
+    model = nn.ModuleDict({"layer": nn.Linear(64, 64), "head": _Chunked(nn.Parameter(torch.randn(30_000, 64)))})
+    batch = {"values": torch.randn(4, 6, 64), "tokens": torch.randint(0, 30_000, (4, 6))}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memfit.fit(model, optimizer, loss, batch, plan=Plan(), directory=tmp_path / "homes") as job:
+        job.step(batch)
+        timeline = predict(job.schedule, job.plan, job.profile, staging_bytes=0)
+        intervals = measure_step(job, batch, timeline, allocator, before)
+    weight = 30_000 * 64 * 4
+    # In the forward the gradient is there, beside the logits of a chunk twice; in backward it is nothing else.
+    assert timeline.peak_bytes >= 2 * weight + 2 * 8 * 30_000 * 4
+    for i in intervals:
+        assert i.peak_bytes <= i.predicted_peak_bytes + SMALL_BYTES, i
+        assert i.predicted_bytes <= i.live_bytes + SMALL_BYTES, i
+
+
+def test_the_sum_of_a_tied_weights_uses_is_a_third_tensor_where_the_first_was_made_in_the_forward(
+    tmp_path: Path,
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    allocator = install()
+    gc.collect()
+    before = allocator.stats().live_bytes
+    config = GPT2Config(
+        n_layer=2, n_embd=128, n_head=4, vocab_size=20_000, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    tokens = torch.randint(0, 20_000, (3, 16))
+    batch = {"input_ids": tokens, "labels": tokens}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(calls=(CallPlan(), CallPlan(), CallPlan(saved=Saved.RECOMPUTE)), loss_chunk_tokens=512)
+    with memfit.fit(model, optimizer, _loss, batch, plan=plan, directory=tmp_path / "homes") as job:
+        for _ in range(2):
+            assert not job.step(batch).departures
+        steady = next(phase for phase in job.proof().phases if phase.name == "steady")
+        predicted = predict(job.schedule, job.plan, job.profile, staging_bytes=0).peak_bytes
+    measured = steady.peak_bytes - before
+    assert measured >= 4 * 20_000 * 128 * 4
+    assert measured <= predicted + SMALL_BYTES
+    assert predicted <= measured * 1.05 + SMALL_BYTES

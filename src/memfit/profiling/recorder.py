@@ -11,9 +11,11 @@ before it can be used again.
 
 [Note: sums of gradients]
 When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first and it
-is no view (the gradient of a transposed weight is one). Under a dispatch mode (and for fake tensors) it makes a third tensor
-in any case. The recorder undoes the difference: an addition that the autograd engine itself makes, whose first operand is
-released before anything else happens, is logged as done in place; if that is a view, with the third tensor for a moment.
+is no view (the gradient of a transposed weight is one), and nobody has asked for its storage in Python, which holds it from
+then on: as `runtime.saved.writes` does for what a forward writes, also gradients that a function makes there already. Under a
+dispatch mode (and for fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition that
+the autograd engine itself makes, whose first operand is released before anything else happens, is logged as done in place; if
+that is a view or was made in the forward, with the third tensor for a moment.
 """
 
 from __future__ import annotations
@@ -351,7 +353,8 @@ class Recorder(TorchDispatchMode):
         event, record, _ = self.events[-1] if self.events else (None, None, 0)
         if event is Event.ALLOCATED and record is not None and record is made[0] and record.nbytes == operand.nbytes:
             key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
-            third_bytes = record.nbytes if getattr(old, _IS_VIEW, False) else 0
+            is_held = getattr(old, _IS_VIEW, False) or not operand.is_backward
+            third_bytes = record.nbytes if is_held else 0
             self._pending_sum = (operand, record, len(self.events) - 1, key, third_bytes)
 
     # -- storages ----------------------------------------------------------------------------------------------

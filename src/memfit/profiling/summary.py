@@ -100,11 +100,15 @@ def _call(
 
 
 _SIGNS = {Event.ALLOCATED: 1, Event.FREED: -1, Event.ARRIVED: 0}
+_UNTIL_ARRIVED = {Event.ALLOCATED: 1, Event.FREED: 0, Event.ARRIVED: -1}
 Weigh = Callable[[Event, StorageRecord], int]
 """What an event of a storage does to the bytes that are counted: 1 they come, -1 they go, 0 nothing."""
 
 
 def _activations(event: Event, record: StorageRecord) -> int:
+    """Gradients of parameters too, as long as they are none: some functions make them in their forward already."""
+    if record.role is Role.GRADIENT and not record.is_backward:
+        return _UNTIL_ARRIVED[event]
     return _SIGNS[event] if record.role is Role.MADE else 0
 
 
