@@ -171,7 +171,12 @@ def test_a_call_that_does_something_else_when_run_again_is_refused(
 
 
 def test_more_saved_tensors_than_at_first_are_seen_where_the_call_runs_to_its_end() -> None:
-    run = Changing([lambda f, h: f(h), lambda f, h: f(h), lambda f, h: f(h).sin().sin()])
+    def with_one_more(inside: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        mixed = inside(hidden)
+        torch.sin(hidden + mixed)  # saves what the block itself saves next
+        return mixed
+
+    run = Changing([lambda f, h: f(h), lambda f, h: f(h), with_one_more])
     model = blocks(2, run=run)
     with under([RECOMPUTE, JOINED], model) as driver:
         loss = squares(torch.randn(4, 8))(model)
@@ -418,6 +423,42 @@ def test_objects_that_a_call_fills_are_filled_once(offloader: Offloader) -> None
     for policy in POLICIES.values():
         run_driven(model, loss, Driver(model, names, policy, offloader=offloader)).assert_equal(plain)
     assert {len(notes.losses) for notes in lengths} == {4}
+
+
+def _swish(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * torch.sigmoid(hidden)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_call_that_ends_in_a_scripted_function_is_recomputed(offloader: Offloader) -> None:
+    swish = torch.jit.script(_swish)
+
+    class Scripted(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return swish(super().forward(hidden))
+
+    model = nn.Sequential(Scripted(8, 8), Scripted(8, 8))
+    loss = squares(torch.randn(4, 8))
+    for _ in range(3):  # TorchScript rounds otherwise until it has seen a few runs, in plain PyTorch too
+        run_plain(model, loss)
+    plain = run_plain(model, loss)
+    for policy in ("recompute", "segments of 2"):
+        run_driven(model, loss, under(POLICIES[policy], model, offloader)).assert_equal(plain)
+
+
+@pytest.mark.parametrize("last", [lambda h: h, torch.tanh])
+@pytest.mark.parametrize("policy", ["recompute", "select"])
+def test_a_call_that_computes_other_values_when_it_is_recomputed_is_refused(
+    last: Callable[..., torch.Tensor], policy: str, offloader: Offloader
+) -> None:
+    """As many saved tensors, of the same shapes: nothing but their values tells."""
+    heat = [1.0]
+    model = blocks(2, dropout=0.0, run=lambda inner, hidden: last(inner(hidden) * heat[0]))
+    with under(POLICIES[policy], model, offloader) as driver:
+        loss = squares(torch.randn(4, 8))(model)
+        heat[0] = 1.5
+        with pytest.raises(UnsupportedError, match=r"other values.*a number that other code changes"):
+            driver.backward(loss)
 
 
 @pytest.mark.compiles

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from memfit.api.machine import Machine
 from memfit.api.problem import STATE_FORMATS, Problem, unfit_for
+from memfit.core.again import check_again
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Order, Plan, Saved, Tier
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
@@ -74,21 +75,21 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
         _check_tail(plan, profile)
     _check_written(plan, profile, is_committed=is_committed)
     _check_spanning(plan, profile)
+    for trace in profile.traces.values():
+        check_again(plan, trace.calls)
 
 
 def _check_spanning(plan: Plan, profile: Profile) -> None:
-    """Weights that are read where no call of theirs announces it must stay where they are."""
-    called = {name for trace in profile.traces.values() for call in trace.calls for name in call.blocks}
+    """Weights that are read where no call of theirs announces it must stay where they are, also where calls read them too."""
     for block in profile.blocks:
         home = plan.block(block.name).weight_home
-        # One that is also called comes with its call.
-        if block.is_spanning and home is not Tier.DEVICE and block.name not in called:
+        if block.is_spanning and home is not Tier.DEVICE:
             names = ", ".join(repr(p.name) for p in block.parameters[:3]) + (
                 ", ..." if len(block.parameters) > 3 else ""
             )
             raise PlanError(
                 f"the plan sends the weights of block {block.name!r} away (weight_home={home.value!r}), but {names} {'is' if len(block.parameters) == 1 else 'are'} "
-                "read outside of the calls of their module (by the loss, another module's forward, or a function that takes the weight): plan "
+                "read outside of the calls of their module (by the loss, another module's forward, a hook, or a function that takes the weight): plan "
                 "weight_home='device' for it (gradients and states may still rest elsewhere), or let the code call the module"
             )
 
@@ -107,7 +108,20 @@ def _check_tail(plan: Plan, profile: Profile) -> None:
 
 def _check_order(plan: Plan, profile: Profile) -> None:
     """Raises `UnsupportedError` where microbatches go layer by layer and one forward changes what the next one computes with."""
-    if plan.order is not Order.LAYER_MAJOR or not profile.carried:
+    if plan.order is not Order.LAYER_MAJOR:
+        return
+    for call in (call for trace in profile.traces.values() for call in trace.calls):
+        if call.is_substituted:
+            raise UnsupportedError(
+                f"{call.site!r} is called with other tensors in the places of its parameters (torch.func.functional_call, for instance): microbatches that "
+                "take turns would get each other's; plan microbatches=1, or order='microbatch-major'"
+            )
+        if call.changes_itself:
+            raise UnsupportedError(
+                f"{call.site!r} changes a tensor in place that its module keeps (no buffer), and layer by layer the last microbatch would run first: plan "
+                "microbatches=1, or order='microbatch-major'"
+            )
+    if not profile.carried:
         return
     name, *others = profile.carried
     raise UnsupportedError(

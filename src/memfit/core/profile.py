@@ -141,6 +141,8 @@ class CallProfile:
             that itself): run again, or brought back, it would meet other values.
         changes_arguments: an object among its arguments (a key-value cache) holds other tensors after the call: running
             the call again would change it twice.
+        is_substituted: other tensors stand in the places of its parameters (`torch.func.functional_call`): run again, it would compute with its own.
+        changes_itself: it changes a tensor in place that its module keeps beside buffers: run again, it would meet what it left.
         forward_peak_bytes: most bytes alive at once made inside the segment (saved and outputs included) above those alive at its entry.
         inside_peak_bytes: the same, counted only until the call returns: what recomputing it needs.
         output_bytes: bytes of distinct new storages that the call returns.
@@ -168,6 +170,8 @@ class CallProfile:
     mutates_inputs: bool = False
     must_keep: bool = False
     changes_arguments: bool = False
+    is_substituted: bool = False
+    changes_itself: bool = False
     forward_peak_bytes: int = 0
     inside_peak_bytes: int = 0
     output_bytes: int = 0
@@ -181,6 +185,11 @@ class CallProfile:
     backward_leaves_bytes: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
+
+    @property
+    def runs_once(self) -> bool:
+        """Running it again would compute something else."""
+        return self.changes_arguments or self.is_substituted or self.changes_itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +357,10 @@ class Profile:
     @property
     def keeps_order(self) -> bool:
         """Forwards of microbatches must follow each other as in a plain loop: one changes what the next one computes with."""
-        return bool(self.carried or self.written_weights)
+        swaps = any(
+            call.is_substituted or call.changes_itself for trace in self.traces.values() for call in trace.calls
+        )
+        return bool(self.carried or self.written_weights or swaps)
 
     @property
     def weight_bytes(self) -> int:

@@ -96,12 +96,12 @@ def list_candidates(
     for order in orders:
         waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
         for fate in _fates(trace, chosen, tiers):
-            # A call that changes what it was given (a key-value cache) or a weight cannot be run again.
+            # A call that changes what it was given (a key-value cache), a weight or what it keeps cannot be run again.
             again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
             calls = tuple(
                 fate.call
                 if c.index in chosen
-                and not (again and (c.changes_arguments or not written.isdisjoint(c.blocks)))
+                and not (again and (c.runs_once or not written.isdisjoint(c.blocks)))
                 and not c.must_keep
                 else CallPlan()
                 for c in trace.calls

@@ -24,8 +24,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -38,9 +36,11 @@ from memfit.core.leaving import is_movable
 from memfit.core.operators import is_selected, only_relabels
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
+from memfit.profiling.kept import kept_tensors
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
 from memfit.profiling.origins import Origins, written_tensors
+from memfit.profiling.records import CallRecord, Event, Role, SegmentRecord, StorageRecord
 from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
 from memfit.profiling.values import Values
 
@@ -51,87 +51,6 @@ _IS_VIEW = "_memfit_is_view"
 _WRAPPERS = ("_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
-
-
-class Role(Enum):
-    """MADE: by the step. INPUT: there before it (batch, buffer, constant). WEIGHT, GRADIENT: of a parameter."""
-
-    MADE = "made"
-    INPUT = "input"
-    WEIGHT = "weight"
-    GRADIENT = "gradient"
-
-
-class Event(Enum):
-    """What happened: bytes came, bytes left, an operation held bytes inside itself, a gradient has been added to its parameter's."""
-
-    ALLOCATED = "allocated"
-    FREED = "freed"
-    WORKSPACE = "workspace"
-    ARRIVED = "arrived"
-
-
-@dataclass(eq=False)
-class StorageRecord:
-    """One storage; `order` counts those made, equal in two runs of the same program."""
-
-    role: Role
-    nbytes: int
-    order: int
-    segment: int
-    is_backward: bool
-    description: str = ""
-    block: str = ""
-    is_batch: bool = False
-    saved_inside: set[int] = field(default_factory=set)
-    saved_outside: set[int] = field(default_factory=set)
-    argument_of: set[int] = field(default_factory=set)
-    last_use: int = -1
-    freed_in: int | None = None
-    freed_in_backward: bool = False
-    is_trusted: bool = True
-    selected_in: int = -1
-    origins: int = 0
-    is_written: bool = False
-    writes: int = 0
-    is_movable: bool = True
-
-    @property
-    def is_saved(self) -> bool:
-        """Autograd saved it."""
-        return bool(self.saved_inside or self.saved_outside)
-
-
-@dataclass(eq=False)
-class CallRecord:
-    """One call of a site."""
-
-    index: int
-    site: Site
-    began: int
-    depth: int
-    returned: int = -1
-    reads: set[str] = field(default_factory=set)
-    uses_random: bool = False
-    mutates_inputs: bool = False
-    must_keep: bool = False
-    changes_arguments: bool = False
-    output_bytes: int = 0
-    saves: int = 0
-    selected: dict[int, tuple[StorageRecord, int]] = field(default_factory=dict)
-    arguments: list[tuple[torch.Tensor, int, StorageRecord, int]] = field(default_factory=list)
-    copied: set[int] = field(default_factory=set)
-    received: Any = None
-    held_at_entry: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class SegmentRecord:
-    """A stretch of the log: `call` -1 is the prologue (forward) or the seed (backward)."""
-
-    call: int
-    began: int
-    flops: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -165,6 +84,7 @@ class Recorder(TorchDispatchMode):
         self.viewed_gradients: set[str] = set()
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
+        self._weights: set[int] = set()
         self._active: CallRecord | None = None
         self._modules: list[str] = []
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
@@ -180,6 +100,8 @@ class Recorder(TorchDispatchMode):
         record.is_batch = is_batch
         if is_batch:
             self._origins.declare_batch(record)
+        if role is Role.WEIGHT:
+            self._weights.add(id(tensor))
 
     def register_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Declares the model's buffers, by name."""
@@ -231,8 +153,9 @@ class Recorder(TorchDispatchMode):
         self._pending_sum = None
         read = list(operator_tensors((args, kwargs)))
         found = [(tensor, self._note_read(func, tensor)) for tensor in read]
-        if self._values is None and not self.is_backward:
-            self._check_unwritten(func, args, kwargs, found)
+        written = [] if self.is_backward else _written(func, args, kwargs, found)
+        if self._values is None:
+            _refuse_written_weights(func, written)
         is_answered, out = self._values.answer(func, args, kwargs) if self._values else (False, None)
         if not is_answered:
             out = run_operation(func, args, kwargs, is_fake=self._values is not None)
@@ -244,7 +167,8 @@ class Recorder(TorchDispatchMode):
                 setattr(tensor, _IS_VIEW, True)
         if not self.is_backward:
             self._origins.follow(func, args, kwargs, found, made)
-            self._note_written(func, args, kwargs, found)
+            if not only_relabels(func):
+                self._note_written(written)
         self._note_operation(func, args, kwargs, out)
         if self._active and not self.is_backward and is_selected(func, args, kwargs):
             for record in made:
@@ -279,18 +203,9 @@ class Recorder(TorchDispatchMode):
             record.last_use = self.segment
         return record
 
-    def _note_written(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        read: Sequence[tuple[torch.Tensor, StorageRecord]],
-    ) -> None:
+    def _note_written(self, written: Sequence[StorageRecord]) -> None:
         """Who counts on the storages that an operation of the forward writes. Known by storage: not all tensors over one share a version counter."""
-        written = written_tensors(func, args, kwargs)[1]
-        if not written or only_relabels(func):
-            return
-        for record in {id(r): r for t, r in read if id(t) in written}.values():
+        for record in written:
             record.writes += 1
             if self._active is not None:
                 self._active.selected.pop(id(record), None)
@@ -301,22 +216,6 @@ class Recorder(TorchDispatchMode):
                 call = self.calls[index]
                 if call is not self._active and id(record) not in call.copied:
                     call.must_keep |= record.role is Role.MADE or index in record.argument_of
-
-    def _check_unwritten(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        read: Sequence[tuple[torch.Tensor, StorageRecord]],
-    ) -> None:
-        """Real weights are not to be changed by a trace."""
-        written = written_tensors(func, args, kwargs)[1]
-        for tensor, record in read:
-            if record.role is Role.WEIGHT and id(tensor) in written:
-                raise UnsupportedError(
-                    f"the forward changes a weight of {record.block!r} in place ({func}), and it cannot be traced without data, so that the "
-                    "trace itself would change it: make it a buffer, or change it between steps, inside `with job.weights()`"
-                )
 
     def _note_made(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
         check_dense(tensor, f"{func._overloadpacket} makes")
@@ -363,6 +262,11 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         return entry[0] if entry else self._watch(storage, role, "", block)
+
+    def _writes_to(self, tensor: torch.Tensor) -> int:
+        """How often the storage of a tensor was written so far; weights have rules of their own."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return 0 if entry is None or entry[0].role is Role.WEIGHT else entry[0].writes
 
     def _watch(self, storage: torch.UntypedStorage, role: Role, description: str, block: str = "") -> StorageRecord:
         record = StorageRecord(
@@ -458,6 +362,9 @@ class Recorder(TorchDispatchMode):
         self.calls.append(self._active)
         self.forward.append(SegmentRecord(call=index, began=len(self.events)))
         self._active.received = (args, kwargs)
+        own = (p for part in module.modules() for p in part._parameters.values() if p is not None)
+        self._active.is_substituted = any(id(parameter) not in self._weights for parameter in own)
+        self._active.kept = [(tensor, self._writes_to(tensor)) for tensor in kept_tensors(module)]
         self._active.held_at_entry = frozenset(id(tensor) for tensor in reachable_tensors((args, kwargs)))
         for tensor in contained_tensors((args, kwargs)):
             record = self._record_of(tensor, Role.INPUT)
@@ -480,6 +387,8 @@ class Recorder(TorchDispatchMode):
             r for tensor, version, r, writes in call.arguments if _version_of(tensor) != version or r.writes != writes
         ]
         call.mutates_inputs = bool(changed)
+        call.changes_itself = any(self._writes_to(tensor) != writes for tensor, writes in call.kept)
+        call.kept.clear()
         call.copied = {id(record) for record in changed}
         call.changes_arguments = frozenset(map(id, reachable_tensors(call.received))) != call.held_at_entry
         call.arguments.clear()
@@ -529,6 +438,27 @@ def storage_resizes(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def _written(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Sequence[tuple[torch.Tensor, StorageRecord]],
+) -> list[StorageRecord]:
+    """The storages that an operation writes, each once."""
+    written = written_tensors(func, args, kwargs)[1]
+    return list({id(record): record for tensor, record in read if id(tensor) in written}.values()) if written else []
+
+
+def _refuse_written_weights(func: Any, written: Sequence[StorageRecord]) -> None:
+    """Real weights are not to be changed by a trace."""
+    for record in written:
+        if record.role is Role.WEIGHT:
+            raise UnsupportedError(
+                f"the forward changes a weight of {record.block!r} in place ({func}), and it cannot be traced without data, so that the "
+                "trace itself would change it: make it a buffer, or change it between steps, inside `with job.weights()`"
+            )
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import leaves
 from memfit.core.profile import CallProfile, StorageProfile, TraceProfile
-from memfit.profiling.recorder import CallRecord, Event, Recorder, Role, SegmentRecord, StorageRecord
+from memfit.profiling.recorder import Recorder
+from memfit.profiling.records import CallRecord, Event, Role, SegmentRecord, StorageRecord
 
 _MOST_CAUSES = 20
 
@@ -84,6 +85,8 @@ def _call(
         forward_peak_bytes=_forward_range(step, call.index, ends[call.index]).peak_bytes,
         inside_peak_bytes=_forward_range(step, call.index, call.returned).peak_bytes,
         changes_arguments=call.changes_arguments,
+        is_substituted=call.is_substituted,
+        changes_itself=call.changes_itself,
         output_bytes=call.output_bytes,
         select_bytes=sum(record.nbytes for record, _ in call.selected.values()),
         # Made after the last tensor was saved: nobody will ask for it.

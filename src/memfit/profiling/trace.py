@@ -41,7 +41,8 @@ from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, sli
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.carried import ModuleMarks
 from memfit.profiling.measuring import Workspaces
-from memfit.profiling.recorder import CallRecord, Recorder, Role, check_dense, storage_resizes
+from memfit.profiling.recorder import Recorder, check_dense, storage_resizes
+from memfit.profiling.records import CallRecord, Role
 from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
 from memfit.profiling.summary import summarize
 from memfit.profiling.trees import contained_tensors

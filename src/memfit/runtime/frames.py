@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.errors import UnsupportedError
+from memfit.core.again import check_again
 from memfit.core.plan import Plan, Saved, Tier
 from memfit.core.profile import CallProfile
 from memfit.runtime.engine import Engine
@@ -69,13 +69,7 @@ class CallFrames:
             UnsupportedError: a call that the plan recomputes cannot be run twice.
         """
         self._plan = plan
-        for profile in calls:
-            fate = self._plan.call(profile.index).saved
-            if profile.changes_arguments and fate in (Saved.RECOMPUTE, Saved.SELECT):
-                raise UnsupportedError(
-                    f"call {profile.index} ({profile.site}) puts tensors into an object that it was given (a key-value cache), so running it again would be wrong: "
-                    "plan saved='keep' or 'offload' for it, or switch the cache off (use_cache=False)"
-                )
+        check_again(plan, calls)
         self._calls = calls
         self._groups.clear()
         self._group_of = {

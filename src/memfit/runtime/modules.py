@@ -5,19 +5,22 @@ In: a model. Out: `ModuleNotes`, which a coroutine takes with it at a pause and 
 [Note: notes on modules]
 Some models keep things on themselves during a forward: outputs that their own hooks capture, a position, a cache. Run one after the other, microbatches
 overwrite these in turn; interleaved, they would mix them up. So at a pause, attributes that differ from those of before the resume are taken off and
-belong to the microbatch; lists, dictionaries and sets are taken with their content. Parameters, buffers and submodules are no notes, nor are switches, numbers
-and functions (a flag that hooks have been installed must hold for all). After the step the notes of the last microbatch stay, as after a plain loop.
+belong to the microbatch; lists, dictionaries and sets are taken with their content. So are modules' modes (`train`, `eval`). Parameters, buffers and submodules
+are no notes, nor are other switches, numbers and functions (a flag that hooks have been installed must hold for all). After the step the notes of the last
+microbatch stay, as after a plain loop.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum
 from typing import Any
 
 from torch import nn
 
 _ABSENT: Any = object()
-_TORCH_OWN = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_MODE = "training"
+_TORCH_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _CONTAINERS = (list, dict, set, deque)
 
 Place = tuple[int, str]
@@ -75,9 +78,11 @@ class ModuleNotes:
 
     def _take(self) -> Notes:
         if self._places is not None:
-            return {place: _copied(vars(self._modules[place[0]]).get(place[1], _ABSENT)) for place in self._places}
+            return {
+                place: _noted(place[1], vars(self._modules[place[0]]).get(place[1], _ABSENT)) for place in self._places
+            }
         return {
-            (index, name): _copied(value)
+            (index, name): _noted(name, value)
             for index, module in enumerate(self._modules)
             for name, value in vars(module).items()
             if name not in _TORCH_OWN and not name.endswith("_hooks")
@@ -90,8 +95,17 @@ class ModuleNotes:
                 _put(self._modules[place[0]], place[1], then)
 
 
-def _copied(value: Any) -> Any:
+class _Mode(Enum):
+    """The mode of a module: of all switches the one that belongs to a microbatch."""
+
+    EVALUATION = False
+    TRAINING = True
+
+
+def _noted(name: str, value: Any) -> Any:
     """A container with its content as it is now: (the object, a shallow copy)."""
+    if name == _MODE and isinstance(value, bool):
+        return _Mode(value)
     if type(value) in _CONTAINERS:
         return (value, value.copy())
     return value
@@ -129,6 +143,8 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
     if value is _ABSENT:
         vars(module).pop(name, None)
         return
+    if isinstance(value, _Mode):
+        value = value.value
     if type(value) is tuple and len(value) == 2 and type(value[0]) in _CONTAINERS and type(value[0]) is type(value[1]):
         container, content = value
         container.clear()

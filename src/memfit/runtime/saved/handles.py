@@ -85,12 +85,18 @@ class RemadeHandle:
         tensor: as autograd packed it: only its description is kept.
         place: the site, for messages.
         watched: its elements from now on; None for a tensor that is no range of memory.
+        sample: the bits of some of its elements; None if they say nothing.
     """
 
-    __slots__ = ("__weakref__", "_maker", "_place", "_value", "_version", "_watched", "description", "is_closed")
+    __slots__ = (
+        "__weakref__", "_maker", "_place", "_value", "_version", "_watched", "description", "is_closed", "sample"
+    )  # fmt: skip
 
-    def __init__(self, maker: Remade, tensor: torch.Tensor, place: str, watched: Watched | None) -> None:
+    def __init__(
+        self, maker: Remade, tensor: torch.Tensor, place: str, watched: Watched | None, sample: bytes | None
+    ) -> None:
         self.description = describe(tensor)
+        self.sample = sample
         self._watched = watched
         self.is_closed = False
         self._maker = maker

@@ -6,7 +6,7 @@ In: calls with their arguments, and a description of each tensor that autograd s
 The first unpack of any saved tensor runs all calls of the segment again, from the first to the last that is still
 needed, and fills every handle that is alive; autograd's graph stays the one that the first run made, so outputs, side
 outputs and hooks are the real ones. The n-th tensor that autograd wants to save in the second run is the n-th of the
-first run: kind, shape and dtype are checked. A call stops as soon as its last needed tensor is there (outputs of a call
+first run: kind, shape, dtype and the bits of a few elements are checked. A call stops as soon as its last needed tensor is there (outputs of a call
 that a later call takes need its end). It stops by an exception that is no `Exception`, so that the user's `except
 Exception` does not hold it up; forward hooks with `always_call` of modules inside do not run then. Nothing here yields
 to the engine, and on CUDA it runs on autograd's device thread.
@@ -35,8 +35,11 @@ from memfit.runtime.saved.handles import KeptHandle, RemadeHandle, describe, ref
 from memfit.runtime.saved.select import Selection
 from memfit.runtime.saved.structure import tensors_in
 from memfit.runtime.saved.surroundings import Surroundings
-from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE, AstrayError, version_of
+from memfit.runtime.saved.tensors import TRY_ANOTHER_FATE, AstrayError, sample_of, version_of
 from memfit.runtime.saved.writes import Watched, Writes
+
+# Parts of the names of operations that save more than their results, or results before they are filled.
+_WITH_WORKSPACES = ("rnn", "lstm", "gru", "attention", "batch_norm", "empty")
 
 
 class _EnoughError(BaseException):
@@ -169,11 +172,13 @@ class _Capture:
 
     def __init__(self, record: CallRecord, wanted: dict[int, RemadeHandle], *, stops: bool) -> None:
         self._place = record.place
+        self._writes = record.writes
         self._packs_at_first = len(record.handles)
         self._wanted = wanted
         self._stops = stops
         self._packs = 0
         self.error: str | None = None
+        self.has_all = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._packs
@@ -188,8 +193,12 @@ class _Capture:
                     f"saved tensor {index} was {dtype} {list(shape)} on {device} and is {tensor.dtype} "
                     f"{list(tensor.shape)} on {tensor.device}"
                 )
+            sample = _sample(tensor, self._writes)
+            if handle.sample is not None and sample is not None and sample != handle.sample:
+                self._fail(f"saved tensor {index} ({tensor.dtype} {list(tensor.shape)}) has other values")
             handle.fill(tensor)
         if self._stops and not self._wanted:
+            self.has_all = True
             raise _EnoughError
         return tensor.detach()
 
@@ -200,7 +209,7 @@ class _Capture:
         if self.error is not None:
             raise UnsupportedError(
                 f"{self._place} does not do the same when it is recomputed: {self.error}. It depends on something "
-                f"outside its arguments (a counter, a cache, a random generator of its own); {TRY_ANOTHER_FATE}"
+                f"outside its arguments (a number that other code changes, a counter, a cache, a random generator of its own); {TRY_ANOTHER_FATE}"
             )
 
     def _fail(self, error: str) -> None:
@@ -252,8 +261,9 @@ def run_again(
     except AstrayError as astray:
         raise UnsupportedError(str(astray)) from None
     except Exception:
-        # A failure of its own is the user's to see, unless the run had already gone astray.
-        if capture.error is None:
+        # A failure of its own is the user's to see, unless the run had already gone astray, or was being ended: TorchScript's interpreter makes an error of
+        # its own of whatever passes through it.
+        if capture.error is None and not capture.has_all:
             raise
     if _compilations() != compilations:
         raise UnsupportedError(
@@ -274,6 +284,13 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _sample(tensor: torch.Tensor, writes: Writes) -> bytes | None:
+    """Elements of a saved tensor, to know it by; None for what may hold memory that nobody wrote: an operation's workspace, which is no value of the program."""
+    if not tensor.requires_grad and any(part in writes.last_operation for part in _WITH_WORKSPACES):
+        return None
+    return sample_of(tensor)
+
+
 def pack_for_recompute(
     segment: SegmentGroup, record: CallRecord, tensor: torch.Tensor, *, stays: bool
 ) -> KeptHandle | RemadeHandle:
@@ -281,6 +298,7 @@ def pack_for_recompute(
     if stays:
         record.handles.append(None)
         return KeptHandle(tensor, record.place)
-    handle = RemadeHandle(segment, tensor, record.place, record.writes.watch(tensor))
+    sample = _sample(tensor, record.writes)
+    handle = RemadeHandle(segment, tensor, record.place, record.writes.watch(tensor), sample)
     record.handles.append(weakref.ref(handle))
     return handle

@@ -5,6 +5,7 @@ In: a tensor. Out: its storage if it is an ordinary one, its version, a view of 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,20 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if _functorch.is_functorch_wrapped_tensor(tensor):
         return None
     return tensor.untyped_storage()
+
+
+def sample_of(tensor: torch.Tensor) -> bytes | None:
+    """The bits of four elements: the first, the last, and two between. None where they are not in this process's memory.
+
+    Time: some microseconds. Read by address, because an operation of torch would be seen by modes and autograd.
+    """
+    storage = plain_storage(tensor)
+    if storage is None or tensor.device.type != "cpu" or not tensor.numel() or not storage.nbytes():
+        return None
+    width, begin = tensor.element_size(), tensor.data_ptr()
+    dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+    places = (sum((size - 1) * part // 3 * stride for size, stride in dims) for part in range(4))
+    return b"".join(ctypes.string_at(begin + place * width, width) for place in places)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -139,10 +139,15 @@ class Watched:
 
 
 class Writes:
-    """All writes of a job's forwards to storages of interest. Memory: a small object for each storage that somebody asks about."""
+    """All writes of a job's forwards to storages of interest. Memory: a small object for each storage that somebody asks about.
+
+    Attributes:
+        last_operation: name of the latest operation; when autograd saves a result, the one that made it.
+    """
 
     def __init__(self) -> None:
         self._written: weakref.WeakValueDictionary[int, Written] = weakref.WeakValueDictionary()
+        self.last_operation = ""
 
     def of(self, storage: torch.UntypedStorage) -> Written:
         """What is noted of a storage."""
@@ -203,6 +208,7 @@ class _Watch(TorchDispatchMode):
         if not are_plain(types):
             return NotImplemented  # what the subclass does inside comes here, too
         kwargs = kwargs or {}
+        self._writes.last_operation = func.name()
         if has_schema(func):
             if (values := written_arguments(func, args, kwargs)) and not only_relabels(func):
                 self._writes.note(values, is_certain=True)

@@ -1,0 +1,23 @@
+"""Tensors that modules keep on themselves, beside parameters and buffers.
+
+In: a module. Out: the tensors in its own and its submodules' attributes, and in lists and dictionaries there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from memfit.profiling.trees import contained_tensors
+
+_TORCH_OWN = frozenset(vars(nn.Module()))
+
+
+def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What a call of the module may find there of an earlier one."""
+    for owner in module.modules():
+        for name, value in vars(owner).items():
+            if name not in _TORCH_OWN and isinstance(value, torch.Tensor | list | dict):
+                yield from (tensor for tensor in contained_tensors(value) if tensor.layout is torch.strided)
