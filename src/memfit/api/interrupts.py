@@ -43,17 +43,18 @@ class Interrupts:
             return
         self._noted = self._arrived = self._raised = 0
         self._holder = threading.get_ident()
-        with ExitStack() as stack:
-            try:
-                # Inside of the `try`: putting the handler in raises what came just before.
-                self._is_holding = True
+        try:
+            # Inside of the `try`: putting the handler in raises what came just before. Before the pipe: an interrupt that came between the two steps of having
+            # the pipe and of noting what to take back would leave a closed descriptor with the interpreter; likewise at the end.
+            self._is_holding = True
+            signal.signal(signal.SIGINT, self._note)
+            with ExitStack() as stack:
                 self._wake = _wake_pipe(stack)
-                signal.signal(signal.SIGINT, self._note)
+                stack.callback(self._forget_pipe)  # first of all at the end: other threads ask it
                 yield
-            finally:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                self._is_holding = False
-                self._wake = None
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._is_holding = False
         self.check()
 
     def check(self, _done: object = None) -> None:
@@ -64,6 +65,9 @@ class Interrupts:
         if came > self._raised:
             self._raised = came
             raise KeyboardInterrupt
+
+    def _forget_pipe(self) -> None:
+        self._wake = None
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self._noted += 1
