@@ -93,18 +93,76 @@ _SERIES: Mapping[str, Any] = {
     "moving_average": 3,
     "feature_size": None,
 }
+_HIERA: Mapping[str, Any] = {
+    "image_size": [64, 64], "blocks_per_stage": [1, 1, 2, 1], "embed_dim_per_stage": [16, 32, 32, 64], "num_attention_heads_per_stage": [1, 2, 2, 4],
+    "window_size_per_stage": [8, 4, 4, 4], "hidden_size": 16, "num_attention_heads": 1, "global_attention_blocks": [3],
+    "window_positional_embedding_background_size": [2, 2],
+}  # fmt: skip
+
+
+def _hiera() -> Any:
+    import transformers
+
+    return transformers.Sam2HieraDetConfig(**_HIERA)
+
+
+_PYRAMID: Mapping[str, Any] = {
+    "backbone_config": _hiera, "backbone_channel_list": [64, 32, 32, 16], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]], "fpn_hidden_size": 32,
+}  # fmt: skip
+
+
+def _pyramid() -> Any:
+    import transformers
+
+    return transformers.Sam2VisionConfig(**{**_PYRAMID, "backbone_config": _hiera()})
+
+
+def _of_sam2(kind: str, **settings: Any) -> Any:
+    def make() -> Any:
+        import transformers
+
+        return getattr(transformers, kind)(hidden_size=32, **settings)
+
+    return make
+
+
+def _bert() -> Any:
+    import transformers
+
+    # The signs between phrases are BERT's: 101, 102, 1012, 1029.
+    return transformers.BertConfig(
+        vocab_size=1040, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+
+
 _MAMBA: Mapping[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_ssm": None}
 _BITS: Mapping[str, Any] = {"num_groups": 4, "embedding_size": 8}
 
 ENTRIES: dict[str, Mapping[str, Any]] = {
-    **_each(("swin", "swinv2", "donut-swin", "maskformer-swin", "swin2sr"), _WINDOWS),
+    **_each(("swin", "swinv2", "maskformer-swin", "swin2sr"), _WINDOWS),
+    "donut-swin": {**_WINDOWS, "window_size": 2},
+    "sam2_hiera_det_model": _HIERA,
+    "sam2_vision_model": _PYRAMID,
+    "sam2": {
+        "vision_config": _pyramid, "prompt_encoder_config": _of_sam2("Sam2PromptEncoderConfig", image_size=64, patch_size=16),
+        "mask_decoder_config": _of_sam2("Sam2MaskDecoderConfig", mlp_dim=48, num_attention_heads=4, iou_head_hidden_dim=32),
+    },
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"], "n_mamba_heads": 2,
+        "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 8,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_ngroups": 1,
+        **dict.fromkeys(("attention_hidden_size", "attention_head_dim", "mamba_headdim", "kv_channels", "num_query_groups", "hybrid_layer_ids")),
+        "adapter_rank": 8,
+    },
     **_each(("detr", "conditional_detr", "dab-detr", "table-transformer"), _DETR),
     "deformable_detr": {**_DETR, "backbone_config": lambda: _resnet(out_features=["stage2", "stage3", "stage4"]), "two_stage": False},
     **_each(("rt_detr", "rt_detr_v2", "pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"), _LEVELS),
     **_each(("d_fine", "deimv2"), {**_LEVELS, "backbone_config": _hgnet, "max_num_bins": 8, "lqe_hidden_dim": 8, "lqe_layers": 2}),
     "hgnet_v2": _HGNET,
     **_each(("grounding-dino", "mm-grounding-dino"), {
-        "backbone_config": _swin, "image_size": 64, "two_stage": True, "num_feature_levels": 4, "max_text_len": 16, "num_queries": 6,
+        "backbone_config": _swin, "text_config": _bert, "image_size": 64, "two_stage": True, "num_feature_levels": 4, "max_text_len": 16, "num_queries": 6,
     }),
     "mask2former": {"backbone_config": _swin, "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "train_num_points": 16, "image_size": 64},
     "oneformer": {"backbone_config": _swin, "conv_dim": 32, "mask_dim": 32, "hidden_dim": 32, "train_num_points": 16, "max_seq_len": 12, "task_seq_len": 12},

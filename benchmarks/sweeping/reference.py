@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equivalence.terms import Terms
 from memfit import microbatch_streams
 from sweeping.batches import halves
 from sweeping.subjects import Subject, loss_of, seed_all
@@ -58,11 +57,11 @@ def plain_step(subject: Subject, microbatches: int, optimizer: str, seed: int) -
     model = subject.build()
     steps = make_optimizer(optimizer, model)
     found = Step()
-    names = {id(p): name for name, p in model.named_parameters()}
+    sums = Terms(dict(model.named_parameters()))
     seed_all(seed)
     if microbatches == 1:
         loss = loss_of(model, subject.copy_of_batch())
-        _watch(loss, names, found)
+        sums.watch(loss)
         loss.backward()
         found.losses.append(loss.item())
     else:
@@ -71,9 +70,10 @@ def plain_step(subject: Subject, microbatches: int, optimizer: str, seed: int) -
             with stream(index):
                 loss = loss_of(model, part)
                 weighted = loss * (1.0 / microbatches)
-                _watch(weighted, names, found)
+                sums.watch(weighted)
                 weighted.backward()
                 found.losses.append(loss.item())
+    found.terms, found.magnitudes = sums.counts, sums.magnitudes
     found.gradients = {
         name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()
     }
@@ -81,32 +81,6 @@ def plain_step(subject: Subject, microbatches: int, optimizer: str, seed: int) -
     found.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     found.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     return found
-
-
-def _watch(loss: Tensor, names: dict[int, str], found: Step) -> None:
-    """Every edge of the graph that ends at a parameter tells what goes over it: a sum's rounding is that of its terms, not of its result."""
-    seen: set[Any] = set()
-    pending: list[Any] = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for place, (following, _) in enumerate(node.next_functions):
-            pending.append(following)
-            name = names.get(id(getattr(following, "variable", None)))
-            if name is not None:
-                node.register_hook(partial(_add_term, found, name, place))
-
-
-def _add_term(found: Step, name: str, place: int, inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
-    gradient = inputs[place]
-    if gradient is None or gradient.is_sparse:
-        return
-    known = found.magnitudes.get(name)
-    size = gradient.detach().abs()
-    found.magnitudes[name] = size if known is None or known.shape != size.shape else known + size
-    found.terms[name] = found.terms.get(name, 0) + 1
 
 
 def same_bits(left: Tensor | None, right: Tensor | None) -> bool:

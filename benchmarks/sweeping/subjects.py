@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sweeping.batches import ROWS, Ask, Batch, asks, make
+from sweeping.asking import ROWS, Ask, Batch
+from sweeping.batches import asks, make
 from sweeping.configs import WIDTH, small_config
 from sweeping.heads import candidates
 

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from equivalence.terms import Terms
 from equivalence.zoo import Batch, Case
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -145,15 +145,14 @@ class PlainTrainer:
         self.random = RandomState.seeded(seed)
         self.losses: list[Tensor] = []
         self.loss = torch.tensor(0.0)
-        self.magnitudes: dict[str, Tensor] = {}
-        self.terms: dict[str, int] = {}
+        self._sums = Terms({name: self.model.get_parameter(name) for name in case.shared})
+        self.magnitudes, self.terms = self._sums.magnitudes, self._sums.counts
 
     def accumulate(self, batch: Batch) -> None:
         """Forward and backward of one step."""
         # Not the optimizer's: it may not hold all that trains.
         self.model.zero_grad(set_to_none=True)
-        self.magnitudes.clear()
-        self.terms.clear()
+        self._sums.clear()
         with self.random.in_use():
             if self.microbatches == 1:
                 loss = self.case.loss(self.model, batch)
@@ -176,36 +175,12 @@ class PlainTrainer:
                 _accelerator().manual_seed_all(seed)
             loss = self.case.loss(self.model, part)
             weighted = loss * (weight / sum(weights))
-            self._watch_terms(weighted)
+            self._sums.watch(weighted)
             weighted.backward()
             self.losses.append(loss.detach().clone())
             self.loss = self.loss + weighted.detach()
         torch.set_rng_state(after)
         _set_other_states(others)
-
-    def _watch_terms(self, loss: Tensor) -> None:
-        """Has every edge of the graph that ends at a shared weight tell what goes over it: sums are made by their terms, not by their result."""
-        names = {id(self.model.get_parameter(name)): name for name in self.case.shared}
-        seen: set[Any] = set()
-        pending = [loss.grad_fn]
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            for place, (following, _) in enumerate(node.next_functions):
-                pending.append(following)
-                name = names.get(id(getattr(following, "variable", None)))
-                if name is not None:
-                    node.register_hook(partial(self._add_term, name, place))
-
-    def _add_term(self, name: str, place: int, inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
-        gradient = inputs[place]
-        if gradient is None:
-            return
-        magnitude, known = gradient.detach().abs(), self.magnitudes.get(name)
-        self.magnitudes[name] = magnitude if known is None else known + magnitude
-        self.terms[name] = self.terms.get(name, 0) + 1
 
     def clip(self, norm: float | None = None) -> Tensor | None:
         """Clips where that is wanted; returns the norm. `norm`: take this for the norm (another order of the sum)."""

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from memfit.core.errors import AwayError, UnsupportedError, UsageError
+import memfit
+from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
+from memfit.core.plan import BlockPlan, Tier
 from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.blocks import find_blocks
 from memfit.profiling.trace import arrange_blocks, profile_real, profile_step
@@ -457,6 +459,31 @@ def test_weights_read_outside_of_their_call_span_and_calls_list_all_blocks_they_
     assert [block.is_spanning for block in arranged.blocks] == [block.is_spanning for block in found.blocks]
     site = next(site for site in arranged.sites if site.name == "layers.3")
     assert {arranged.blocks[index].name for index in site.blocks} == {"layers.3", "layers.1"}
+
+
+@pytest.mark.parametrize("reads", [lambda w: torch.split(w, 4)[0], lambda w: w.t()[0], lambda w: w.detach()[0]])
+def test_a_view_of_a_weight_taken_outside_of_calls_needs_the_weight_there(reads: Callable[[Any], Any]) -> None:
+    """As Deformable DETR hands out halves of an embedding's weight, which its layers read."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Embedding(8, 8)
+            self.layers = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            half = reads(self.queries.weight)
+            half = (half if half.dim() == 1 else half[0]).expand_as(x)
+            for layer in self.layers:
+                x = layer(x, half)
+            return x
+
+    model = Halves()
+    found = profile_step(model, lambda m, b: m(b).sum(), torch.randn(4, 8), find_blocks(model))
+    assert {block.name for block in found.blocks if block.is_spanning} == {"queries"}
+    away = memfit.Plan(blocks={"queries": BlockPlan(weight_home=Tier.DISK)})
+    with pytest.raises(PlanError, match=r"queries\.weight.*weight_home='device'"):
+        memfit.fit(model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).sum(), torch.randn(4, 8), plan=away)
 
 
 # -- data ----------------------------------------------------------------------------------------------------------

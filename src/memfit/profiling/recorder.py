@@ -189,7 +189,8 @@ class Recorder(TorchDispatchMode):
         if record.role is Role.WEIGHT:
             if self.is_backward and not func.is_view:
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
-            elif not func.is_view:
+            elif not func.is_view or (self._active is None and not self.is_backward):
+                # A view needs the weight as well: outside of calls nothing brings it; inside, whether the call reads it shows later.
                 (self._active.reads if self._active else self.spanning).add(record.block)
                 if self._active is None and tensor.requires_grad:
                     self.loose_reads.add((record.block, len(self.calls)))
