@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from equivalence.terms import Terms
+from equivalence.terms import Terms  # pyright: ignore[reportMissingImports] - tests/, which the program puts on its path
 from memfit import microbatch_streams
 from sweeping.batches import halves
 from sweeping.subjects import Subject, loss_of, seed_all
