@@ -112,7 +112,7 @@ def try_model(model_type: str, seeds: Sequence[int], plans: int, counts: Sequenc
 def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[Any, Any]) -> Row:
     """One plan of a model: what was drawn, and how it went."""
     import memfit
-    from sweeping.batches import halves
+    from sweeping.batches import cut_by_rows
     from sweeping.drawing import draw_plan
     from sweeping.reference import plain_step
     from sweeping.tracing import profile_of, traced_once
@@ -128,7 +128,7 @@ def try_one(subject: Any, seed: str, index: int, microbatches: int, known: dict[
     if not plain.repeats(plain_step(subject, microbatches, optimizer, step_seed)):
         return {**row, "outcome": "plain does not repeat", "detail": ""}
     drawn, changed = dice.getstate(), []
-    for split in (None, halves):
+    for split in (None, cut_by_rows):
         dice.setstate(drawn)
         model = subject.build()
         with traced_once(known):
@@ -199,7 +199,9 @@ def summarize(rows: Sequence[Row]) -> str:
     reasons: dict[str, list[str]] = defaultdict(list)
     for row in built:
         if row["outcome"] in ("refused", "FAILED", "not split", "plain does not repeat"):
-            reasons[f"{row['outcome']}, {row.get('microbatches', 1)}: {row['detail'][:200]}"].append(row["model"])
+            reasons[f"{row['outcome']}, {row.get('microbatches', 1)}: {row.get('detail', '')[:200]}"].append(
+                row["model"]
+            )
         for change in row.get("changed", ()):
             reasons[f"changed, {row.get('microbatches', 1)}: {change[:200]}"].append(row["model"])
     for reason, names in sorted(reasons.items()):
@@ -217,14 +219,27 @@ def write_table(path: Path, head: Row, rows: list[Row]) -> None:
 
 
 def join(parts: Sequence[Path], path: Path) -> None:
-    """One table of the tables of parts, sorted by model; each keeps the commit that it ran on."""
+    """One table of the tables of parts, sorted by model, of what they found; where several have a model, the last one's rows. Commits and commands are all told."""
     tables = [json.loads(part.read_text()) for part in parts]
-    commits = sorted({table["commit"] for table in tables})
-    rows = sorted((row for table in tables for row in table["rows"]), key=lambda row: row["model"])
-    write_table(
-        path, {**tables[0], "command": [table["command"] for table in tables], "commit": commits, "rows": []}, rows
-    )
+    found: dict[str, list[Row]] = {}
+    for table in tables:
+        for model in {row["model"] for row in table["rows"]}:
+            found[model] = [_short(row) for row in table["rows"] if row["model"] == model]
+    rows = [row for model in sorted(found) for row in found[model]]
+    head = {**tables[0], "command": [t["command"] for t in tables], "commit": [t["commit"] for t in tables]}
+    del head["rows"]
+    write_table(path, head, rows)
     print(summarize(rows))
+
+
+def _short(row: Row) -> Row:
+    """Without what says nothing, and long words cut."""
+    kept = {name: value for name, value in row.items() if name != "seconds" and value not in ("", [])}
+    if "detail" in kept:
+        kept["detail"] = kept["detail"][:200]
+    if "changed" in kept:
+        kept["changed"] = [words[:160] for words in kept["changed"]]
+    return kept
 
 
 def commit() -> str:
