@@ -18,7 +18,8 @@ TEST_WORKERS ?= 2
 TEST_ARGS ?=
 FUZZ_EXAMPLES ?= 1000
 TRAIN_RECIPE ?= gpt2-small
-TRAIN_LIMIT ?= 1.25GiB
+# Empty: 1.25GiB, or 1.75GiB where torch is a build for CUDA, whose libraries take some 380 MiB of the process.
+TRAIN_LIMIT ?=
 TRAIN_STEPS ?= 10
 # Where the run is committed, step by step, and goes on from; empty: nowhere.
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
@@ -27,7 +28,7 @@ TRAIN_ARGS ?=
 .PHONY: help install lint format test test-device test-compiled zoo-device mutations fuzz train vocabulary clean
 
 help:
-	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(TRAIN_LIMIT); typed again, it goes on"
+	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
 	@echo "make zoo-device the zoo and 300 random modules on it, in ways drawn from seeds, with a table (a quarter of an hour)"
@@ -91,7 +92,16 @@ fuzz: install
 	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 $(TEST_ARGS)
 
 train: install
-	$(PYTHON) -m memfit train --recipe $(TRAIN_RECIPE) --limit $(TRAIN_LIMIT) --steps $(TRAIN_STEPS) $(if $(TRAIN_STORE),--store $(TRAIN_STORE)) $(TRAIN_ARGS)
+	@limit="$(TRAIN_LIMIT)"; \
+	if [ -z "$$limit" ]; then \
+	    limit=1.25GiB; \
+	    if $(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+	        limit=1.75GiB; \
+	        echo "torch is built for CUDA, and its libraries count: the limit is $$limit (TRAIN_LIMIT= names another)"; \
+	    fi; \
+	fi; \
+	set -x; \
+	$(PYTHON) -m memfit train --recipe $(TRAIN_RECIPE) --limit "$$limit" --steps $(TRAIN_STEPS) $(if $(TRAIN_STORE),--store $(TRAIN_STORE)) $(TRAIN_ARGS)
 
 vocabulary: install
 	$(PYTHON) benchmarks/train_vocabulary.py

@@ -51,9 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("memfit")
 
 
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name)
+
+
 def _skips_without_a_compiler(error: BaseException) -> None:
     """On a machine without a C++ compiler, tests that need memfit's own allocator cannot be run: theirs is the error that says so, here or in a child."""
-    if any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "c++", "clang++") if name):
+    if _has_compiler():
         return
     seen: BaseException | None = error
     while seen is not None:
@@ -120,3 +124,10 @@ def exact_counts() -> None:
     from memfit.runtime.allocator import install
 
     install()
+
+
+@pytest.fixture(scope="session")
+def a_compiler() -> None:
+    """For what is advised, or set, otherwise where there is none."""
+    if not _has_compiler():
+        pytest.skip("needs a C++ compiler: other settings are right without one")

@@ -27,6 +27,7 @@ STEPS = (
 )
 HERE = Path(__file__).name
 
+pytestmark = pytest.mark.usefixtures("exact_counts")
 history: list[Tensor] = []
 
 

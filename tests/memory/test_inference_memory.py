@@ -243,6 +243,7 @@ def test_a_cache_limit_that_weights_leave_no_room_for_is_refused_with_what_would
         pass
 
 
+@pytest.mark.usefixtures("exact_counts")
 def test_a_breach_of_the_limit_while_generating_says_in_figures_what_would_have_passed() -> None:
     from memfit.core.errors import LimitBreachError
     from memfit.verification.meters import ProcessMeter

@@ -162,6 +162,7 @@ def _run(mode: str, tmp_path: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.usefixtures("exact_counts")
 def test_steps_beside_numpy_that_came_after_fit_are_made_where_they_fit_and_refused_whole_where_they_do_not(
     tmp_path: Path,
 ) -> None:

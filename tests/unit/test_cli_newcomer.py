@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import memfit
 from memfit.cli import app
+from memfit.cli.source import read_parts
 from memfit.core.plan import Plan
 
 RECIPE = ("--recipe", "gpt-tiny")
@@ -205,3 +206,16 @@ def test_without_the_extra_what_needs_it_says_so_and_a_function_of_the_users_tra
     assert done.stdout.count("ended with 0") + done.stdout.count("ended with None") == 1
     assert "proof: predicted peak" in done.stdout
     assert "pip install 'memfit[transformers]'" in done.stdout.strip().splitlines()[-1]
+
+
+def test_a_list_of_batches_stands_for_a_loader_and_a_list_of_tensors_is_a_batch() -> None:
+    row, label = torch.ones(1, 2), torch.zeros(1)
+    for batches in ([(row, label)] * 3, [{"x": row}] * 3, [[row, label]] * 3):
+        found = read_parts("mine:build", (None, None, None, batches))
+        assert found.batches is batches and found.sample is batches[0]
+    for batch in ([row, label], (row, label), {"x": row}, [], row):
+        found = read_parts("mine:build", (None, None, None, batch))
+        assert found.batches is None and found.sample is batch
+    # Five things leave nothing to guess.
+    found = read_parts("mine:build", (None, None, None, [(row, label)], [[(row, label)]]))
+    assert found.sample == [(row, label)] and found.batches == [[(row, label)]]

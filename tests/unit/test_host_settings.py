@@ -319,6 +319,7 @@ def run(prepare: str = "", *options: str, **environment: str) -> tuple[list[str]
     return starts, eval(last)
 
 
+@pytest.mark.usefixtures("a_compiler")
 def test_a_program_starts_again_once_as_the_same_process_with_its_arguments() -> None:
     starts, environment = run()
     assert len(starts) == 2 and starts[0] == starts[1] and "an argument" in starts[0]
@@ -332,12 +333,14 @@ def test_options_of_the_interpreter_stay() -> None:
     assert [line for line in starts if not line.startswith("start")] == ["True 1", "True 1"]
 
 
+@pytest.mark.usefixtures("a_compiler")
 def test_the_users_values_stay_and_the_rest_is_set() -> None:
     starts, environment = run(OMP_NUM_THREADS="1")
     assert len(starts) == 2
     assert environment["OMP_NUM_THREADS"] == "1" and environment[SET_BY_MEMFIT] == "OMP_WAIT_POLICY"
 
 
+@pytest.mark.usefixtures("a_compiler")
 @pytest.mark.parametrize(
     ("prepare", "environment"),
     [

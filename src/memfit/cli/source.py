@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -169,7 +169,7 @@ def read_parts(text: str, given: Any) -> Parts:
 
     Args:
         text: MODULE:FUNCTION, for messages.
-        given: what it returned: four things, the last a batch or what gives batches; or five, a batch and what gives batches.
+        given: what it returned: four things, the last a batch or what gives batches (a loader, or a list of batches); or five, a batch and what gives batches.
 
     Raises:
         UsageError: something else, or no batches come.
@@ -181,7 +181,7 @@ def read_parts(text: str, given: Any) -> Parts:
         raise UsageError(f"{text} must return (model, optimizer, loss, sample), not {told}")
     model, optimizer, loss, sample, *rest = given
     batches = rest[0] if rest else None
-    if batches is None and gives_batches(sample):
+    if batches is None and (gives_batches(sample) or _is_list_of_batches(sample)):
         batches = sample
         position = batches.state_dict() if hasattr(batches, "state_dict") else None
         sample = next(iter(batches), None)
@@ -190,3 +190,8 @@ def read_parts(text: str, given: Any) -> Parts:
         if sample is None:
             raise UsageError(f"the {type(batches).__name__} of {text} gives no batches")
     return Parts(model=model, optimizer=optimizer, loss=loss, sample=sample, batches=batches)
+
+
+def _is_list_of_batches(given: Any) -> bool:
+    """A list of containers stands for a loader; a list of tensors is a batch. Who means a batch of containers returns five things."""
+    return isinstance(given, list) and bool(given) and all(isinstance(each, tuple | list | Mapping) for each in given)
