@@ -20,7 +20,7 @@ import memfit
 from equivalence import plans, zoo
 from equivalence.compare import JobLike, assert_equal_training
 from equivalence.plain import adamw
-from equivalence.test_users_code import Net, batch_of, case_of, loss_of
+from equivalence.test_users_code import Layer, Net, batch_of, case_of, loss_of
 from equivalence.with_memfit import profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import UnsupportedError, UsageError
@@ -143,6 +143,11 @@ def build(habit: Callable[[nn.Module], None] | None, loss: Callable[[nn.Module, 
     return case
 
 
+def fit_with(plan: Plan) -> Callable[[Case, torch.optim.Optimizer], JobLike]:
+    """Makes jobs that follow the plan."""
+    return lambda case, optimizer: memfit.fit(case.model, optimizer, case.loss, case.batch(0), plan=plan)
+
+
 def assert_equal_under(make: Callable[[], Case], microbatches: int, **options: Any) -> None:
     """Trains with weights on disk and layers recomputed."""
     profile = profile_of(make())
@@ -190,6 +195,87 @@ def test_transformers_own_checkpointing_may_stay_on(*, use_reentrant: bool) -> N
         return replace(case, untouched=None)
 
     assert_equal_under(make, 1)
+
+
+# Hooks on gradients that read weights, and what a layer finds changed
+
+
+def reads_a_later_layer(model: nn.Module) -> None:
+    later = model.get_submodule("layers.2.mix")
+    model.get_parameter("layers.0.mix.weight").register_hook(
+        lambda gradient: gradient * later.get_parameter("weight").detach().norm()
+    )
+
+
+def reads_a_weight_that_it_holds(model: nn.Module) -> None:
+    later = model.get_parameter("layers.2.mix.weight")
+
+    def scale(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(later.detach().norm())
+
+    model.get_parameter("layers.0.mix.weight").register_post_accumulate_grad_hook(scale)
+
+
+@pytest.mark.parametrize("habit", [reads_a_later_layer, reads_a_weight_that_it_holds])
+def test_a_gradients_hook_that_reads_another_layer_meets_it_before_its_update(
+    habit: Callable[[nn.Module], None],
+) -> None:
+    """Layers are updated while backward still runs, the last one first."""
+    found = profile_of(build(habit))
+    assert [b.name for b in found.blocks if b.is_spanning] == ["layers.2"]
+    for plan in (Plan(), Plan(blocks=plans.on_disk(found))):
+        assert_equal_training(lambda: build(habit), adamw(), fit_with(plan), has_gradients=False, steps=2)
+
+
+def test_a_batch_is_not_cut_where_hooks_would_see_shares_of_gradients() -> None:
+    case = build(clips_itself)
+    with pytest.raises(UnsupportedError, match=r"'words\.weight' has a hook on its gradient.*microbatches=1"):
+        memfit.fit(case.model, adamw()(case.model), case.loss, batch_of(0), plan=Plan(microbatches=2))
+
+
+def clips_itself(model: nn.Module) -> None:
+    model.get_parameter("words.weight").register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def test_a_weight_that_the_loss_holds_itself_is_named() -> None:
+    case = build(None)
+    held = case.model.get_parameter("head.weight")
+    with pytest.raises(UnsupportedError, match=r"reads the weight 'head\.weight' from where the program keeps it"):
+        memfit.profile(
+            case.model, adamw()(case.model), lambda model, batch: loss_of(model, batch) + held.sum(), batch_of(0)
+        )
+
+
+class Moody(Layer):
+    """Computes otherwise in evaluation."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * (1.0 if self.training else 0.5)
+
+
+def in_evaluation(model: nn.Module, batch: Batch) -> Tensor:
+    """Calls one layer in another mode."""
+    assert isinstance(model, Net)
+    hidden = model.words(batch["words"])
+    for index, layer in enumerate(model.layers):
+        layer.train(index != 1)
+        hidden = layer(hidden)
+        layer.train()
+    return functional.cross_entropy(model.head(hidden).flatten(0, 1), batch["words"].flatten())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_layer_keeps_the_mode_in_which_it_was_called(microbatches: int) -> None:
+    def make() -> Case:
+        case = build(None, in_evaluation)
+        case.model.layers = nn.ModuleList(Moody() for _ in range(3))
+        torch.manual_seed(5)
+        for parameter in case.model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        return case
+
+    assert_equal_under(make, microbatches)
 
 
 # Between steps

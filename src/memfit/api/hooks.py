@@ -9,14 +9,15 @@ import functools
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
-from memfit.core.errors import MemfitWarning
+from memfit.core.errors import MemfitWarning, UnsupportedError
+from memfit.profiling.gradient_hooks import gradient_hooks, has_gradient_hooks
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NOT_OF_USERS = (
@@ -33,6 +34,11 @@ def tell_hooks(model: nn.Module) -> None:
             if "is_planning" not in code.co_names:
                 where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 found.setdefault(f"{code.co_name} ({where}), on {name or 'the model'!r}")
+    for name, parameter in model.named_parameters():
+        for code in _codes_of(hook for hooks in gradient_hooks(parameter) for hook in hooks):
+            if "is_planning" not in code.co_names:
+                where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                found.setdefault(f"{code.co_name} ({where}), on {name!r}")
     if found:
         names = list(found)
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
@@ -46,10 +52,25 @@ def tell_hooks(model: nn.Module) -> None:
 
 def _codes(module: nn.Module) -> Iterator[CodeType]:
     for kind in _KINDS:
-        for hook in getattr(module, kind, {}).values():
-            code = _code(hook)
-            if code is not None and _is_of_users(code.co_filename):
-                yield code
+        yield from _codes_of(getattr(module, kind, {}).values())
+
+
+def _codes_of(hooks: Iterable[Any]) -> Iterator[CodeType]:
+    for hook in hooks:
+        code = _code(hook)
+        if code is not None and _is_of_users(code.co_filename):
+            yield code
+
+
+def refuse_hooked(model: nn.Module) -> None:
+    """Raises `UnsupportedError` for a model with hooks on the gradients of parameters: of several microbatches they may meet shares or sums, as the plan has it."""
+    hooked = [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]
+    if hooked:
+        more = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
+        raise UnsupportedError(
+            f"the parameter {hooked[0]!r}{more} has a hook on its gradient, which of a batch that is cut into microbatches sees shares of the gradient instead of "
+            'all: plan microbatches=1, or, where it makes no difference (a mask, a factor), allow={"nonadditive-loss"}'
+        )
 
 
 def _code(hook: Any) -> CodeType | None:

@@ -17,6 +17,7 @@ import torch
 
 from memfit.api.alike import RowsAlike
 from memfit.api.assembly import Assembly
+from memfit.api.hooks import refuse_hooked
 from memfit.api.interrupts import Interrupts
 from memfit.api.parts import Prepared
 from memfit.api.results import EvaluateResult
@@ -90,6 +91,7 @@ def check_split(assembly: Assembly, sample: Any) -> None:
     Raises:
         UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
     """
+    refuse_hooked(assembly.parts.model)
     trial = trial_of(sample, assembly.parts.cut)
     if trial is None:
         return

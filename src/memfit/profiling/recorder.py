@@ -85,6 +85,7 @@ class Recorder(TorchDispatchMode):
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._weights: set[int] = set()
+        self._real: dict[int, str] = {}
         self._active: CallRecord | None = None
         self._modules: list[str] = []
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
@@ -102,6 +103,12 @@ class Recorder(TorchDispatchMode):
             self._origins.declare_batch(record)
         if role is Role.WEIGHT:
             self._weights.add(id(tensor))
+
+    def register_real(self, parameter: nn.Parameter, name: str, block: str) -> None:
+        """Declares the parameter that a stand-in was registered for: hooks and closures of the user's program may hold it and read it."""
+        with torch._C.DisableTorchFunctionSubclass():  # it may wear the class of weights that are away
+            self._record_of(parameter, Role.WEIGHT, block)
+        self._real[id(parameter)] = name
 
     def register_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Declares the model's buffers, by name."""
@@ -186,10 +193,17 @@ class Recorder(TorchDispatchMode):
 
     def _note_read(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
         record = self._record_of(tensor, Role.INPUT)
+        if id(tensor) in self._real and self._would_train(tensor):
+            raise UnsupportedError(
+                f"the loss reads the weight {self._real[id(tensor)]!r} from where the program keeps it beside the model (a closure, a list): it must be read from "
+                "the model itself, as model.get_parameter(...), for what stands there while memfit plans is another tensor"
+            )
         if record.role is Role.WEIGHT:
-            if self.is_backward and not func.is_view:
+            # A view of a real weight is a fake tensor over other memory, which tells nothing any more.
+            reads = not func.is_view or id(tensor) in self._real
+            if self.is_backward and reads:
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
-            elif not func.is_view or (self._active is None and not self.is_backward):
+            elif reads or (self._active is None and not self.is_backward):
                 # A view needs the weight as well: outside of calls nothing brings it; inside, whether the call reads it shows later.
                 (self._active.reads if self._active else self.spanning).add(record.block)
                 if self._active is None and tensor.requires_grad:

@@ -40,6 +40,7 @@ from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.carried import ModuleMarks
+from memfit.profiling.gradient_hooks import hand_on
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import Recorder, check_dense, storage_resizes
 from memfit.profiling.records import CallRecord, Role
@@ -549,9 +550,11 @@ def _declare(recorder: Recorder, setting: _Setting, made: Mapping[int, torch.Ten
         for name, parameter in block.parameters:
             stand_in = made[id(parameter)]
             recorder.register(stand_in, Role.WEIGHT, block.name)
+            recorder.register_real(parameter, name, block.name)
             if stand_in.requires_grad:
                 stand_in.register_hook(partial(recorder.note_arrival, name))
                 stand_in.register_post_accumulate_grad_hook(recorder.note_gradient)
+                hand_on(parameter, stand_in)
     recorder.register_buffers(dict(setting.model.named_buffers(remove_duplicate=False)))
     for tensor in contained_tensors(batch):
         recorder.register(tensor, Role.INPUT, is_batch=True)
