@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from memfit.api import interrupts
 
 
 def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["as it is set", "as it is taken back"])
