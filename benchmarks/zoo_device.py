@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,41 +52,62 @@ def main() -> int:
     else:
         counts = dict
     device = torch.device(options.device, 0)
+    out = options.out or RESULTS / f"zoo-device-{options.device}.json"
     begun = time.perf_counter()
-    rows = _pairs(device, options.ways)
-    drawn, failure = _modules(device, options.modules, options.seed)
-    table: dict[str, Any] = {
+    table = Table(trained_modules=0, failed_module=None, rows=[])
+    what = {
         "command": " ".join(["benchmarks/zoo_device.py", *sys.argv[1:]]),
         "commit": _commit(),
         "torch": torch.__version__,
-        "pairs": len({(row["model"], row["plan"]) for row in rows}),
-        "trainings of pairs": len(rows),
-        "of them failed": sum(row["failed"] is not None for row in rows),
-        "random modules": drawn,
-        "random modules failed": failure,
-        **{name.replace("_", " "): value for name, value in counts().items()},
-        "wall seconds": round(time.perf_counter() - begun),
-        "rows": rows,
     }
-    out = options.out or RESULTS / f"zoo-device-{options.device}.json"
-    out.write_text(json.dumps(table, indent=1) + "\n")
-    for key, value in table.items():
-        if key != "rows":
-            print(f"{key:>24}  {value}")
-    for row in rows:
-        if row["failed"] is not None:
-            print(f"FAILED {row['model']} {row['plan']} way {row['way']}: {row['failed']}")
-    return int(failure is not None or bool(table["of them failed"]))
+
+    def save(*, is_done: bool = False) -> dict[str, Any]:
+        told = {
+            **what,
+            "is done": is_done,
+            "pairs": len({(row["model"], row["plan"]) for row in table.rows}),
+            "trainings of pairs": len(table.rows),
+            "of them failed": sum(row["failed"] is not None for row in table.rows),
+            "random modules": table.trained_modules,
+            "random modules failed": table.failed_module,
+            **{name.replace("_", " "): value for name, value in counts().items()},
+            "wall seconds": round(time.perf_counter() - begun),
+        }
+        out.write_text(json.dumps({**told, "rows": table.rows}, indent=1) + "\n")
+        return told
+
+    _pairs(device, options.ways, table, save)
+    _modules(device, options.modules, options.seed, table, save)
+    for key, value in save(is_done=True).items():
+        print(f"{key:>24}  {value}")
+    failed = [row for row in table.rows if row["failed"] is not None]
+    for row in failed:
+        print(f"FAILED {row['model']} {row['plan']} way {row['way']}: {row['failed']}")
+    return int(table.failed_module is not None or bool(failed))
 
 
-def _pairs(device: Any, ways: int) -> list[dict[str, Any]]:
+@dataclass
+class Table:
+    """What was trained so far.
+
+    Attributes:
+        trained_modules: random ones.
+        failed_module: what was wrong with the last one, and how to draw it again.
+        rows: one a training of a pair.
+    """
+
+    trained_modules: int
+    failed_module: str | None
+    rows: list[dict[str, Any]]
+
+
+def _pairs(device: Any, ways: int, table: Table, save: Callable[[], object]) -> None:
     from equivalence.carried import Way, train_pair  # pyright: ignore[reportMissingImports]
     from equivalence.zoo_pairs import DEFAULT_PAIRS  # pyright: ignore[reportMissingImports]
 
-    rows: list[dict[str, Any]] = []
     pairs = sorted(DEFAULT_PAIRS)
-    for place, (model, plan) in enumerate(pairs):
-        for turn in range(ways):
+    for turn in range(ways):
+        for place, (model, plan) in enumerate(pairs):
             number = turn and turn * len(pairs) + place
             way = Way.numbered(number)
             failed = None
@@ -93,19 +116,17 @@ def _pairs(device: Any, ways: int) -> list[dict[str, Any]]:
                     train_pair(model, plan, device, Path(directory), way)
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is a row of the table
                     failed = f"{type(error).__name__}: {error}"[:600]
-            rows.append({"model": model, "plan": plan, "way": number, "meaning": str(way), "failed": failed})
-            print(f"{len(rows)}/{len(pairs) * ways} {model} {plan} {number} {failed or 'equal'}", flush=True)
-    return rows
+            table.rows.append({"model": model, "plan": plan, "way": number, "meaning": str(way), "failed": failed})
+            print(f"{len(table.rows)}/{len(pairs) * ways} {model} {plan} {number} {failed or 'equal'}", flush=True)
+            save()
 
 
-def _modules(device: Any, examples: int, seed: int) -> tuple[int, str | None]:
+def _modules(device: Any, examples: int, seed: int, table: Table, save: Callable[[], object]) -> None:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
     from hypothesis import strategies as st
 
     from equivalence.carried import train_drawn  # pyright: ignore[reportMissingImports]
-
-    trained = 0
 
     # No shrinking: a failure here is drawn again, and made small, by `pytest tests/device --examples`.
     @seeded(seed)
@@ -119,19 +140,18 @@ def _modules(device: Any, examples: int, seed: int) -> tuple[int, str | None]:
     )
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:
-        nonlocal trained
         train_drawn(data, device)
-        trained += 1
-        print(f"module {trained}", flush=True)
+        table.trained_modules += 1
+        print(f"module {table.trained_modules}", flush=True)
+        save()
 
     if not examples:
-        return 0, None
+        return
     try:
         draw()
     except Exception as error:  # noqa: BLE001 - as above
         notes = "\n".join(getattr(error, "__notes__", ()))
-        return trained, f"{type(error).__name__}: {error}\n{notes}"[:4000]
-    return trained, None
+        table.failed_module = f"{type(error).__name__}: {error}\n{notes}"[:4000]
 
 
 def _commit() -> str:
