@@ -7,6 +7,7 @@ default suite in two ways, and `make zoo-device` the whole in several, with a ta
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from random import Random
 
@@ -20,23 +21,32 @@ from equivalence.carried import Way, carry, train_drawn, train_pair
 from equivalence.compare import Differences
 from equivalence.plain import adamw, clone_states
 from equivalence.zoo_pairs import DEFAULT_PAIRS
+from memfit.core.plan import Tier
 
 # `--examples` asks for fresh ones, and as many.
 _given = settings()
 EXAMPLES = 20 if _given.derandomize else _given.max_examples
 
 
+# Of the default suite. Most use host memory on the index that is not current, inside and outside a stream of the caller's: most orders can be wrong there.
+SAMPLE = (26, 44, 9, 36, 8, 47, 33, 20, 10)
+STAYS = ("resident", "recompute", "select", "resident-3")
+"""Plans that send nothing away, in which no transfer can be wrong."""
+
+
 def _ways() -> list[object]:
-    """Every pair in two ways; by default one model for each plan, no model twice."""
+    """Every pair in two ways; by default one model for each plan, no model twice, in the ways of the sample."""
     ways: list[object] = []
     pairs = sorted(DEFAULT_PAIRS)
     Random(3).shuffle(pairs)
+    sample = cycle(SAMPLE)
     met: set[str] = set()
     for place, (name, plan) in enumerate(pairs):
         is_first = name not in met and plan not in met
         met |= {name, plan} if is_first else set()
-        for number in (place, len(pairs) + place):
-            marks = [] if is_first and number == place else [pytest.mark.slow]
+        first = next(sample) if is_first and plan not in STAYS else place
+        for number in (first, len(pairs) + place):
+            marks = [] if is_first and number == first else [pytest.mark.slow]
             ways.append(pytest.param(name, plan, number, id=f"{name}-{plan}-{number}", marks=marks))
     return ways
 
@@ -51,11 +61,10 @@ def test_training_on_a_device_in_any_way_equals_plain_pytorch_there_and_no_acces
 def test_the_default_ways_meet_every_plan_in_every_manner() -> None:
     chosen = [param.values for param in _ways() if not param.marks]  # type: ignore[attr-defined]
     assert {plan for _, plan, _ in chosen} == set(plans.BY_NAME)
-    ways = [Way.numbered(number) for *_, number in chosen]
+    ways = [Way.numbered(number) for _, plan, number in chosen if plan not in STAYS]
     assert len({way.tiers for way in ways}) == 3
-    for each in ("index", "is_aside"):
-        assert len({getattr(way, each) for way in ways}) == 2
-    assert len({way.seed is None for way in ways}) == 2
+    met = {(way.index, way.is_aside, way.seed is None) for way in ways if Tier.HOST in way.tiers}
+    assert met >= {(1, False, True), (1, True, True), (0, True, False), (1, False, False), (0, False, False)}
 
 
 @pytest.mark.timeout(0)

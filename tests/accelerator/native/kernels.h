@@ -83,6 +83,7 @@ class Aliases {
       if (made.alias.storage().is_alias_of(t.storage())) return view_over(made.original, t);
     auto out = at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::Device(kType, device)));
     if (!t.numel()) return out;
+    if (t._is_zerotensor()) return out.zero_();  // zeros without memory, which autograd makes for some derivatives
     auto& stream = current(device);
     auto touch = touch_of(out, true);
     note(stream, {touch}, "result of a kernel");
