@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import devices
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
 from memfit.core.profile import Profile
@@ -160,6 +161,24 @@ def test_weights_that_are_away_do_not_change_which_of_the_optimizers_loops_runs(
     with memfit.fit(model, optimizer, loss_there, batch, plan=plan, directory=tmp_path / "homes"):
         assert [group["foreach"] for group in snapshot_groups(optimizer)] == wanted == [None]
     del plain
+
+
+def test_a_backend_without_streams_is_refused_before_anything_is_done_to_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, batch = made(device)
+    done: list[str] = []
+    accelerator = type(devices.of(device))
+
+    def refuse(self: object, device: torch.device) -> torch.Stream:
+        raise memfit.UnsupportedError(f"torch has no streams for {device}")
+
+    monkeypatch.setattr(accelerator, "new_stream", refuse)
+    for name in ("empty_cache", "reset_peaks", "set_limit_bytes", "statistics"):
+        monkeypatch.setattr(accelerator, name, lambda *_, name=name: done.append(name))
+    with pytest.raises(memfit.UnsupportedError, match="has no streams"):
+        memfit.fit(model, optimizer, loss_there, batch, limit="1GiB")
+    assert done == []
 
 
 @pytest.mark.parametrize("saved", [Saved.RECOMPUTE, Saved.SELECT])

@@ -31,6 +31,7 @@ from equivalence.saved_harness import (
 )
 from memfit.core.errors import StoreError
 from memfit.core.plan import Tier
+from memfit.runtime.homes import Staging
 from memfit.runtime.saved import HostStore, Offloader, StagedScratchStore
 from memfit.runtime.store import DiskIO, ScratchFile
 
@@ -282,7 +283,8 @@ def test_the_host_never_reserves_more_than_parcels_once_needed_at_the_same_time(
 def test_a_staged_store_brings_back_what_it_was_given_through_one_buffer_a_direction(tmp_path: Path) -> None:
     io = DiskIO(read_threads=1, write_threads=1)
     scratch = ScratchFile(tmp_path, io)
-    store = StagedScratchStore(scratch, CPU)
+    staging = Staging(CPU, piece_bytes=64 * 1024)  # most are longer
+    store = StagedScratchStore(scratch, staging)
     tensors = [torch.randn(size) for size in (1000, 50_000, 7, 20_000)]
     rests = []
     for tensor in tensors:
@@ -293,11 +295,12 @@ def test_a_staged_store_brings_back_what_it_was_given_through_one_buffer_a_direc
     for tensor, back, ticket in zip(tensors, backs, tickets, strict=True):
         ticket.wait()
         assert torch.equal(torch.empty(0).set_(back, 0, tensor.shape), tensor)  # type: ignore[call-overload]
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("memfit-saved")]
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("memfit-staging")]
     assert len(threads) == 2
+    assert staging.held_bytes == 2 * 2 * 64 * 1024
     for rest in rests:
         store.free(rest)
-    store.close()
+    staging.close()
     assert scratch.statistics().live_bytes == 0
     scratch.close()
     io.close()

@@ -172,3 +172,10 @@ except KeyboardInterrupt:
         found = subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True)
         assert found.stdout.strip() == wanted
         assert ("Exception ignored" in found.stderr) is (how == "plain")
+
+
+def test_a_plans_table_says_what_was_taken_off_the_limit_of_that_device() -> None:
+    from memfit.cli.plan import what_is_held
+
+    assert "interpreter" in what_is_held("cpu")
+    assert "interpreter" not in what_is_held("NVIDIA H100")

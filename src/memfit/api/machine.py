@@ -91,6 +91,9 @@ class Machine:
         self.allocator: Allocator | FallbackAllocator | None = None
         self.meter: DeviceMeter
         if devices.is_accelerator(device):
+            devices.of(device).new_stream(
+                device
+            )  # a backend without streams is refused before it is measured and emptied
             self.meter = AcceleratorMeter(device)
             self.meter.release()  # what building the model left in the pool
         else:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit import devices
 from memfit.api.choosing import Choice, choose
 from memfit.api.commits import stored_plan
 from memfit.api.cutting import Cut, UserSplit, Whole
@@ -184,6 +185,11 @@ class Task:
             commits=0.0 if self.run is None else commits_a_step(self.run.durability),
         )
 
+    @property
+    def is_staged(self) -> bool:
+        """The disk is reached through pinned host memory."""
+        return devices.is_accelerator(self.machine.device)
+
     def check_claim(self) -> None:
         """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
         limit = self.machine.limits.disk_bytes
@@ -218,7 +224,7 @@ class Task:
         if budget.limit_bytes is None or budget.tensor_bytes is None or not self.enforces:
             return
         cut = replace(plan, microbatches=self.problem.cut.most(self.sample, plan.microbatches))
-        ready = prepared_for(found, cut, clips_norm=self.clips_norm)
+        ready = prepared_for(found, cut, clips_norm=self.clips_norm, is_staged=self.is_staged)
         peak, report = ready.timeline.peak_bytes, peak_report(ready.schedule, cut, found, rows=6)
         if cut.microbatches > 1 and NONADDITIVE not in self.allow:
             rows = min(checked_rows(self.problem.cut), found.batch_rows)
@@ -269,13 +275,15 @@ class Task:
             chosen = replace(chosen, microbatches=problem.cut.most(batch, chosen.microbatches))
             traced = problem.profile_for(chosen, batch)
             check_meaning(chosen, traced, is_committed=kept.run is not None)
-            return prepared_for(traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart)
+            return prepared_for(
+                traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart, is_staged=kept.is_staged
+            )
 
         cut = replace(plan, microbatches=problem.cut.most(self.sample, plan.microbatches))
         rows = -(-found.batch_rows // cut.microbatches)
         is_traced = found.batch_rows == problem.cut.rows(self.sample) and rows in found.traces
         ready = (
-            prepared_for(found, cut, clips_norm=self.clips_norm, adds_apart=adds_apart)
+            prepared_for(found, cut, clips_norm=self.clips_norm, adds_apart=adds_apart, is_staged=self.is_staged)
             if is_traced
             else prepare(self.sample, plan)
         )
@@ -338,7 +346,9 @@ def commits_a_step(durability: Durability) -> float:
     return 1.0 if durability == "step" else 0.0
 
 
-def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None) -> Prepared:
+def prepared_for(
+    profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None, is_staged: bool = False
+) -> Prepared:
     """Schedules and prediction of a plan, checked, for the batch that the profile is of.
 
     Args:
@@ -346,6 +356,7 @@ def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: 
         plan: cut into no more microbatches than the batch has rows.
         clips_norm: gradients are clipped by their global norm.
         adds_apart: `Plan.adds_apart` of the job's own plan; None: this is it.
+        is_staged: as in `prediction.predict`.
     """
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     check_schedule(schedule, plan, profile, clips_norm=clips_norm)
@@ -355,5 +366,5 @@ def prepared_for(profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: 
         rows=-(-profile.batch_rows // plan.microbatches),
         schedule=schedule,
         evaluation=build_forward(plan, profile, plan.microbatches),
-        timeline=predict(schedule, plan, profile, adds_apart=adds_apart),
+        timeline=predict(schedule, plan, profile, adds_apart=adds_apart, is_staged=is_staged),
     )

@@ -20,6 +20,7 @@ from memfit.cli.source import (
     find_source,
 )
 from memfit.core.errors import UsageError
+from memfit.core.plan import is_processor
 from memfit.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def write_plan(path: Path, advice: Advice) -> None:
 def _print_limit(console: Console, advice: Advice) -> None:
     budget = advice.budget
     rows = [
-        ("held before the first tensor (interpreter, libraries)", format_bytes(budget.base_bytes)),
+        (what_is_held(advice.hardware.device), format_bytes(budget.base_bytes)),
         ("reserve for scratch of kernels", format_bytes(budget.reserve_bytes)),
         ("tensors, predicted peak", format_bytes(advice.timeline.peak_bytes)),
         ("predicted peak", format_bytes(advice.predicted_peak_bytes)),
@@ -105,6 +106,13 @@ def _print_limit(console: Console, advice: Advice) -> None:
         ("step, predicted", f"{advice.timeline.seconds:.3g} s"),
     ]
     print_table(console, "What it takes", ("what", "predicted"), rows)
+
+
+def what_is_held(device: str) -> str:
+    """What stands before the job's tensors, in words: an accelerator's limit is for tensors alone."""
+    if is_processor(device):
+        return "held before the first tensor (interpreter, libraries)"
+    return "alive on the device beside the job"
 
 
 def print_ladder(console: Console, advice: Advice) -> None:

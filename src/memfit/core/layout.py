@@ -15,6 +15,11 @@ ALIGNMENT_BYTES = 4096
 # What is updated, widened or added is so by pieces: 2 MiB of fp32 fit a core's cache with gradient and moments, and are a whole number of pages.
 PIECE_ELEMENTS = 1 << 19
 
+# Between an accelerator and a file, bytes pass through pinned host memory: as many pieces of this size each way. A piece is what the disk's threads move at once.
+STAGING_PIECE_BYTES = 4 * MIB
+STAGING_PIECES = 2
+PINNED_STAGING_BYTES = 2 * STAGING_PIECES * STAGING_PIECE_BYTES
+
 Scheme = Literal["generations", "journal"]
 """How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""
 

@@ -32,6 +32,11 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+def is_processor(device: str) -> bool:
+    """Says whether the processor is the device, by the name that `Hardware.device` or a `torch.device` has."""
+    return device in ("cpu", "meta")
+
+
 def updates_in_place(tier: Tier, device: str) -> bool:
     """Says whether an update computes on bytes of that tier where they rest; else their pieces come to the device, which computes, and go back.
 
@@ -41,7 +46,7 @@ def updates_in_place(tier: Tier, device: str) -> bool:
         tier: where weights, masters, gradients or states rest.
         device: "cpu" where the processor is the device, whose instructions reach host memory; anything else for an accelerator.
     """
-    return tier is Tier.DEVICE or (tier is Tier.HOST and device in ("cpu", "meta"))
+    return tier is Tier.DEVICE or (tier is Tier.HOST and is_processor(device))
 
 
 class Saved(StrEnum):

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from memfit.core.errors import DoesNotFitError, PlanError
 from memfit.core.hardware import Hardware
-from memfit.core.plan import Plan, Tier
+from memfit.core.layout import PINNED_STAGING_BYTES
+from memfit.core.plan import Plan, Tier, is_processor
 from memfit.core.profile import Profile
 from memfit.core.schedule import Norm, Schedule
 from memfit.core.timeline import Moment, Timeline
 from memfit.core.units import format_bytes
-from memfit.prediction.bytes import STAGING_BYTES, DeviceBytes, home_bytes
+from memfit.prediction.bytes import STAGING_BYTES, DeviceBytes, home_bytes, uses_disk
 from memfit.prediction.seconds import Clock, commit_seconds
 
 
@@ -39,6 +40,7 @@ def predict(
     microbatches: int | None = None,
     adds_apart: bool | None = None,
     commits: float = 0.0,
+    is_staged: bool | None = None,
 ) -> Timeline:
     """Adds up a legal schedule.
 
@@ -53,6 +55,7 @@ def predict(
             fewer than that at a time).
         adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None: as this plan says.
         commits: to a store, a step; see `seconds.commit_seconds`.
+        is_staged: what travels between the device and the disk passes through pinned host memory; None: as it does on that hardware.
 
     Returns:
         One moment an action; peaks of host and disk; bytes moved by category; stalls by cause.
@@ -86,7 +89,9 @@ def predict(
     )
     return Timeline(
         moments=moments,
-        host_peak_bytes=home_bytes(plan, profile, Tier.HOST) + memory.away_peaks[Tier.HOST],
+        host_peak_bytes=_host_peak(
+            plan, profile, memory, is_staged=_stages(hardware) if is_staged is None else is_staged
+        ),
         disk_peak_bytes=home_bytes(plan, profile, Tier.DISK) + memory.away_peaks[Tier.DISK],
         bytes_read=dict(clock.bytes_read),
         bytes_written=dict(clock.bytes_written),
@@ -111,9 +116,19 @@ def appraise(
     return Appraisal(
         peak_bytes=device,
         seconds=max((t.end_s for t in times), default=0.0) + commit_seconds(plan, profile, hardware, commits),
-        host_peak_bytes=home_bytes(plan, profile, Tier.HOST) + memory.away_peaks[Tier.HOST],
+        host_peak_bytes=_host_peak(plan, profile, memory, is_staged=_stages(hardware)),
         disk_peak_bytes=home_bytes(plan, profile, Tier.DISK) + memory.away_peaks[Tier.DISK],
     )
+
+
+def _stages(hardware: Hardware | None) -> bool:
+    return hardware is not None and not is_processor(hardware.device)
+
+
+def _host_peak(plan: Plan, profile: Profile, memory: DeviceBytes, *, is_staged: bool) -> int:
+    """Homes and activations in host memory, and the pieces through which the disk is reached."""
+    pinned = PINNED_STAGING_BYTES if is_staged and uses_disk(plan, memory.shape) else 0
+    return home_bytes(plan, profile, Tier.HOST) + memory.away_peaks[Tier.HOST] + pinned
 
 
 def check_limits(

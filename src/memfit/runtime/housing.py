@@ -28,7 +28,7 @@ from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import Plan, Tier
 from memfit.core.units import MIB
 from memfit.runtime.gradients import GradientHomes
-from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Tickets
+from memfit.runtime.homes import ByteHome, DiskHome, MemoryHome, Staging, Tickets
 from memfit.runtime.rounded import RoundedMasters
 from memfit.runtime.run_store import (
     RunStore,
@@ -104,7 +104,9 @@ class House:
         self.io: DiskIO | None = None
         self.store: DiskStore | None = None
         self.scratch: ScratchFile | None = None
-        self._staged: StagedScratchStore | None = None
+        self._staging: Staging | None = None
+        if self._stream is not None:
+            self._staging = Staging(device, stream=self._stream, ledger=host_ledger)
         try:
             if run is not None:
                 assert model is not None
@@ -187,11 +189,11 @@ class House:
         if tier is Tier.DISK and is_kept:
             assert self.run is not None
             # Zeros until it is filled: whole from its first commit on.
-            self._disk_homes.append(self.run.home(region, ends))
+            self._disk_homes.append(self.run.home(region, ends, self._staging))
             return self._disk_homes[-1]
         if tier is Tier.DISK:
             assert self.store is not None
-            disk = DiskHome(self.store.region(region), ends)
+            disk = DiskHome(self.store.region(region), ends, self._staging)
             if disk.has_spare_slot:
                 _blank(disk)
             self._disk_homes.append(disk)
@@ -436,12 +438,10 @@ class House:
     def tier_stores(self) -> dict[Tier, TierStore]:
         """Where offloaded activations rest."""
         stores: dict[Tier, TierStore] = {Tier.HOST: self._host_store}
-        if self.scratch is not None and not devices.is_accelerator(self._device):
+        if self.scratch is not None and self._staging is None:
             stores[Tier.DISK] = ScratchStore(self.scratch)
-        elif self.scratch is not None:
-            if self._staged is None:
-                self._staged = StagedScratchStore(self.scratch, self._device, stream=self._stream)
-            stores[Tier.DISK] = self._staged
+        elif self.scratch is not None and self._staging is not None:
+            stores[Tier.DISK] = StagedScratchStore(self.scratch, self._staging)
         return stores
 
     def first_commit(self) -> None:
@@ -536,9 +536,8 @@ class House:
                 stack.callback(self.store.close, delete=True)
             if self.scratch is not None:
                 stack.callback(self.scratch.close)
-            if self._staged is not None:
-                stack.callback(self._staged.close)
-                self._staged = None
+            if self._staging is not None:
+                stack.callback(self._staging.close)
             stack.callback(self._host_store.close)
             self._residents.clear()
             while self._memory_homes:

@@ -23,7 +23,7 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.core.layout import Scheme, flat_layout
 from memfit.core.plan import Plan
-from memfit.runtime.homes import DiskHome, MemoryHome
+from memfit.runtime.homes import DiskHome, MemoryHome, Staging
 from memfit.runtime.shared_elements import copy_shared
 from memfit.runtime.split import rest_nbytes, rest_tensors
 from memfit.runtime.states import BlockStates, StateSlot
@@ -308,9 +308,9 @@ class RunStore:
         self.state = self.committed.read_state()
         self.is_resumed = True
 
-    def home(self, region: str, ends: Collection[int] = ()) -> DiskHome:
-        """A region as the home of a block that the plan puts on disk; `ends` as in `DiskHome`."""
-        return DiskHome(self.committed.region(region), ends)
+    def home(self, region: str, ends: Collection[int] = (), staging: Staging | None = None) -> DiskHome:
+        """A region as the home of a block that the plan puts on disk; the other arguments as in `DiskHome`."""
+        return DiskHome(self.committed.region(region), ends, staging)
 
     def has(self, region: str) -> bool:
         """There is such a region."""

@@ -7,5 +7,6 @@ their tensors out in it by `core.layout`. `MemoryHome` rests in device or host m
 from memfit.runtime.homes.base import DONE, ByteHome, Then, Ticket, Tickets, write_tensor
 from memfit.runtime.homes.disk import DiskHome
 from memfit.runtime.homes.memory import MemoryHome
+from memfit.runtime.homes.staging import Staging
 
-__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Then", "Ticket", "Tickets", "write_tensor"]
+__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Staging", "Then", "Ticket", "Tickets", "write_tensor"]

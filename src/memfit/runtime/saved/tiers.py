@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,8 +16,8 @@ from memfit import devices
 from memfit.core.plan import Tier
 from memfit.runtime.homes.base import Ticket
 from memfit.runtime.homes.memory import MemoryHome
-from memfit.runtime.store import Extent, ScratchFile, memory_of_storage
-from memfit.runtime.trees import bytes_view, new_storage
+from memfit.runtime.homes.staging import FileTicket, Staged, Staging
+from memfit.runtime.store import Extent, Memory, ScratchFile, memory_of_storage
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -146,135 +145,49 @@ class ScratchStore:
 @dataclass(frozen=True, eq=False, slots=True)
 class _StagedRest:
     nbytes: int
-    left: Future[None]
-    extent: Future[Extent]
-
-
-class _StagedRead:
-    def __init__(self, read: Future[None]) -> None:
-        self._read = read
-
-    def wait(self) -> None:
-        """Blocks until the bytes are on the device, where any stream may then use them."""
-        self._read.result()
-
-
-class _Staging:
-    """One host buffer, as large as the largest parcel so far, pinned beside an accelerator. Used by one thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_pinned = False
-        self._storage: torch.UntypedStorage | None = None
-
-    def at_least(self, nbytes: int) -> torch.UntypedStorage:
-        """The buffer, made larger if it must be."""
-        if self._storage is None or self._storage.nbytes() < nbytes:
-            self.close()
-            self._storage = new_storage(nbytes)
-            if devices.is_accelerator(self._device):
-                self._is_pinned = devices.of(self._device).pin(self._storage)
-        return self._storage
-
-    def close(self) -> None:
-        """Unpins and frees it."""
-        storage, self._storage = self._storage, None
-        if storage is not None and self._is_pinned:
-            devices.of(self._device).unpin(storage)
-            self._is_pinned = False
+    extents: dict[int, Extent]
+    """By the first byte in the parcel of each piece."""
+    written: Staged
 
 
 class StagedScratchStore:
-    """A scratch file for storages of a device that the disk cannot reach: by way of one host buffer in each direction.
-
-    Two threads do it, one a direction, a parcel at a time: copy to the host, then write; read, then copy to the device.
-        The disk is the slow part, so the copy that does not overlap costs little, and host memory is bounded.
-
-    Memory: host, twice the largest parcel.
+    """A scratch file for storages of a device that the disk cannot reach: by way of the staging, piece by piece.
 
     Args:
-        scratch: the file; whoever made it closes it, after `close`.
-        device: whose storages come.
-        stream: copy stream, for an accelerator.
+        scratch: the file; whoever made it closes it, after the staging.
+        staging: shared with homes on disk; whoever made it closes it.
     """
 
-    def __init__(self, scratch: ScratchFile, device: torch.device, *, stream: torch.Stream | None = None) -> None:
-        assert (stream is not None) == devices.is_accelerator(device)
+    def __init__(self, scratch: ScratchFile, staging: Staging) -> None:
         self._scratch = scratch
-        self._device = device
-        self._stream = stream
-        self._outward, self._inward = _Staging(device), _Staging(device)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="memfit-saved-out")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="memfit-saved-in")
+        self._staging = staging
 
     def put(self, storage: torch.UntypedStorage) -> _StagedRest:
         """See `TierStore`."""
-        left: Future[None] = Future()
-        # In a list, so that the executor, which keeps its arguments until the write is through, does not keep the device's memory.
-        extent = self._writer.submit(self._write, [storage], self._now(), left)
-        return _StagedRest(storage.nbytes(), left, extent)
+        extents: dict[int, Extent] = {}
+        scratch = self._scratch
+
+        def write(offset: int, _count: int, memory: Memory) -> FileTicket:
+            extents[offset] = scratch.put(memory, label="saved tensor")
+            return extents[offset].written
+
+        return _StagedRest(storage.nbytes(), extents, self._staging.take(write, storage.nbytes(), storage))
 
     def wait(self, rest: _StagedRest) -> None:
-        """See `TierStore`: until the bytes are in the host buffer; whether they reach the disk is seen by `get`."""
-        rest.left.result()
+        """See `TierStore`: until the bytes are in host memory; whether they reach the disk is seen by `get`."""
+        rest.written.wait_until_left()
 
     def get(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
         """See `TierStore`. `into_offset`: the first byte to fill."""
-        return _StagedRead(self._reader.submit(self._read, rest, into, into_offset, self._now()))
+        scratch = self._scratch
+
+        def read(offset: int, _count: int, memory: Memory) -> FileTicket:
+            rest.written.wait()  # it has ended; this tells if it failed
+            return scratch.get(rest.extents[offset], memory, label="saved tensor")
+
+        return self._staging.bring(read, rest.nbytes, into, into_offset, after=[rest.written])
 
     def free(self, rest: _StagedRest) -> None:
-        """See `TierStore`."""
-        rest.extent.add_done_callback(_give_back)
-
-    def close(self) -> None:
-        """Ends the threads when what they have been given is done, and frees the buffers."""
-        for executor in (self._writer, self._reader):
-            executor.shutdown(wait=True)
-        self._outward.close()
-        self._inward.close()
-
-    def _now(self) -> torch.Event | None:
-        """What was enqueued on the compute stream until now."""
-        if self._stream is None:
-            return None
-        device = self._stream.device
-        return devices.of(device).current_stream(device).record_event()
-
-    def _write(self, given: list[torch.UntypedStorage], ready: torch.Event | None, left: Future[None]) -> Extent:
-        storage = given.pop()
-        nbytes = storage.nbytes()
-        try:
-            buffer = self._outward.at_least(nbytes)
-            # The copy must see what compute wrote into the storage before `put`.
-            self._copy(bytes_view(buffer, 0, nbytes), bytes_view(storage, 0, nbytes), ready)
-        except BaseException as error:
-            left.set_exception(error)
-            raise
-        del storage  # whoever waits for `left` lets the last reference go, and its memory with it
-        left.set_result(None)
-        extent = self._scratch.put(memory_of_storage(buffer, 0, nbytes), label="saved tensor")
-        extent.written.wait()  # the buffer is used again
-        return extent
-
-    def _read(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int, ready: torch.Event | None) -> None:
-        buffer = self._inward.at_least(rest.nbytes)
-        extent = rest.extent.result()
-        self._scratch.get(extent, memory_of_storage(buffer, 0, rest.nbytes), label="saved tensor").wait()
-        # The memory of `into` may still be read by kernels that were enqueued before it was freed and given out again.
-        self._copy(bytes_view(into, into_offset, rest.nbytes), bytes_view(buffer, 0, rest.nbytes), ready)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> None:
-        """Copies and waits until it is done."""
-        if self._stream is None or ready is None:
-            target.copy_(source)
-            return
-        with devices.of(self._device).on(self._stream):
-            self._stream.wait_event(ready)
-            target.copy_(source, non_blocking=True)
-            event = self._stream.record_event()
-        event.synchronize()
-
-
-def _give_back(extent: Future[Extent]) -> None:
-    if extent.exception() is None:
-        extent.result().give_back()
+        """See `TierStore`. The file takes the room back when the transfers have ended."""
+        extents = rest.extents
+        rest.written.call_when_settled(lambda: [extent.give_back() for extent in extents.values()])
