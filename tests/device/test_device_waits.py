@@ -24,6 +24,7 @@ from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.schedule import Clear, Commit, Update
 from memfit.core.units import MIB
 from memfit.runtime.caches import TravellingCaches
+from memfit.runtime.homes.staging import Staged, Staging
 from memfit.runtime.saved import HostStore, Offloader, StagedScratchStore
 from memfit.runtime.settling import Settling
 from memfit.runtime.store import DiskIO, ScratchFile
@@ -46,20 +47,20 @@ def allocated(device: torch.device) -> int:
 
 
 @contextmanager
-def staging(device: torch.device, where: Path) -> Iterator[StagedScratchStore]:
+def staging(device: torch.device, where: Path) -> Iterator[tuple[StagedScratchStore, Staging]]:
     io = DiskIO()
     scratch = ScratchFile(where, io=io)
-    store = StagedScratchStore(scratch, device, stream=devices.of(device).new_stream(device))
+    pieces = Staging(device, stream=devices.of(device).new_stream(device), piece_bytes=NUMBERS)  # a quarter of a parcel
     try:
-        yield store
+        yield StagedScratchStore(scratch, pieces), pieces
     finally:
-        store.close()
+        pieces.close()
         scratch.close()
         io.close()
 
 
 def test_staging_copies_behind_compute_and_before_it(device: torch.device, tmp_path: Path) -> None:
-    with staging(device, tmp_path) as store:
+    with staging(device, tmp_path) as (store, _):
         made, other = numbers(1, device), numbers(11, device)
         made += 2
         rests = [store.put(t.untyped_storage()) for t in (made, other)]
@@ -73,11 +74,11 @@ def test_staging_copies_behind_compute_and_before_it(device: torch.device, tmp_p
 
 
 @contextmanager
-def busy(store: StagedScratchStore) -> Iterator[None]:
-    """The threads of the store begin with something that takes until soon after the body begins."""
+def busy(pieces: Staging) -> Iterator[None]:
+    """The threads of the staging begin with something that takes until soon after the body begins."""
     gate = threading.Event()
-    for executor in (store._writer, store._reader):
-        executor.submit(gate.wait)
+    for direction in (pieces._outward, pieces._inward):
+        direction.submit(Staged(()), lambda _: gate.wait() and None)
     timer = threading.Timer(0.05, gate.set)
     timer.start()
     yield
@@ -85,9 +86,9 @@ def busy(store: StagedScratchStore) -> Iterator[None]:
 
 
 def test_what_staging_takes_away_stays_until_it_is_copied(device: torch.device, tmp_path: Path) -> None:
-    with staging(device, tmp_path) as store:
+    with staging(device, tmp_path) as (store, pieces):
         made = numbers(3, device)
-        with busy(store):
+        with busy(pieces):
             rest = store.put(made.untyped_storage())
             store.wait(rest)
             made.fill_(5)
@@ -97,12 +98,12 @@ def test_what_staging_takes_away_stays_until_it_is_copied(device: torch.device, 
 
 
 def test_staging_is_closed_when_all_is_written(device: torch.device, tmp_path: Path) -> None:
-    with staging(device, tmp_path) as store:
+    with staging(device, tmp_path) as (store, pieces):
         made = numbers(3, device)
-        with busy(store):
+        with busy(pieces):
             rest = store.put(made.untyped_storage())
-            store.close()
-            assert rest.extent.done()
+            pieces.close()
+            assert rest.written.is_settled
 
 
 class Slow:
@@ -127,13 +128,14 @@ class Slow:
 
 
 def test_staging_is_used_again_when_it_is_written(device: torch.device, tmp_path: Path) -> None:
-    with staging(device, tmp_path) as store:
+    with staging(device, tmp_path) as (store, _):
         store._scratch = Slow(store._scratch)  # type: ignore[assignment]
-        rests = [store.put(numbers(value, device).untyped_storage()) for value in (3, 11)]
-        for value, rest in zip((3, 11), rests, strict=True):
+        given = [torch.arange(NUMBERS, dtype=torch.float32).to(device) + value for value in (3, 11)]
+        rests = [store.put(t.untyped_storage()) for t in given]
+        for wanted, rest in zip(given, rests, strict=True):
             room = numbers(0, device)
             store.get(rest, room.untyped_storage()).wait()
-            assert room.sum().item() == value * NUMBERS
+            assert torch.equal(room, wanted)
 
 
 # ---------------------------------------------------------------------------------------------------- saved tensors
