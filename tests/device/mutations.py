@@ -135,7 +135,7 @@ TRANSFERS = (
         where="memfit.runtime.homes.base:Then.wait",
         take="ticket.wait()",
         put="pass",
-        tests=[TRAVELS.format("whole-disk")],
+        tests=[TRAVELS.format("split-host")],
         shows=r"races|== \[True\]",
         is_slow=True,
     ),
