@@ -175,8 +175,9 @@ def write(record: Record, output: Path) -> None:
 
 def private(text: str) -> str:
     """Text without the reader's directories."""
-    for path, word in ((str(ROOT), "<memfit>"), (tempfile.gettempdir(), "<tmp>"), (str(Path.home()), "~")):
-        text = text.replace(path, word) if len(path) > 1 else text
+    words = {str(ROOT): "<memfit>", tempfile.gettempdir(): "<tmp>", str(Path.home()): "~"}
+    for path in sorted(words, key=len, reverse=True):  # one may lie inside another
+        text = text.replace(path, words[path]) if len(path) > 1 else text
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
