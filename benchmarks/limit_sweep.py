@@ -4,7 +4,9 @@
     .venv/bin/python benchmarks/limit_sweep.py --seed 1 --cases 60 --out benchmarks/results/limit-sweep.json
 
 A case is a model, an optimizer, a batch and a limit, all drawn from the seed and its number; half of the cases have a known loss over a wide vocabulary
-(which can run in chunks), very many small tensors, or are built with `memfit.empty`. Every measurement is a fresh process.
+(which can run in chunks), very many small tensors, or are built with `memfit.empty`. Every measurement is a fresh process; with `--forks`, which takes a third of
+the time, a fork of one that has loaded torch, transformers and memfit. With `--wide` models and optimizers are those of `limiting`, trained as they are, with a
+clipped norm, in groups of parameters, or under autocast.
 
 `--cases`: a process asks for 2 MiB and is told the smallest limit. A quarter of the cases get that limit, the others one between it and what training
 without a limit would take. A second process trains three steps, evaluates and saves. It must not breach; the kernel's peak of the process (VmHWM, phase by
@@ -25,11 +27,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
+from limiting import wide
+from sweep import commit, in_a_fork
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +60,7 @@ class Case:
         optimizer: a class of torch.optim, and its settings.
         is_empty: built by `memfit.empty`.
         share: of the way from the smallest limit to that of training without one; 0: the smallest limit itself.
+        way: how it is trained, of a case of `limiting`: a norm that is clipped ("clip"), parameters in "groups", under "autocast".
     """
 
     name: str
@@ -66,6 +71,7 @@ class Case:
     optimizer: tuple[str, Mapping[str, Any]]
     is_empty: bool
     share: float
+    way: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------------------
@@ -95,6 +101,24 @@ def draw(seed: int, number: int, *, smallest: bool) -> Case:
         optimizer=(kind, OPTIMIZERS[kind]),
         is_empty=trait == "empty",
         share=0.0 if smallest or number % 4 == 3 else round(rng.uniform(0.02, 1.1), 3),
+    )
+
+
+def draw_wide(seed: int, number: int, *, smallest: bool) -> Case:
+    """The case of that number of `limiting`. Every fourth has the smallest limit."""
+    rng = random.Random(f"wide {seed}/{number}")
+    family, config, batch, sizes = rng.choice(wide.WIDE)(rng)
+    ways: tuple[dict[str, Any], ...] = ({}, {}, {"clip": 1.0}, {"groups": True}, {"autocast": "bfloat16"})
+    return Case(
+        name=f"wide {seed}/{number} {family[1]}",
+        family=family,
+        config=config,
+        batch=batch,
+        sizes=sizes,
+        optimizer=rng.choice(wide.OPTIMIZERS),
+        is_empty=False,
+        share=0.0 if smallest or number % 4 == 3 else round(rng.uniform(0.02, 1.1), 3),
+        way={"wide": True, **rng.choice(ways)},
     )
 
 
@@ -277,21 +301,32 @@ def main() -> int:
     parser.add_argument("--only", type=int, action="append", help="cases of these numbers (may be repeated)")
     parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")
+    parser.add_argument(
+        "--forks", action="store_true", help="measure in forks of one process that has loaded the libraries"
+    )
+    parser.add_argument("--wide", action="store_true", help="other architectures, optimizers and ways to train")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        _work(json.loads(arguments.worker))
+        print(json.dumps(_work(json.loads(arguments.worker))))
         return 0
     smallest = arguments.smallest > 0
     numbers = arguments.only or range(arguments.smallest or arguments.cases)
     results: list[dict[str, Any]] = []
+    head = {"command": "python benchmarks/limit_sweep.py " + " ".join(sys.argv[1:]), "commit": commit()}
+    run = _run_in_a_fork if arguments.forks else _run
+    if arguments.forks:
+        _load_libraries()
     with tempfile.TemporaryDirectory(prefix="memfit-sweep-", dir=arguments.directory) as directory:
         for number in numbers:
-            results.append(measure(draw(arguments.seed, number, smallest=smallest), Path(directory)))
+            case = (draw_wide if arguments.wide else draw)(arguments.seed, number, smallest=smallest)
+            results.append(measure(case, Path(directory), run))
             print(_row_text(results[-1]), flush=True)
             if arguments.out is not None:
                 arguments.out.write_text(
-                    json.dumps({"machine": common.machine(), "seed": arguments.seed, "results": results}, indent=1)
+                    json.dumps(
+                        {**head, "machine": common.machine(), "seed": arguments.seed, "results": results}, indent=1
+                    )
                     + "\n"
                 )
     failed = [r for r in results if not r["holds"]]
@@ -299,9 +334,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def measure(case: Case, directory: Path) -> dict[str, Any]:
+Run = Callable[[Case, int, Path], dict[str, Any]]
+
+
+def measure(case: Case, directory: Path, run: Run) -> dict[str, Any]:
     """The smallest limit of a case, what happens at its own limit, and, if that is the smallest, 3 % below it."""
-    asked = _run(case, LEAST_LIMIT, directory)
+    asked = run(case, LEAST_LIMIT, directory)
     found: dict[str, Any] = {"case": asdict(case), "asked": asked, "holds": False, "problems": []}
     smallest = asked.get("smallest")
     if smallest is None:
@@ -310,11 +348,11 @@ def measure(case: Case, directory: Path) -> dict[str, Any]:
         ]
         return found
     limit = smallest if case.share == 0.0 else int(smallest + case.share * max(0, asked["plain_bytes"] - smallest))
-    trained = _run(case, limit, directory)
+    trained = run(case, limit, directory)
     found |= {"smallest_bytes": smallest, "limit_bytes": limit, "trained": trained}
     problems = _problems(trained, limit)
     if limit == smallest:
-        less = _run(case, int(smallest * BELOW), directory)
+        less = run(case, int(smallest * BELOW), directory)
         found["below"] = less
         if "smallest" not in less:
             problems.append(f"3 % below: {less.get('died', 'it trains')}")
@@ -360,6 +398,23 @@ def _run(case: Case, limit: int, directory: Path) -> dict[str, Any]:
     return {"died": f"exit {done.returncode}: {done.stderr.strip()[-1500:]}"}
 
 
+def _load_libraries() -> None:
+    """What every fork would load: it is there in all of them, as in a process that loaded it itself."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+def _run_in_a_fork(case: Case, limit: int, directory: Path) -> dict[str, Any]:
+    home = Path(tempfile.mkdtemp(dir=directory))
+    request = {"case": json.loads(json.dumps(asdict(case))), "limit": limit, "directory": str(home)}
+    found, ended = in_a_fork(lambda: [_work(request)], TIMEOUT_S)
+    shutil.rmtree(home)
+    return found[0] if found else {"died": ended}
+
+
 def _row_text(result: Mapping[str, Any]) -> str:
     case, trained = result["case"], result.get("trained", {})
     mib = common.mib
@@ -379,36 +434,43 @@ def _row_text(result: Mapping[str, Any]) -> str:
 # --- the child --------------------------------------------------------------------------------------------------------------------
 
 
-def _work(request: dict[str, Any]) -> None:
+def _work(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import memfit
+    from limiting import building
     from memfit.api.machine import prepare_process
     from memfit.core.errors import DoesNotFitError
     from memfit.prediction import predict
     from memfit.runtime.allocator import install
 
-    case = Case(**request["case"])
+    drawn = request["case"]
+    case = Case(**{**drawn, "family": (drawn["family"][0], drawn["family"][1])})
     where = Path(request["directory"])
     loss = _import(case)
     prepare_process()
     torch.manual_seed(0)
     model = memfit.empty(lambda: _build(case)) if case.is_empty else _build(case)
-    optimizer = getattr(torch.optim, case.optimizer[0])(model.parameters(), **case.optimizer[1])
+    optimizer = building.build_optimizer(
+        case.optimizer[0], case.optimizer[1], model, grouped=case.way.get("groups", False)
+    )
     batch = _batch(case)
     try:
-        job = memfit.fit(model, optimizer, loss, batch, limit=request["limit"], directory=where / "homes")
-    except DoesNotFitError as error:
-        print(
-            json.dumps(
-                {
-                    "smallest": error.smallest_limit_bytes,
-                    "message": str(error),
-                    "plain_bytes": _plain_bytes(model, optimizer, loss, batch),
-                }
-            )
+        job = memfit.fit(
+            model,
+            optimizer,
+            loss,
+            batch,
+            limit=request["limit"],
+            directory=where / "homes",
+            max_grad_norm=case.way.get("clip"),
         )
-        return
+    except DoesNotFitError as error:
+        return {
+            "smallest": error.smallest_limit_bytes,
+            "message": str(error),
+            "plain_bytes": _plain_bytes(model, optimizer, loss, batch),
+        }
     steps = [job.step(batch) for _ in range(STEPS)]
     evaluated = job.evaluate(batch)
     job.save(where / "saved")
@@ -426,13 +488,18 @@ def _work(request: dict[str, Any]) -> None:
     }
     job.close(restore=False)
     assert install().stats().limit_bytes is None
-    print(json.dumps(found))
+    return found
 
 
 def _import(case: Case) -> Callable[[nn.Module, Any], torch.Tensor]:
     """The loss; whatever is imported for the model is imported now."""
     import torch
 
+    if "wide" in case.way:
+        from limiting.building import build_loss, load
+
+        load(case.family)
+        return build_loss(case.family, case.batch, case.way.get("autocast"))
     if case.family[0] == "torch":
         return lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
     import transformers
@@ -442,6 +509,10 @@ def _import(case: Case) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def _build(case: Case) -> nn.Module:
+    if "wide" in case.way:
+        from limiting.building import build_model
+
+        return build_model(case.family, case.config)
     if case.family[0] == "torch":
         return _module(**case.config)
     import transformers
@@ -485,6 +556,10 @@ def _batch(case: Case) -> Any:
     import torch
 
     rows, length, count = case.sizes
+    if "wide" in case.way:
+        from limiting.building import build_batch
+
+        return build_batch(case.batch, case.sizes)
     match case.batch:
         case "rows":
             shape = (rows, count, length) if count else (rows, length)

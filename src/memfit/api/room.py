@@ -25,7 +25,7 @@ from memfit.runtime.allocator.kernel import KernelLimit, drop_mapped_files
 # A loader, a list of losses, modules that are imported between `fit` and the first step: part of the reserve, as in what a refusal names as the smallest limit.
 _SMALL_GROWTH_BYTES = 8 * MIB
 # Of the limit, what is free between steps where pooled memory can make it so: a user's arrays come there, and nothing can refuse them. Taking its pages anew
-# costs the next step up to 2 % of its CPU time (measured: 0.54 to 0.56 s, 0.65 to 0.67 s, 1.33 to 1.33 s with the whole pool given back).
+# costs the next step up to 4 % of its CPU time (measured: 0.54 to 0.56 s, 0.65 to 0.67 s, 1.33 to 1.33 s with the whole pool given back).
 _FREE_BETWEEN_STEPS = 0.5
 
 
