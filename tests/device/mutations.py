@@ -16,7 +16,7 @@ ORDER, TRAINING, INFERENCE = (
     "test_device_inference.py::test_",
 )
 
-DROPPED = ORDER + "a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory[late]"
+DROPPED = ORDER + "a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory[late-{}]"
 ELSEWHERE = ORDER + "a_model_on_another_index_than_the_current_one_trains_as_plain[late-host]"
 LOSS_ON_CPU = ORDER + "microbatches_with_a_loss_on_the_cpu_run_back_in_order[late-False-keep-loss_here]"
 VARIABLES = ORDER + "recomputation_in_the_device_thread_meets_context_variables[late-1-recompute]"
@@ -114,7 +114,15 @@ TRANSFERS = (
         where=_MEMORY + "CopyTicket.__del__",
         take="bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)",
         put="pass",
-        tests=[DROPPED],
+        tests=[DROPPED.format("nullcontext")],
+    ),
+    Mutation(
+        says="a ticket that is dropped while a model is traced is faked with it",
+        where=_MEMORY + "CopyTicket.__del__",
+        take="with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():",
+        put="if True:",
+        tests=[DROPPED.format("FakeTensorMode")],
+        shows=r"races|Unraisable",
     ),
     Mutation(
         says="pinned memory is given up under copies",
@@ -675,6 +683,15 @@ HOST = (
         take="if devices.is_accelerator(self._device):",
         put="if False:",
         tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late]"],
+        shows=r"assert \[True",
+        is_slow=True,
+    ),
+    Mutation(
+        says="committed values are read into pinned memory under copies of the update that failed",
+        where="memfit.runtime.housing:House.go_back",
+        take="self._follow_copies()",
+        put="pass",
+        tests=[WAITS + "a_step_that_is_finished_from_its_journal_begins_with_nothing_of_the_update_that_failed[late]"],
         shows=r"assert \[True",
         is_slow=True,
     ),

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
 from memfit import devices
@@ -222,7 +224,11 @@ def test_a_model_on_another_index_than_the_current_one_trains_as_plain(
     assert_equal(ours(other, loss_there, tier, Saved.OFFLOAD, 4, tmp_path), plain(other, loss_there, 4))
 
 
-def test_a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory(device: torch.device) -> None:
+@pytest.mark.parametrize("within", [nullcontext, FakeTensorMode])
+def test_a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory(
+    device: torch.device, within: Callable[[], Any]
+) -> None:
+    """The collector drops it wherever it comes: while a model is traced, too."""
     from memfit.runtime.homes import MemoryHome
 
     nbytes = 1 << 20
@@ -230,7 +236,8 @@ def test_a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory(device
     home.write(0, nbytes, torch.ones(nbytes // 4, device=device).untyped_storage()).wait()
     into: Any = torch.empty(nbytes // 4, device=device)
     ticket = home.read(0, nbytes, into.untyped_storage())
-    del into, ticket
+    with within():
+        del into, ticket
     mine = torch.full((nbytes // 4,), 7.0, device=device)
     torch.accelerator.synchronize(device)
     assert mine.sum().item() == 7 * (nbytes // 4)

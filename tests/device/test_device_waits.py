@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from memfit import devices
 from memfit.api import machine
 from memfit.api.saving import _restore_random
 from memfit.core.limits import DEVICE_RESERVE_BYTES
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
 from memfit.core.schedule import Clear, Commit, Update
 from memfit.core.units import MIB
 from memfit.runtime.caches import TravellingCaches
@@ -28,6 +29,7 @@ from memfit.runtime.homes.staging import Staged, Staging
 from memfit.runtime.saved import HostStore, Offloader, StagedScratchStore
 from memfit.runtime.settling import Settling
 from memfit.runtime.store import DiskIO, ScratchFile
+from memfit.runtime.update_pieces import PieceUpdates
 from memfit.runtime.updates import Gate, UpdateWorker
 from memfit.runtime.visits import Visits
 from memfit.verification.meters import AcceleratorMeter
@@ -439,6 +441,31 @@ def test_a_commit_has_what_the_step_before_it_wrote(device: torch.device, tmp_pa
     assert [torch.equal(a, b) for a, b in zip(values(other, its_optimizer), plain(device, 1), strict=True)] == [
         True
     ] * 12
+
+
+def test_a_step_that_is_finished_from_its_journal_begins_with_nothing_of_the_update_that_failed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Pieces of that update are on their way to pinned homes, into which the host reads the committed values."""
+    model, optimizer, rows, plan = made(device)
+    blocks = {name: replace(home, gradient_home=Tier.DISK) for name, home in plan.blocks.items()}
+    plan = replace(plan, update=UpdateTime.AFTER_BACKWARD, blocks=blocks)
+    apply, pieces = PieceUpdates.apply, iter(range(100))
+
+    def failing(updates: PieceUpdates, block: Any, coming: Any) -> list[Any]:
+        leaving = apply(updates, block, coming)
+        if next(pieces) == 1:
+            raise memfit.StoreError("the disk is full")
+        return leaving
+
+    monkeypatch.setattr(PieceUpdates, "apply", failing)
+    with memfit.fit(model, optimizer, loss_of, rows, plan=plan, store=tmp_path / "run", scheme="journal") as job:
+        with pytest.raises(memfit.StoreError, match="the disk is full"):
+            job.step(rows)
+        assert any("finished from its journal" in text for text in job.step(rows).departures)
+        with job.weights(), torch.no_grad():
+            model.layers[1].bias.add_(1)
+    assert [torch.equal(a, b) for a, b in zip(values(model, optimizer), plain(device, 1), strict=True)] == [True] * 12
 
 
 # ---------------------------------------------------------------------------------------------------- limits

@@ -13,7 +13,7 @@ from memfit.api import interrupts
 
 
 def descriptors() -> set[str]:
-    return {path.name for path in Path("/proc/self/fd").iterdir()}
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["as it is set", "as it is taken back"])
@@ -31,7 +31,7 @@ def test_ctrl_c_while_the_wake_up_descriptor_changes_leaves_none_behind(
             signal.raise_signal(signal.SIGINT)
         return found
 
-    monkeypatch.setattr(interrupts.signal, "set_wakeup_fd", interrupted)
+    monkeypatch.setattr(signal, "set_wakeup_fd", interrupted)
     with pytest.raises(KeyboardInterrupt), held.held():
         pass
     monkeypatch.undo()

@@ -395,6 +395,8 @@ class House:
             StoreError: the disk.
         """
         assert self.run is not None
+        # A piece of the update that failed may still be on its way to a pinned home: it would land on what the host reads now.
+        self._follow_copies()
         self.begin_versions([block])
         for region, home in self._homes_of(block):
             if isinstance(home, MemoryHome):

@@ -34,7 +34,9 @@ class CopyTicket:
         # Dropped before anyone waited: the allocator would give the memory out on the compute stream while the copy is still to come.
         for storage in self._keep:
             if devices.is_accelerator(storage.device) and storage.nbytes():
-                bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
+                # The collector may come while a model is traced: modes that fake operations must not see this one.
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+                    bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
 
 
 class MemoryHome:
