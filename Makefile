@@ -89,7 +89,7 @@ mutations: install
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PYTHON) -m pytest -q -p accelerator.mutants --mutations device.mutations $(if $(MUTATION),--only "$(MUTATION)") --device late --slow tests/device
 
 fuzz: install
-	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 $(TEST_ARGS)
+	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 -o faulthandler_timeout=0 $(TEST_ARGS)
 
 train: install
 	@limit="$(TRAIN_LIMIT)"; \

@@ -351,3 +351,36 @@ def test_an_object_of_a_class_of_arrays_is_not_changed_by_planning() -> None:
 
     memfit.profile(model, torch.optim.SGD(model.parameters(), lr=0.0), loss, batch)
     assert np.array_equal(batch["x"], X.numpy()) and "seen" not in batch
+
+
+def _padded(batch: Any) -> Tensor:
+    return batch.to_padded_tensor(0.0) if batch.is_nested else batch.to_dense()
+
+
+SPARSE: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "nested": (lambda: torch.nested.nested_tensor([randn(3, 6), randn(2, 6)]), r"a nested tensor.*to_padded_tensor"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([randn(3, 6), randn(2, 6)], layout=torch.jagged),
+        r"a nested tensor.*to_padded_tensor",
+    ),
+    "sparse": (lambda: randn(4, 6).to_sparse(), r"a sparse tensor.*to_dense\(\)"),
+    "rows of a sparse matrix": (lambda: randn(4, 6).to_sparse_csr(), r"a sparse tensor.*to_dense\(\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("name", SPARSE)
+def test_nested_and_sparse_tensors_are_refused_in_words_in_the_sample_and_in_a_step(name: str) -> None:
+    make, words = SPARSE[name]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(_padded(batch)).square().mean()
+
+    model = build(Tower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=f"the batch holds {words}"):
+        memfit.fit(model, optimizer, loss, make())
+    with memfit.fit(model, optimizer, lambda model, batch: loss(model, batch["x"]), {"x": randn(4, 6)}) as job:
+        with pytest.raises(UnsupportedError, match=f"the batch holds {words}"):
+            job.step({"x": make()})
+        assert job.step({"x": randn(4, 6)}).is_finite

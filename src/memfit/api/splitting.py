@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from memfit.api.cutting import ByRows, Cut
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.profiling.recorder import check_dense
 from memfit.runtime.trees import tensors_in
 
 # The sizes of the check's unequal parts: enough that a mean of means differs from the mean. Of a sample of two rows, one each.
@@ -46,8 +47,10 @@ def signature_of(batch: Any, cut: Cut, microbatches: int) -> Signature:
         microbatches: of the plan; where parts are no equal slices, their shapes belong to the signature.
 
     Raises:
-        UsageError: it is empty.
+        UsageError: it is empty. UnsupportedError: it holds sparse or nested tensors.
     """
+    for tensor in tensors_in(batch):
+        check_dense(tensor, "the batch holds")
     rows, parts = cut.rows(batch), [batch]
     count = cut.most(batch, microbatches)
     if count > 1 and not cut.is_even:

@@ -430,6 +430,10 @@ def check_dense(tensor: torch.Tensor, whose: str) -> None:
         tensor: any.
         whose: begins the sentence whose object it is.
     """
+    if tensor.is_nested:  # those of the older layout call themselves strided, and have no shape
+        raise UnsupportedError(
+            f"{whose} a nested tensor, and memfit places dense ones only: give its parts as a list of tensors (unbind), or pad them (to_padded_tensor)"
+        )
     if tensor.layout is not torch.strided:
         name = str(tensor.layout).removeprefix("torch.")
         raise UnsupportedError(
