@@ -26,6 +26,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.states import StateFormat
 from memfit.prediction.predict import predict
 from memfit.recipes.gpt import find_recipe
+from memfit.scheduling.lower import lower
 
 BF16 = ComputeDtype.BFLOAT16
 PLANS: dict[str, tuple[Plan, frozenset[str]]] = {
@@ -71,7 +72,7 @@ def measure(name: str, place: str, directory: Path) -> dict[str, Any]:
     assert not job.step(sample).is_skipped
     cpu_s = time.process_time() - began
     after = [sum(moved.values()) for moved in job.bytes_moved]
-    timeline = predict(job.schedule, job.plan, job.profile)
+    timeline = predict(lower(job.schedule, job.plan, job.profile))
     live_bytes = job._machine.meter.live_bytes()  # noqa: SLF001, what the job's own proof reads
     files = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     job.close(restore=False)

@@ -443,6 +443,7 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
     from memfit.core.errors import DoesNotFitError
     from memfit.prediction import predict
     from memfit.runtime.allocator import install
+    from memfit.scheduling.lower import lower
 
     drawn = request["case"]
     case = Case(**{**drawn, "family": (drawn["family"][0], drawn["family"][1])})
@@ -475,7 +476,7 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
     evaluated = job.evaluate(batch)
     job.save(where / "saved")
     phases = job.proof().phases
-    predicted = predict(job.schedule, job.plan, job.profile).peak_bytes
+    predicted = predict(lower(job.schedule, job.plan, job.profile)).peak_bytes
     found = {
         "is_finite": all(step.is_finite for step in steps) and evaluated.loss == evaluated.loss,
         "peaks": {phase.name: phase.process_peak_bytes or 0 for phase in phases},

@@ -206,6 +206,7 @@ def _work(name: str, directory: Path) -> None:
     import memfit
     from memfit.prediction import predict
     from memfit.runtime.allocator import install
+    from memfit.scheduling.lower import lower
 
     case = CASES[name]
     torch.manual_seed(0)
@@ -221,7 +222,7 @@ def _work(name: str, directory: Path) -> None:
             if job.step(batch).departures:
                 raise RuntimeError("a step departed from its schedule")
         steady = next(phase for phase in job.proof().phases if phase.name == "steady")
-        highest = predict(job.schedule, plan, job.profile).peak
+        highest = predict(lower(job.schedule, plan, job.profile)).peak
         assert highest is not None
         found = {
             "predicted_bytes": highest.peak_bytes,

@@ -22,6 +22,7 @@ from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
 from memfit.runtime.allocator import install
 from memfit.scheduling.build import build_step
+from memfit.scheduling.lower import lower
 
 WIDTH, ROWS = 8, 4
 
@@ -254,7 +255,7 @@ def _predicted(compute: str, home: Tier) -> Predicted:
     blocks = {block.name: BlockPlan(gradient_home=home, state_home=home) for block in problem.block_map.blocks}
     plan = Plan(compute_dtype=compute, update=UpdateTime.AFTER_BACKWARD, blocks=blocks)  # type: ignore[arg-type]  # words are taken
     profile = problem.profile_for(plan, batch)
-    timeline = predict(build_step(plan, profile, clips_norm=False), plan, profile)
+    timeline = predict(lower(build_step(plan, profile, clips_norm=False), plan, profile))
     last = [moment for moment in timeline.moments if moment.action.startswith("backward")][-1]
     parameters = sum(p.numel() for p in model.parameters())
     # The batch and the loss are there too: one row.

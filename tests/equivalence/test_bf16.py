@@ -23,6 +23,7 @@ from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.prediction.predict import predict
+from memfit.scheduling.lower import lower
 
 ARCHITECTURES = ("gpt2", "llama", "mixtral", "t5", "bert")
 BF16 = ComputeDtype.BFLOAT16
@@ -299,7 +300,7 @@ def test_two_bytes_a_parameter_travel_forward_and_two_backward(tmp_path: Path) -
         read, written = job.bytes_moved
         job.step(rows)
         read_after, written_after = job.bytes_moved
-        predicted = predict(job.schedule, plan, job.profile)
+        predicted = predict(lower(job.schedule, plan, job.profile))
     # Each parameter begins on a page: 48 * 48 * 2 bytes take two, a bias one.
     block = 3 * 4096
     assert predicted.bytes_read["weight"] == 3 * block

@@ -20,6 +20,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.states import StateFormat
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_step
+from memfit.scheduling.lower import lower
 
 FP16 = ComputeDtype.FLOAT16_WEIGHTS
 
@@ -253,7 +254,7 @@ def test_a_step_reads_half_of_a_weight_at_each_visit(tmp_path: Path) -> None:
             job.loss_scaler.load_state_dict(scaler_state(2.0**60, 2000))
             before = job.bytes_moved[0].get("weight", 0)
             assert job.step(batch(0)).is_skipped  # only visits read weights then
-            timeline = predict(build_step(plan, job.profile, clips_norm=False), plan, job.profile)
+            timeline = predict(lower(build_step(plan, job.profile, clips_norm=False), plan, job.profile))
             moved[compute] = job.bytes_moved[0]["weight"] - before, timeline.bytes_read["weight"]
     whole, half = moved[ComputeDtype.FLOAT16], moved[FP16]
     assert 0 < half[0] < 0.51 * whole[0]

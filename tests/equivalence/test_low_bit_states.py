@@ -253,8 +253,9 @@ def test_bytes_at_home_and_moved_are_those_that_are_predicted(chosen: StateForma
         job.step(batch(1))
         after_read, after_written = job.bytes_moved
         from memfit.prediction.predict import predict
+        from memfit.scheduling.lower import lower
 
-        timeline = predict(job.schedule, job.plan, job.profile)
+        timeline = predict(lower(job.schedule, job.plan, job.profile))
         expected = sum(
             2 * 4 * p.numel() if p.numel() < 4096 or name.startswith("rows") else 2 * _bytes(chosen, p.numel())
             for name, p in model.named_parameters()

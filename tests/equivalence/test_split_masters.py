@@ -20,6 +20,7 @@ from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.prediction.predict import predict
 from memfit.runtime.split import SplitMasters
+from memfit.scheduling.lower import lower
 
 BF16 = ComputeDtype.BFLOAT16
 
@@ -137,7 +138,7 @@ def test_a_step_moves_and_keeps_what_is_predicted(tmp_path: Path) -> None:
         read, written = job.bytes_moved
         job.step(rows)
         read_after, written_after = job.bytes_moved
-        predicted = predict(job.schedule, plan, job.profile)
+        predicted = predict(lower(job.schedule, plan, job.profile))
         kept = sum(f.stat().st_size for f in (tmp_path / "homes").rglob("*") if f.is_file())
     page = 4096
     block = 512 * 512 * 2 + 512 * 512 // 8 + 2 * page

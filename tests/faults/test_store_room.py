@@ -14,7 +14,7 @@ from faults import small_run
 from faults.small_run import adamw, build, draw, loss
 from memfit.core.errors import DoesNotFitError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier
-from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
+from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 
 PAGE_BYTES = 4096
 ROWS = 64

@@ -31,6 +31,7 @@ from memfit.runtime.allocator import Allocator, install
 from memfit.runtime.homes import DiskHome, Ticket
 from memfit.runtime.losses import chunked_cross_entropy
 from memfit.runtime.update_pieces import PieceUpdates
+from memfit.scheduling.lower import lower
 
 MIB = 1 << 20
 BF16 = ComputeDtype.BFLOAT16
@@ -310,7 +311,7 @@ def measure(name: str, variant: str, directory: Path) -> Found:
     allow = {"bf16"} if plan.compute_dtype is BF16 else set[str]()
     job = memfit.fit(model, optimizer, subject.loss, batch, plan=plan, allow=allow, directory=directory / "homes")
     try:
-        timeline = predict(job.schedule, plan, job.profile, staging_bytes=0)
+        timeline = predict(lower(job.schedule, plan, job.profile, staging_bytes=0))
         job.step(batch)
         intervals = measure_step(job, batch, timeline, allocator, before_bytes)
         return Found(intervals, timeline, SMALL_BYTES + subject.workspace_bytes)
@@ -482,7 +483,7 @@ def test_uses_of_a_tied_weight_are_summed_apart_before_they_reach_its_gradient(
         for _ in range(2):
             assert not job.step(batch).departures
         steady = next(phase for phase in job.proof().phases if phase.name == "steady")
-        predicted = predict(job.schedule, plan, job.profile).peak_bytes
+        predicted = predict(lower(job.schedule, plan, job.profile)).peak_bytes
     measured = steady.peak_bytes - before
     table = 30_000 * 64 * 4
     # The weight; one gradient of each use and their sum, as autograd adds a view of a product apart; and what an earlier microbatch gave.

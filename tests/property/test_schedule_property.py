@@ -25,10 +25,11 @@ from memfit.core.schedule import (
     Start,
     Update,
 )
+from memfit.planning.bounds import PeakBounds
 from memfit.prediction import predict
-from memfit.prediction.bounds import PeakBounds
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
+from memfit.scheduling.lower import lower
 from property.random_steps import Case, cases, is_legal
 from unit.profiles import gpt_profile
 
@@ -106,7 +107,7 @@ def test_every_byte_that_a_step_brings_is_gone_when_it_ends(case: Case) -> None:
     traces = {-(-profile.batch_rows // plan.microbatches): next(iter(profile.traces.values()))}
     profile = type(profile)(batch_rows=profile.batch_rows, blocks=profile.blocks, traces=traces)
     schedule = build_step(plan, profile, clips_norm=case.clips_norm)
-    timeline = predict(schedule, plan, profile)
+    timeline = predict(lower(schedule, plan, profile))
     assert timeline.moments[-1].after_bytes == timeline.moments[0].after_bytes
     assert all(m.peak_bytes >= m.after_bytes for m in timeline.moments)
     assert all(sum(m.by_category.values()) == m.peak_bytes for m in timeline.moments)
@@ -170,7 +171,7 @@ def test_plans_with_equal_schedule_texts_and_fates_are_predicted_alike(plans: li
         others += [replace(drawn, order=order, microbatches=1) for order in Order]
         for plan in (drawn, *others):
             schedule = build_step(plan, SHAPED, clips_norm=clips_norm)
-            timeline = predict(schedule, plan, SHAPED)
+            timeline = predict(lower(schedule, plan, SHAPED))
             held = tuple((m.peak_bytes, m.after_bytes) for m in timeline.moments)
             text = schedule.text(), tuple(call.saved for call in plan.calls)
             other, same = found.setdefault(text, (plan, held))

@@ -26,6 +26,7 @@ from memfit.planning.rules import choose_plan
 from memfit.prediction.predict import appraise
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step
+from memfit.scheduling.lower import lower
 from unit.profiles import gpt_profile
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -46,7 +47,7 @@ def _all() -> list[tuple[Plan, int, float]]:
     for count in (1, 2, 4, 8):
         for candidate in list_candidates(PROFILE, microbatches=count, tiers=(Tier.DISK,), clips_norm=False):
             schedule = build_step(candidate.plan, PROFILE, clips_norm=False)
-            cost = appraise(schedule, candidate.plan, PROFILE, MACHINE)
+            cost = appraise(lower(schedule, candidate.plan, PROFILE), MACHINE)
             found.append((candidate.plan, cost.peak_bytes, cost.seconds))
     return found
 

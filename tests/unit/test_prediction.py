@@ -20,13 +20,15 @@ from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfi
 from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
+from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.rules import choose_plan
 from memfit.prediction import check_limits, peak_report, predict, residents_at
-from memfit.prediction.bytes import flat_master_bytes, flat_weight_bytes, master_home_bytes
+from memfit.prediction.clock import CALLS_PER_S
 from memfit.prediction.predict import appraise
-from memfit.prediction.seconds import CALL_OVERHEAD_S, commit_seconds, update_compute_seconds, update_traffic
 from memfit.runtime.homes.memory import MemoryHome
 from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import flat_master_bytes, flat_weight_bytes, master_home_bytes, update_traffic
 from property.random_steps import Case, cases, storages
 from unit.profiles import PAGE, block, gpt_profile
 
@@ -40,7 +42,7 @@ def timeline_of(
     plan: Plan, profile: Profile, hardware: Hardware | None = None, *, clips_norm: bool = False
 ) -> Timeline:
     schedule = build_step(plan, profile, clips_norm=clips_norm)
-    return predict(schedule, plan, profile, hardware, clips_norm=clips_norm, staging_bytes=0)
+    return predict(lower(schedule, plan, profile, staging_bytes=0), hardware)
 
 
 def recompute_layers(profile: Profile, home: Tier = Tier.DEVICE) -> tuple[CallPlan, ...]:
@@ -155,7 +157,7 @@ def test_inference_has_the_same_peak_at_every_depth(depth: int) -> None:
     layer = flat_weight_bytes(profile.block("h.0"))
     plan = Plan(blocks={f"h.{i}": DISK for i in range(depth)})
     schedule = build_forward(plan, profile, 1)
-    timeline = predict(schedule, plan, profile, staging_bytes=0)
+    timeline = predict(lower(schedule, plan, profile, staging_bytes=0))
     always = sum(flat_weight_bytes(b) + profile.state_bytes[b.name] for b in profile.blocks if b.kind != "layer")
     rest = always + batch_bytes(ROWS)
     middle = next(m for m in timeline.moments if m.action == "forward C2 m0")
@@ -240,7 +242,7 @@ def test_activations_after_every_action_are_those_that_something_keeps(data: st.
     case = without_weights(case, data.draw(storages(len(trace.calls))))
     trace = next(iter(case.profile.traces.values()))
     schedule = build_step(case.plan, case.profile, clips_norm=False)
-    timeline = predict(schedule, case.plan, case.profile, staging_bytes=0)
+    timeline = predict(lower(schedule, case.plan, case.profile, staging_bytes=0))
     expected = [0] * len(schedule.actions)
     for m in range(case.plan.microbatches):
         for s in trace.storages:
@@ -412,9 +414,9 @@ def test_residents_at_every_action_add_up_to_its_peak() -> None:
         calls=recompute_layers(profile, Tier.DISK),
     )
     schedule = build_step(plan, profile, clips_norm=False)
-    timeline = predict(schedule, plan, profile, staging_bytes=MIB)
+    timeline = predict(lower(schedule, plan, profile, staging_bytes=MIB))
     for index, moment in enumerate(timeline.moments):
-        found = residents_at(schedule, plan, profile, index, staging_bytes=MIB)
+        found = residents_at(lower(schedule, plan, profile, staging_bytes=MIB, is_itemized=True), index)
         assert sum(r.nbytes for r in found) == moment.peak_bytes
         assert all(r.nbytes > 0 for r in found)
 
@@ -422,7 +424,7 @@ def test_residents_at_every_action_add_up_to_its_peak() -> None:
 def test_the_report_names_the_largest_first() -> None:
     profile = gpt_profile(layers=2)
     schedule = build_step(Plan(), profile, clips_norm=False)
-    text = peak_report(schedule, Plan(), profile, staging_bytes=0, rows=4)
+    text = peak_report(lower(schedule, Plan(), profile, staging_bytes=0, is_itemized=True), rows=4)
     assert text.splitlines()[0].startswith("predicted device peak")
     assert "backward C4 m0" in text
     assert "smaller ones" in text
@@ -445,16 +447,6 @@ def test_a_size_that_was_not_traced_is_refused() -> None:
         timeline_of(Plan(microbatches=2), profile)
 
 
-def test_a_schedule_for_the_other_clipping_is_refused() -> None:
-    profile = gpt_profile(layers=1)
-    schedule = build_step(Plan(), profile, clips_norm=False)
-    with pytest.raises(PlanError, match="clips_norm=True"):
-        predict(schedule, Plan(), profile, clips_norm=True)
-
-
-# ---- seconds ----
-
-
 def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
     return Hardware(
         device="cpu",
@@ -472,7 +464,7 @@ def test_compute_alone_takes_its_operations_and_one_more_forward_if_recomputed()
     forward = sum(c.forward_flops for c in calls)
     backward = sum(c.backward_flops for c in calls)
     layers = sum(c.forward_flops for c in calls if c.is_repeated)
-    overhead = 2 * len(calls) * CALL_OVERHEAD_S
+    overhead = 2 * len(calls) * (1 / CALLS_PER_S)
     plain = timeline_of(Plan(), profile, machine())
     assert plain.seconds == pytest.approx((forward + backward) / 1e9 + overhead)
     again = timeline_of(Plan(calls=recompute_layers(profile)), profile, machine())
@@ -487,12 +479,12 @@ def test_a_fetch_ahead_hides_behind_compute_and_a_late_one_does_not() -> None:
     flops_s = profile.traces[ROWS].calls[1].forward_flops / 1e9
     hardware = machine(disk=layer / (flops_s / 2))
     schedule = build_forward(Plan(blocks=layers, prefetch=1), profile, 1)
-    ahead = predict(schedule, Plan(blocks=layers, prefetch=1), profile, hardware)
+    ahead = predict(lower(schedule, Plan(blocks=layers, prefetch=1), profile), hardware)
     late_plan = Plan(blocks=layers, prefetch=0)
-    late = predict(build_forward(late_plan, profile, 1), late_plan, profile, hardware)
+    late = predict(lower(build_forward(late_plan, profile, 1), late_plan, profile), hardware)
     assert late.stalls_s["fetch"] == pytest.approx(LAYERS * flops_s / 2)
     # Only the first is waited for, less the embedding's time: it has nothing but overhead to hide behind.
-    assert ahead.stalls_s["fetch"] == pytest.approx(flops_s / 2 - CALL_OVERHEAD_S)
+    assert ahead.stalls_s["fetch"] == pytest.approx(flops_s / 2 - (1 / CALLS_PER_S))
 
 
 def test_stalls_and_compute_add_up_to_the_step() -> None:
@@ -512,7 +504,7 @@ def test_links_serve_one_transfer_at_a_time() -> None:
     profile = gpt_profile(layers=LAYERS)
     plan = Plan(blocks={b.name: DISK for b in profile.blocks}, prefetch=2)
     schedule = build_step(plan, profile, clips_norm=False)
-    timeline = predict(schedule, plan, profile, machine(disk=1e6))
+    timeline = predict(lower(schedule, plan, profile), machine(disk=1e6))
     fetches = [m for a, m in zip(schedule, timeline.moments, strict=True) if isinstance(a, Fetch)]
     read_s = sum(flat_weight_bytes(profile.blocks[a.block]) for a in schedule if isinstance(a, Fetch)) / 1e6
     assert max(m.end_s for m in fetches) >= read_s
@@ -537,7 +529,7 @@ def test_an_update_of_what_rests_on_the_host_is_priced_where_it_is_done(device: 
         assert traffic.written == {(Tier.HOST, name): nbytes for name, nbytes in written.items()}
     elements = sum(math.prod(p.shape) for p in profile.blocks[index].parameters)
     hardware = replace(machine(), device=device, update_elements_per_s=1e3)
-    assert update_compute_seconds(plan, profile, index, hardware) == pytest.approx(elements / 1e3)
+    assert update_seconds(plan, profile, index, hardware) == pytest.approx(elements / 1e3)
 
 
 def test_host_memory_where_the_device_is_the_host_is_refused() -> None:
@@ -583,12 +575,12 @@ def test_a_commit_writes_what_rests_in_memory_and_its_seconds_belong_to_the_step
     for blocks, share in (({}, 3), (on_disk, 0), ({n: BlockPlan(state_home=Tier.DISK) for n in on_disk}, 1)):
         plan = Plan(blocks=blocks)
         schedule = build_step(plan, profile, clips_norm=False)
-        alone = predict(schedule, plan, profile, machine)
+        alone = predict(lower(schedule, plan, profile), machine)
         for commits in (1.0, 1 / 3):
-            found = predict(schedule, plan, profile, machine, commits=commits)
+            found = predict(lower(schedule, plan, profile, commits=commits), machine)
             # Each block is laid out in pages.
             assert found.seconds - alone.seconds == pytest.approx(commits * share * weights / 5e8, rel=0.03, abs=1e-9)
-            cost = appraise(schedule, plan, profile, machine, commits=commits)
+            cost = appraise(lower(schedule, plan, profile, commits=commits), machine)
             assert cost.seconds == pytest.approx(found.seconds)
 
 

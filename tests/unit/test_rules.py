@@ -22,9 +22,9 @@ from memfit.planning.refusals import Refusal
 from memfit.planning.rules import choose_plan
 from memfit.planning.segments import every_kth, recompute_segments, sqrt_segments
 from memfit.prediction import predict
-from memfit.prediction.seconds import segment_flops
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
+from memfit.scheduling.lower import lower, segment_flops
 from unit.profiles import PAGE, chain_profile, gpt_profile
 
 
@@ -52,7 +52,7 @@ def activations_peak(timeline: Timeline) -> int:
 
 
 def predicted(plan: Plan, profile: Profile) -> Timeline:
-    return predict(build_step(plan, profile, clips_norm=False), plan, profile, machine(), staging_bytes=0)
+    return predict(lower(build_step(plan, profile, clips_norm=False), plan, profile, staging_bytes=0), machine())
 
 
 # ---- worked examples of the literature ----
@@ -120,7 +120,9 @@ def test_where_accumulation_alone_fits_nothing_is_recomputed_unless_that_is_fast
     other = choose_plan(profile, limit(alone.peak_bytes), slow_to_enter, has_disk=False, staging_bytes=0)
     assert (
         other.timeline.seconds
-        <= predict(build_step(accumulation, profile, clips_norm=False), accumulation, profile, slow_to_enter).seconds
+        <= predict(
+            lower(build_step(accumulation, profile, clips_norm=False), accumulation, profile), slow_to_enter
+        ).seconds
     )
 
 
@@ -136,7 +138,7 @@ def test_without_a_limit_nothing_moves_and_nothing_is_cut() -> None:
 @pytest.mark.parametrize("clips_norm", [False, True])
 def test_every_budget_gets_a_legal_plan_inside_it_and_more_room_is_never_slower(clips_norm: bool) -> None:
     profile = wide_profile()
-    plain = predict(build_step(Plan(), profile, clips_norm=False), Plan(), profile, staging_bytes=0).peak_bytes
+    plain = predict(lower(build_step(Plan(), profile, clips_norm=False), Plan(), profile, staging_bytes=0)).peak_bytes
     slowest = math.inf
     for share in (0.4, 0.5, 0.7, 1.0):
         budget = limit(int(plain * share) + 2 * MIB)
@@ -151,7 +153,10 @@ def test_no_candidate_that_fits_is_faster_than_the_chosen_one() -> None:
     """All candidates are built here, without bounds."""
     profile = gpt_profile(layers=2, width=320, vocabulary=2048, tokens=32, batch_rows=2, rows=(2, 1))
     every = [
-        (candidate, predict(build_step(candidate.plan, profile, clips_norm=False), candidate.plan, profile, machine()))
+        (
+            candidate,
+            predict(lower(build_step(candidate.plan, profile, clips_norm=False), candidate.plan, profile), machine()),
+        )
         for count in (1, 2)
         for candidate in list_candidates(profile, microbatches=count, tiers=(Tier.DISK,), clips_norm=False)
     ]
@@ -177,7 +182,7 @@ def test_blocks_of_unequal_size_get_more_buffers_where_there_is_room_for_them() 
         and c.plan.call(1).saved is Saved.KEEP
     }
     found = {
-        prefetch: predict(build_step(plan, profile, clips_norm=False), plan, profile, slow, staging_bytes=0)
+        prefetch: predict(lower(build_step(plan, profile, clips_norm=False), plan, profile, staging_bytes=0), slow)
         for prefetch, plan in plans.items()
     }
     assert sorted(found) == [0, 1, 3]
@@ -248,7 +253,7 @@ def test_a_plan_that_cuts_the_batch_takes_what_showing_that_takes() -> None:
     assert after > before
     found = choose_plan(profile, limit(after), machine(), checked_rows=profile.batch_rows)
     if found.plan.microbatches > 1:
-        whole = predict(build_forward(found.plan, profile, 1), found.plan, profile, microbatches=1).peak_bytes
+        whole = predict(lower(build_forward(found.plan, profile, 1), found.plan, profile, microbatches=1)).peak_bytes
         assert whole <= after
 
 

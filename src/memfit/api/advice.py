@@ -41,6 +41,7 @@ from memfit.profiling.blocks import find_blocks
 from memfit.runtime.guard import is_away
 from memfit.scheduling.build import build_step
 from memfit.scheduling.check import check_schedule
+from memfit.scheduling.lower import lower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ def advise(
             reason=f"given by the user. {declared.sentence()}",
             numerics=declared,
             schedule=schedule,
-            timeline=predict(schedule, given, found, speeds, clips_norm=clips_norm),
+            timeline=predict(lower(schedule, given, found, device=speeds.device), speeds),
             budget=budget,
             profile=found,
             hardware=speeds,

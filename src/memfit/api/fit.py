@@ -409,7 +409,7 @@ def _own_plan(task: Task, plan: Plan, budget: Budget) -> tuple[Profile | None, s
     found = replace(task, numerics="auto").trace(cut)
     if task.numerics == "exact" and not declare(cut, found).is_exact:
         return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
-    ready = prepared_for(found, cut, clips_norm=task.clips_norm, is_staged=task.is_staged)
+    ready = prepared_for(found, cut, clips_norm=task.clips_norm, device=task.device)
     peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
     if left is not None and peak > left:
         return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"

@@ -33,7 +33,6 @@ from memfit.core.units import format_bytes
 from memfit.planning.journaling import check_journaled
 from memfit.planning.refusals import Refusal
 from memfit.planning.rules import bytes_of_check
-from memfit.prediction.bytes import disk_bytes_with_store, store_bytes
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
 from memfit.profiling.batch import UncuttableError
@@ -44,6 +43,8 @@ from memfit.runtime.store import Durability
 from memfit.runtime.trees import tensors_in
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
+from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +187,9 @@ class Task:
         )
 
     @property
-    def is_staged(self) -> bool:
-        """The disk is reached through pinned host memory."""
-        return devices.is_accelerator(self.machine.device)
+    def device(self) -> str:
+        """The device's kind, as `scheduling.lower` is told it."""
+        return self.machine.device.type
 
     def check_claim(self) -> None:
         """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
@@ -224,8 +225,9 @@ class Task:
         if budget.limit_bytes is None or budget.tensor_bytes is None or not self.enforces:
             return
         cut = replace(plan, microbatches=self.problem.cut.most(self.sample, plan.microbatches))
-        ready = prepared_for(found, cut, clips_norm=self.clips_norm, is_staged=self.is_staged)
-        peak, report = ready.timeline.peak_bytes, peak_report(ready.schedule, cut, found, rows=6)
+        ready = prepared_for(found, cut, clips_norm=self.clips_norm, device=self.device)
+        peak = ready.timeline.peak_bytes
+        report = peak_report(lower(ready.schedule, cut, found, device=self.device, is_itemized=True), rows=6)
         if cut.microbatches > 1 and NONADDITIVE not in self.allow:
             rows = min(checked_rows(self.problem.cut), found.batch_rows)
             traced = found
@@ -276,14 +278,14 @@ class Task:
             traced = problem.profile_for(chosen, batch)
             check_meaning(chosen, traced, is_committed=kept.run is not None)
             return prepared_for(
-                traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart, is_staged=kept.is_staged
+                traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart, device=kept.device
             )
 
         cut = replace(plan, microbatches=problem.cut.most(self.sample, plan.microbatches))
         rows = -(-found.batch_rows // cut.microbatches)
         is_traced = found.batch_rows == problem.cut.rows(self.sample) and rows in found.traces
         ready = (
-            prepared_for(found, cut, clips_norm=self.clips_norm, adds_apart=adds_apart, is_staged=self.is_staged)
+            prepared_for(found, cut, clips_norm=self.clips_norm, adds_apart=adds_apart, device=self.device)
             if is_traced
             else prepare(self.sample, plan)
         )
@@ -347,7 +349,7 @@ def commits_a_step(durability: Durability) -> float:
 
 
 def prepared_for(
-    profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None, is_staged: bool = False
+    profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None, device: str = "cpu"
 ) -> Prepared:
     """Schedules and prediction of a plan, checked, for the batch that the profile is of.
 
@@ -356,7 +358,7 @@ def prepared_for(
         plan: cut into no more microbatches than the batch has rows.
         clips_norm: gradients are clipped by their global norm.
         adds_apart: `Plan.adds_apart` of the job's own plan; None: this is it.
-        is_staged: as in `prediction.predict`.
+        device: as in `scheduling.lower`.
     """
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     check_schedule(schedule, plan, profile, clips_norm=clips_norm)
@@ -366,5 +368,5 @@ def prepared_for(
         rows=-(-profile.batch_rows // plan.microbatches),
         schedule=schedule,
         evaluation=build_forward(plan, profile, plan.microbatches),
-        timeline=predict(schedule, plan, profile, adds_apart=adds_apart, is_staged=is_staged),
+        timeline=predict(lower(schedule, plan, profile, adds_apart=adds_apart, device=device)),
     )

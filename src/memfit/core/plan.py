@@ -40,7 +40,7 @@ def is_processor(device: str) -> bool:
 def updates_in_place(tier: Tier, device: str) -> bool:
     """Says whether an update computes on bytes of that tier where they rest; else their pieces come to the device, which computes, and go back.
 
-    Prices (`prediction.seconds`) and homes (`MemoryHome.memory`) both ask here.
+    Prices (`scheduling.lower`) and homes (`MemoryHome.memory`) both ask here.
 
     Args:
         tier: where weights, masters, gradients or states rest.
@@ -223,11 +223,11 @@ class Plan:
 
     def block(self, name: str) -> BlockPlan:
         """Homes of a block; all on the device if the plan does not name it."""
-        return self.blocks.get(name, BlockPlan())
+        return self.blocks.get(name, _ON_DEVICE)
 
     def call(self, index: int) -> CallPlan:
         """Fate of a call; kept if the plan does not reach it."""
-        return self.calls[index] if index < len(self.calls) else CallPlan()
+        return self.calls[index] if index < len(self.calls) else _KEPT
 
     def segments(self, number_of_calls: int) -> tuple[tuple[int, int], ...]:
         """(first, last) call of each segment: the units of yielding and visiting, in forward order."""
@@ -364,3 +364,7 @@ def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
         else:
             raise ValueError(f"{name} must be an integer, not {value!r:.80}")
     return values
+
+
+_ON_DEVICE = BlockPlan()
+_KEPT = CallPlan()

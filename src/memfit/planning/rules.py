@@ -32,21 +32,23 @@ from memfit.core.schedule import Schedule
 from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
+from memfit.planning.bounds import PeakBounds, commit_seconds, compute_seconds, update_seconds
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.planning.refusals import Refusal
-from memfit.prediction.bounds import PeakBounds
-from memfit.prediction.bytes import (
+from memfit.prediction.bytes import peaks
+from memfit.prediction.clock import link_of
+from memfit.prediction.predict import Appraisal, appraise, predict
+from memfit.prediction.residents import peak_report
+from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import (
     STAGING_BYTES,
-    DeviceBytes,
     disk_bytes_with_store,
     flat_weight_bytes,
     master_home_bytes,
     trace_of,
+    update_traffic,
 )
-from memfit.prediction.predict import Appraisal, appraise, predict
-from memfit.prediction.residents import peak_report
-from memfit.prediction.seconds import commit_seconds, compute_seconds, link_of, update_compute_seconds, update_traffic
-from memfit.scheduling.build import build_forward, build_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +152,15 @@ class _Question:
     def build(self, priced: _Priced) -> _Built:
         plan = priced.candidate.plan
         schedule = build_step(plan, priced.profile, clips_norm=self.clips_norm)
-        found = appraise(
-            schedule, plan, priced.profile, self.hardware, staging_bytes=self.staging_bytes, commits=self.commits
+        step = lower(
+            schedule,
+            plan,
+            priced.profile,
+            staging_bytes=self.staging_bytes,
+            commits=self.commits,
+            device=self.hardware.device,
         )
+        found = appraise(step, self.hardware)
         if plan.microbatches > 1 and self.checked_rows:
             found = replace(found, peak_bytes=max(found.peak_bytes, self._check_bytes(plan, priced.profile)))
         if self.scheme is not None:
@@ -180,14 +188,13 @@ def bytes_of_check(plan: Plan, profile: Profile, rows: int, *, staging_bytes: in
         plan: with more than one microbatch.
         profile: with a trace of that many rows or more; the smallest such is taken.
         rows: that are checked.
-        staging_bytes: as in `prediction.predict`.
+        staging_bytes: as in `scheduling.lower`.
     """
     needed = min(rows, profile.batch_rows)
     sizes = {count: -(-profile.batch_rows // count) for count in range(1, profile.batch_rows + 1)}
     count = max(count for count, size in sizes.items() if size >= needed and size in profile.traces)
     schedule = build_forward(plan, profile, 1)
-    memory = DeviceBytes(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes)
-    return max(b.peak_bytes for b in memory.run(schedule))
+    return peaks(lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes))[Tier.DEVICE]
 
 
 def choose_plan(
@@ -229,7 +236,7 @@ def choose_plan(
         disk_bytes: limit of disk; None: the hardware's capacity.
         scheme: of the store that the run is committed to, whose room counts as disk; with a journal only plans that go with it, and with `like`, see
             `planning.journaling`.
-        staging_bytes: as in `prediction.predict`.
+        staging_bytes: as in `scheduling.lower`.
         checked_rows: so many rows run forward whole before a batch is cut, to show that it may be; such a plan takes that too. 0: they do not.
         numerics: "exact": only plans that regroup no sums; "auto": others where they are the only ones that fit, or are a tenth faster.
         commits: to the store, a step: 1, or fewer where the durability is N steps.
@@ -277,7 +284,10 @@ def choose_plan(
         name=best.priced.candidate.name,
         plan=plan,
         schedule=schedule,
-        timeline=predict(schedule, plan, profile, hardware, staging_bytes=staging_bytes, commits=commits),
+        timeline=predict(
+            lower(schedule, plan, profile, staging_bytes=staging_bytes, commits=commits, device=hardware.device),
+            hardware,
+        ),
         ladder=_ladder(built, best),
         reason=_reason(built, best, budget),
         built=len(built),
@@ -344,7 +354,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         if block in shape.visiting:
             _add(moved_s, hardware, homes.weight_home, "read", weight)
         if block in shape.trainable:
-            work_s += update_compute_seconds(plan, profile, block, hardware)
+            work_s += update_seconds(plan, profile, block, hardware)
             traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
             for (tier, _), nbytes in traffic.read.items():
                 _add(moved_s, hardware, tier, "read", nbytes)
@@ -467,11 +477,9 @@ def _does_not_fit(
         advice.insert(0, "the disk as a tier")
     plan, profile = leanest.priced.candidate.plan, leanest.priced.profile
     schedule = build_step(plan, profile, clips_norm=question.clips_norm)
-    report = peak_report(schedule, plan, profile, staging_bytes=question.staging_bytes, rows=6)
-    checked = (
-        leanest.cost.peak_bytes
-        - appraise(schedule, plan, profile, question.hardware, staging_bytes=question.staging_bytes).peak_bytes
-    )
+    step = lower(schedule, plan, profile, staging_bytes=question.staging_bytes, is_itemized=True)
+    report = peak_report(step, rows=6)
+    checked = leanest.cost.peak_bytes - peaks(step)[Tier.DEVICE]
     if checked > 0:
         report += f"\n{format_bytes(leanest.cost.peak_bytes)} where {question.checked_rows} rows run whole, to show that the batch may be cut"
     return Refusal(

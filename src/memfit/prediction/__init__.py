@@ -1,6 +1,6 @@
-"""What a schedule costs before it runs: bytes at every action, seconds, and bytes moved.
+"""What a step costs before it runs: bytes at every operation, seconds, and bytes moved.
 
-In: `Schedule`, `Plan`, `Profile`, `Hardware`. Out: `Timeline` (`predict`), the residents at its peak (`peak_report`)
+In: `Step` (`scheduling.lower`), `Hardware`. Out: `Timeline` (`predict`), the residents at its peak (`peak_report`)
 and the check against a budget (`check_limits`). Nothing here imports torch.
 """
 

@@ -1,6 +1,6 @@
-"""What a plan takes on the device at least, without its schedule: for searches that look at many plans.
+"""What a plan takes at least, without its schedule: for searches that look at many plans.
 
-In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below, as `prediction.bytes` would count it.
+In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below on the device, as `scheduling.lower` counts them; seconds that it takes at least.
 
 [Note: why it is a bound]
 Whatever the order of actions, at each forward and backward of a segment there are on the device: what rests there, the weights that the segment needs,
@@ -14,12 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from memfit.core.hardware import Hardware
 from memfit.core.plan import Order, Plan, Tier
-from memfit.core.profile import Profile
+from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape, describe_step
-from memfit.prediction.bytes import flat_gradient_bytes, flat_weight_bytes, master_home_bytes, trace_of, uses_disk
-from memfit.prediction.lifetimes import Event, Lifetimes
-from memfit.prediction.segments import SegmentFacts
+from memfit.core.step import Work
+from memfit.prediction.clock import work_seconds
+from memfit.scheduling.lifetimes import Event, Lifetimes
+from memfit.scheduling.lower import segment_flops, update_work
+from memfit.scheduling.segments import SegmentFacts
+from memfit.scheduling.sizes import (
+    commit_bytes,
+    flat_gradient_bytes,
+    flat_weight_bytes,
+    master_home_bytes,
+    trace_of,
+    uses_disk,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +49,7 @@ class PeakBounds:
 
     Args:
         profile: of the model.
-        staging_bytes: as in `prediction.predict`.
+        staging_bytes: as in `scheduling.lower`.
     """
 
     def __init__(self, profile: Profile, *, staging_bytes: int) -> None:
@@ -117,3 +128,32 @@ def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
         found.append(_Moment(segment=segment, is_backward=event is Event.BACKWARD, least_bytes=least))
         before = cost.after_bytes
     return tuple(found)
+
+
+def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware: Hardware) -> float:
+    """Seconds of pure compute of a training step: a lower bound of any schedule's time."""
+    flops = calls = 0.0
+    for segment, (first, last) in enumerate(shape.segments):
+        flops += segment_flops(trace, plan, shape, segment, is_backward=False)
+        calls += last - first + 1
+        if shape.has_backward[segment]:
+            flops += segment_flops(trace, plan, shape, segment, is_backward=True)
+            calls += last - first + 1
+    return plan.microbatches * work_seconds([(Work.FLOPS, flops), (Work.CALLS, calls)], hardware)
+
+
+def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
+    """Seconds for which a block's update delays compute: the device does it, wherever the bytes rest."""
+    return work_seconds(update_work(plan, profile, block), hardware)
+
+
+def commit_seconds(plan: Plan, profile: Profile, hardware: Hardware, commits: float) -> float:
+    """Seconds of a step's share of a commit, which is made when the next step begins, with nothing beside it.
+
+    Args:
+        plan: the decisions.
+        profile: with its states' formats.
+        hardware: whose disk is written.
+        commits: made a step: 1 with durability "step", 1 / N with N, 0 without a store.
+    """
+    return commits * commit_bytes(plan, profile) / hardware.disk.write_bytes_per_s if commits else 0.0

@@ -19,13 +19,14 @@ A segment without a backward lets go with the nearest earlier one that has one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from memfit.core.plan import Saved
 from memfit.core.profile import StorageProfile
-from memfit.prediction.segments import END, SEED, SegmentFacts
+from memfit.scheduling.segments import END, SEED, SegmentFacts
 
 
 class Event(Enum):
@@ -48,18 +49,22 @@ class EventCost:
         rise_bytes: most bytes above those alive before the event, while it runs.
         after_bytes: alive after it.
         moved_bytes: leaving or coming back (offload, reload).
+        owners: `after_bytes` by what made them, where that was asked for: a call ("C5"), "before the first call", a reload ("reload C5"), "gradients of
+            activations", "selected".
     """
 
     rise_bytes: int
     after_bytes: int
     moved_bytes: int = 0
+    owners: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class Lifetimes:
     """Follows one microbatch's storages through its events."""
 
-    def __init__(self, facts: SegmentFacts, *, is_training: bool) -> None:
+    def __init__(self, facts: SegmentFacts, *, is_training: bool, is_itemized: bool = False) -> None:
         self.facts = facts
+        self._is_itemized = is_itemized
         self.is_training = is_training
         self.keepers: dict[int, int] = {}
         self.copies: dict[int, int] = {}
@@ -71,19 +76,30 @@ class Lifetimes:
         self._on_backward: dict[int, list[StorageProfile]] = {}
         self._on_drop: dict[int, list[StorageProfile]] = {}
 
-    def follow(self, events: Sequence[tuple[Event, int]], stop: int | None = None) -> tuple[EventCost, ...]:
-        """Costs of the events (or of the first `stop` of them), in order; indices are segments."""
+    def follow(self, events: Sequence[tuple[Event, int]]) -> tuple[EventCost, ...]:
+        """Costs of the events, in order; indices are segments."""
         final = self._final(events)
         last = max((i for i, (e, _) in enumerate(events) if e is final), default=len(events) - 1)
         moves = {segment for event, segment in events if event is Event.OFFLOAD}
         costs: list[EventCost] = []
-        for index, (event, segment) in enumerate(events[:stop]):
+        for index, (event, segment) in enumerate(events):
             rise, moved = self._take(event, segment, moves)
             if index == last:
                 self._end()
             after = self.alive_bytes + self.extra_bytes + self.gradient_bytes + sum(self.copies.values())
-            costs.append(EventCost(rise_bytes=rise, after_bytes=after, moved_bytes=moved))
+            owners = self._owners() if self._is_itemized else {}
+            costs.append(EventCost(rise_bytes=rise, after_bytes=after, moved_bytes=moved, owners=owners))
         return tuple(costs)
+
+    def _owners(self) -> dict[str, int]:
+        owners: Counter[str] = Counter()
+        for s in self.alive.values():
+            owners[f"C{s.segment}" if s.segment >= 0 else "before the first call"] += s.nbytes
+        for segment, nbytes in self.copies.items():
+            owners[f"reload C{self.facts.shape.segments[segment][0]}"] += nbytes
+        owners["gradients of activations"] = self.gradient_bytes
+        owners["selected"] = self.extra_bytes
+        return dict(owners)
 
     def _final(self, events: Sequence[tuple[Event, int]]) -> Event:
         kinds = {event for event, _ in events}

@@ -1,0 +1,185 @@
+"""Gradients of parameters on the device: when they come, lie beside others, and leave.
+
+In: `StepShape`, `SegmentFacts` and the actions of a step one by one. Out: changes of device bytes, a block each; what a moment holds beside them.
+
+A block's gradient is counted from the first backward that adds to it to its `clear`; for an `accumulate`, to the end of the compute action after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from memfit.core.plan import Order, Plan
+from memfit.core.profile import Profile
+from memfit.core.shape import StepShape
+from memfit.scheduling.pieces import added_bytes, widened_bytes
+from memfit.scheduling.segments import Arrival, SegmentFacts
+from memfit.scheduling.sizes import flat_gradient_bytes
+
+
+class GradientBytes:
+    """Follows the gradients of one step.
+
+    Args:
+        plan: the decisions.
+        profile: of the model.
+        facts: of the plan's segments.
+        adds_apart: gradients of low-precision weights are added to sums in the masters' dtype as they come (`Plan.adds_apart`).
+        change: is told of bytes that come to a block's gradient on the device, or leave it.
+
+    Attributes:
+        is_summed: gradients on the device are as they add up, in the masters' dtype; else as backward makes them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile,
+        facts: SegmentFacts,
+        *,
+        adds_apart: bool,
+        change: Callable[[int, int], None],
+    ) -> None:
+        self.is_summed = adds_apart or not profile.has_masters
+        self._plan = plan
+        self._profile = profile
+        self._facts = facts
+        self._shape: StepShape = facts.shape
+        self._adds_apart = adds_apart
+        self._change = change
+        self._held: dict[int, int] = {}
+        self._leaving: dict[int, int] = {}
+        # Gradients that a tail has made: they are added when the tail is through, and lie beside what was there until then.
+        self._from_tail: set[int] = set()
+        self._summed: set[int] = set()
+        self._held_before: set[int] = set()
+        self._arrived: dict[int, int] = {}
+        # Sums of a shared weight's uses in one microbatch, which autograd makes apart.
+        self._waiting: dict[int, int] = {}
+        self._at_home: set[int] = set()
+
+    def arrival(self, segment: int) -> Arrival:
+        """How the gradients of a segment's backward come, before they are counted."""
+        blocks = self._shape.contributes[segment]
+        is_shared = any(self._shape.blocks[b] in self._facts.shared_by for b in blocks)
+        # What glue makes of loose ones comes at no known time.
+        if is_shared or not blocks or self._shape.loose:
+            return Arrival.UNKNOWN
+        if not self._adds_apart and not self._held.keys() & {*blocks}:
+            return Arrival.FRESH
+        is_adding = self._adds_apart or self._held.keys() >= {*blocks}
+        return Arrival.ADDING if is_adding and segment < self._shape.tail_segment else Arrival.UNKNOWN
+
+    def begin_pass(self) -> None:
+        """A seed: glue after the last call may hand over gradients before the first call's backward begins."""
+        self._held_before = set(self._held)
+        self.contribute(self._shape.loose)
+
+    def contribute(self, blocks: Iterable[int], segment: int | None = None) -> int:
+        """Gradients begin; returns the bytes of the largest one that is made beside the one it is added to.
+
+        Where a shared weight's gradient waited in the trace, the traced rise holds the one that is added to it. What the
+        tail has made lies on the parameter when the joint backward begins to sum its own part beside it.
+        """
+        blocks = sorted({*blocks})
+        added = 0
+        is_tail = segment is not None and segment >= self._shape.tail_segment
+        if self._adds_apart:
+            return self._contribute_apart(blocks, is_tail=is_tail)
+        if is_tail:
+            come = self._held_before.intersection(blocks)
+            self._held_before -= come
+            for b in sorted(come):
+                self._arrived[b] = self._arrived.get(b, 0) + self._sum_bytes(b)
+                self._change(b, self._sum_bytes(b))
+        for b in blocks:
+            if is_tail:
+                self._from_tail.add(b)
+            elif b in self._from_tail:
+                self._from_tail.discard(b)
+                if b in self._held:
+                    self._hold(b)
+                    continue
+            if b not in self._held:
+                self._hold(b)
+                continue
+            if segment is not None and self._facts.has_waited(self._shape.blocks[b], segment):
+                continue
+            if segment is not None and self._sums_uses_apart(b, segment):
+                self._waiting[b] = self._sum_bytes(b)
+                self._change(b, self._waiting[b])
+                continue
+            added = max(added, 0 if is_tail else self._adding_bytes(b))
+        return added
+
+    def end_arrivals(self) -> None:
+        """A tail's backward is through: what it made is added to what was there."""
+        while self._arrived:
+            block, nbytes = self._arrived.popitem()
+            self._change(block, -nbytes)
+
+    def end_waiting(self, segment: int) -> None:
+        """All uses of a shared weight in this microbatch are through: their sum is added to what earlier microbatches gave."""
+        for b in [b for b in self._waiting if not self._facts.waits_on(self._shape.blocks[b], segment)]:
+            self._change(b, -self._waiting.pop(b))
+
+    def accumulate(self, block: int) -> int:
+        """A block's gradient goes home; returns what is made of it for that, beside what leaves."""
+        profile = self._profile.blocks[block]
+        held = self._held.pop(block, 0)
+        is_narrow = not self.is_summed and held
+        leaving, passing = widened_bytes(profile) if is_narrow else (0, 0)
+        # The widened pieces take the place of the narrow gradient, which is given up parameter by parameter.
+        self._leaving[block] = max(held, leaving)
+        self._change(block, self._leaving[block] - held)
+        is_added = block in self._at_home
+        self._at_home.add(block)
+        return max(leaving + passing, added_bytes(profile) if is_added else 0)
+
+    def end_leaving(self) -> None:
+        """Gradients that were on their way home have no bytes on the device any more."""
+        while self._leaving:
+            block, nbytes = self._leaving.popitem()
+            self._change(block, -nbytes)
+
+    def clear(self, block: int) -> None:
+        """A block's gradient is given up."""
+        self._change(block, -self._held.pop(block, 0))
+
+    def _adding_bytes(self, block: int) -> int:
+        """What the largest gradient takes that is added to one of an earlier microbatch.
+
+        One backward for all microbatches holds the first one on its way to the parameter. A view of a product is not added to in place, but into a third tensor,
+        once: that is a sum, and no view.
+        """
+        found = self._profile.blocks[block]
+        if self._plan.order is Order.MICROBATCH_MAJOR or block in self._summed:
+            return found.largest_gradient_bytes
+        self._summed.add(block)
+        viewed = self._profile.viewed_gradients
+        return max((p.nbytes * (1 + (p.name in viewed)) for p in found.parameters if p.requires_grad), default=0)
+
+    def _hold(self, block: int) -> None:
+        nbytes = self._sum_bytes(block)
+        self._held[block] = self._held.get(block, 0) + nbytes
+        self._change(block, nbytes)
+
+    def _sum_bytes(self, block: int) -> int:
+        return flat_gradient_bytes(self._profile.blocks[block], is_summed=self.is_summed)
+
+    def _sums_uses_apart(self, block: int, segment: int) -> bool:
+        """Autograd sums the uses of a backward apart, and only then adds them to the gradient that earlier microbatches gave."""
+        is_alone = self._plan.order is Order.MICROBATCH_MAJOR and self._plan.microbatches > 1
+        return is_alone and self._facts.waits_on(self._shape.blocks[block], segment)
+
+    def _contribute_apart(self, blocks: list[int], *, is_tail: bool) -> int:
+        """Each arrival, of the weights' dtype, lives beside the sum until it is added; those of a tail come all at once, at its end."""
+        profiled = self._profile.blocks
+        for b in blocks:
+            if b not in self._held:
+                self._hold(b)
+        if is_tail:
+            tail = {b for gets in self._shape.contributes[self._shape.tail_segment :] for b in gets}
+            arrived = sum(flat_gradient_bytes(profiled[b], is_summed=False) for b in tail)
+            return arrived + max((added_bytes(profiled[b]) for b in tail), default=0)
+        return max((profiled[b].largest_gradient_bytes + added_bytes(profiled[b]) for b in blocks), default=0)

@@ -1,0 +1,195 @@
+"""How large what a plan keeps is, and what an update or a commit moves: sizes of homes, buffers and transfers.
+
+In: `Plan`, `Profile`. Out: bytes, the same for prediction and for the runtime's homes (`core.layout`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memfit.core.errors import PlanError
+from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
+from memfit.core.plan import Plan, Tier, updates_in_place
+from memfit.core.profile import BlockProfile, Profile, TraceProfile
+from memfit.core.shape import StepShape
+from memfit.core.units import MIB, round_up
+
+# Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: with an accelerator they lie beside the device.
+STAGING_BYTES = 4 * MIB
+# An atomic step keeps the version before beside the one that is being written.
+ATOMIC_VERSIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes over links: (tier, category) -> bytes."""
+
+    read: Mapping[tuple[Tier, str], int]
+    written: Mapping[tuple[Tier, str], int]
+
+
+def trace_of(profile: Profile, microbatches: int) -> TraceProfile:
+    """The trace of the largest of `microbatches` nearly equal slices of the batch.
+
+    Raises:
+        PlanError: there is no trace of that many rows.
+    """
+    rows = -(-profile.batch_rows // microbatches)
+    if rows not in profile.traces:
+        raise PlanError(
+            f"{microbatches} microbatches of {profile.batch_rows} rows need a trace of {rows} rows; "
+            f"traced are {sorted(profile.traces)}: profile that size too"
+        )
+    return profile.traces[rows]
+
+
+def flat_weight_bytes(block: BlockProfile) -> int:
+    """Bytes of a block's flat buffer of weights."""
+    return flat_layout([p.nbytes for p in block.parameters])[1]
+
+
+def flat_master_bytes(block: BlockProfile) -> int:
+    """Bytes of a block's masters; 0 where its weights are their own."""
+    return flat_layout([p.master_nbytes for p in block.parameters])[1]
+
+
+def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
+    """Bytes that a block's masters rest in: all of them, what the weights do not say already, or none."""
+    if plan.drops_masters:
+        return 0
+    if not plan.splits_masters:
+        return flat_master_bytes(block)
+    return split_layout([(p.nbytes, p.master_nbytes) for p in block.parameters])[1]
+
+
+def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
+    """Bytes of a block's gradients.
+
+    Args:
+        block: with or without masters.
+        is_summed: as they add up and rest at home, in the masters' dtype; else as backward makes them, in that of the weights.
+    """
+    sizes = [(is_summed and p.master_nbytes) or p.nbytes for p in block.parameters if p.requires_grad]
+    return flat_layout(sizes)[1]
+
+
+def uses_disk(plan: Plan, shape: StepShape) -> bool:
+    """Something rests on disk, or leaves to it."""
+    homes = (plan.block(name) for name in shape.blocks)
+    rests = any(Tier.DISK in (h.weight_home, h.gradient_home, h.state_home) for h in homes)
+    return rests or Tier.DISK in shape.leaves
+
+
+def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
+    """Bytes of weights, gradients and states whose home is a tier; on disk kept ones have a spare slot where steps are atomic."""
+    working = sum(
+        flat_gradient_bytes(block)
+        for block in profile.blocks
+        if plan.block(block.name).gradient_home is tier and block.trains
+    )
+    return kept_bytes(plan, profile, tier) + working
+
+
+def kept_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
+    """The part of `home_bytes` that outlives a step: weights, masters, states."""
+    return sum(kept_bytes_of(plan, profile, block, tier) for block in profile.blocks)
+
+
+def kept_bytes_of(plan: Plan, profile: Profile, block: BlockProfile, tier: Tier) -> int:
+    """The same of one block."""
+    homes, kept = plan.block(block.name), 0
+    if homes.weight_home is tier:
+        kept += flat_weight_bytes(block)
+    if homes.state_home is tier:
+        kept += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
+    return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1)
+
+
+def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") -> int:
+    """Disk that a store claims for a run.
+
+    With generations: two slots of every weight, master and state, wherever they rest, and of the buffers. With a journal: one slot of what rests on disk and
+    its spare room, the gradients; two slots of what rests in memory, and of the buffers.
+
+    Not counted: a journal's record (some 256 KiB and 1 KiB a parameter, twice).
+    """
+    moving: list[int] = []
+    total = 2 * round_up(profile.buffer_bytes, ALIGNMENT_BYTES)
+    for block in profile.blocks:
+        parts = (flat_weight_bytes(block), profile.resting_state_bytes(block.name), master_home_bytes(plan, block))
+        size = sum(round_up(nbytes, ALIGNMENT_BYTES) for nbytes in parts)
+        if scheme == "generations":
+            total += 2 * size
+        elif not block.trains:
+            total += size
+        else:
+            total += flat_gradient_bytes(block)
+            if plan.block(block.name).rests_on_disk:
+                moving.append(size)
+            else:
+                total += 2 * size
+    return total + (sum(moving) + spare_room_bytes(moving) if moving else 0)
+
+
+def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int, scheme: Scheme = "generations") -> int:
+    """What a plan's disk comes to where its run is committed to a store: homes on disk lie inside of that, with a journal gradients too.
+
+    Args:
+        plan: the decisions.
+        profile: with its states' formats.
+        disk_bytes: predicted peak without a store.
+        scheme: of the store.
+    """
+    inside = (home_bytes if scheme == "journal" else kept_bytes)(plan, profile, Tier.DISK)
+    return store_bytes(plan, profile, scheme) + disk_bytes - inside
+
+
+def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: bool, device: str = "cpu") -> Traffic:
+    """Bytes that an update of a block moves between the device, which computes it, and the homes.
+
+    What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read, and weight, master and states are written back; a weight that
+    visits is not read again, nor is one that is rounded from a whole master.
+    """
+    profiled = profile.blocks[block]
+    homes = plan.block(profiled.name)
+    place = homes.weight_home
+    read: Counter[tuple[Tier, str]] = Counter()
+    written: Counter[tuple[Tier, str]] = Counter()
+    sizes = {
+        "weight": (place, flat_weight_bytes(profiled)),
+        "gradient": (homes.gradient_home, flat_gradient_bytes(profiled)),
+        "state": (homes.state_home, profile.state_bytes.get(profiled.name, 0)),
+    }
+    has_masters = flat_master_bytes(profiled) > 0
+    # A split master is read together with the weight that says its upper bits; without masters, the weight is all there is.
+    reads_weight = not is_visiting and (plan.splits_masters or plan.drops_masters or not has_masters)
+    if has_masters:
+        sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
+    for category, (home, nbytes) in sizes.items():
+        if updates_in_place(home, device):
+            continue
+        if category != "weight" or reads_weight:
+            read[home, category] += nbytes
+        if category != "gradient":
+            written[home, category] += nbytes
+    return Traffic(read=read, written=written)
+
+
+def commit_bytes(plan: Plan, profile: Profile) -> int:
+    """Bytes that a commit writes of what the step changed in memory: masters and states, weights without masters, buffers.
+
+    What rests on disk was written by the step itself; a weight that is rounded from a master is made again from it (docs/store.md).
+    """
+    total = profile.buffer_bytes
+    for block in profile.blocks:
+        if not block.trains:
+            continue
+        homes = plan.block(block.name)
+        master = master_home_bytes(plan, block)
+        if homes.weight_home is not Tier.DISK and not master:
+            total += flat_weight_bytes(block)
+        if homes.state_home is not Tier.DISK:
+            total += profile.state_bytes.get(block.name, 0) + master
+    return total

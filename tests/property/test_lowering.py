@@ -1,0 +1,165 @@
+"""Steps lowered to operations: what they say adds up, whoever adds it, and nothing beside them is needed."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memfit
+from memfit.core.hardware import Hardware, Link
+from memfit.core.plan import Order, Plan, Tier
+from memfit.core.profile import Profile
+from memfit.core.step import Step, Transfer
+from memfit.prediction import predict, residents_at
+from memfit.prediction.bytes import held_at, peaks
+from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.lower import lower
+from property.random_steps import Case, cases, storages
+from unit.profiles import PAGE, gpt_profile
+
+MACHINE = Hardware(
+    device="gpu",
+    flops_per_s=1e9,
+    device_bytes=1 << 40,
+    disk=Link(read_bytes_per_s=3e6, write_bytes_per_s=1e6),
+    disk_bytes=1 << 40,
+    host=Link(read_bytes_per_s=2e7, write_bytes_per_s=1e7),
+    host_bytes=1 << 40,
+)
+
+
+def with_storages(draw: Any, case: Case) -> Case:
+    """The same with activations, and a trace of the rows that a microbatch has."""
+    trace = next(iter(case.profile.traces.values()))
+    rows = -(-case.profile.batch_rows // case.plan.microbatches)
+    filled = replace(trace, rows=rows, storages=draw(storages(len(trace.calls))))
+    states = {b.name: 8 * len(b.parameters) for b in case.profile.blocks}
+    return replace(case, profile=replace(case.profile, traces={rows: filled}, state_bytes=states))
+
+
+def step_of(case: Case, **settings: Any) -> Step:
+    schedule = build_step(case.plan, case.profile, clips_norm=case.clips_norm)
+    return lower(schedule, case.plan, case.profile, device="gpu", **settings)
+
+
+@given(data=st.data(), drawn=cases())
+def test_bytes_by_owner_sum_to_the_peak_of_every_operation_however_owners_are_named(
+    data: st.DataObject, drawn: Case
+) -> None:
+    case = with_storages(data.draw, drawn)
+    step, itemized = step_of(case), step_of(case, is_itemized=True)
+    timeline = predict(step)
+    assert predict(itemized).moments == timeline.moments
+    for index, moment in enumerate(timeline.moments):
+        assert sum(held_at(step, index).values()) == moment.peak_bytes
+        assert sum(r.nbytes for r in residents_at(itemized, index)) == moment.peak_bytes
+
+
+@given(data=st.data(), drawn=cases())
+def test_nobody_holds_less_than_nothing_and_what_came_is_gone_at_the_end_of_a_step(
+    data: st.DataObject, drawn: Case
+) -> None:
+    """By tier, category and owner, which no prediction adds up so."""
+    step = step_of(with_storages(data.draw, drawn))
+    resting = Counter({change[:3]: 0 for change in step.resting})
+    for change in step.resting:
+        resting[change[:3]] += change.nbytes
+    alive = resting.copy()
+    for operation in step:
+        for change in operation.changes:
+            alive[change[:3]] += change.nbytes
+            assert change.nbytes
+        assert not [key for key, nbytes in alive.items() if nbytes < 0], operation
+    assert {k: n for k, n in alive.items() if n} == {k: n for k, n in resting.items() if n}
+
+
+@given(data=st.data(), drawn=cases(), is_forward=st.booleans())
+def test_whatever_is_waited_for_was_begun_before_and_everything_begun_is_waited_for(
+    data: st.DataObject, drawn: Case, *, is_forward: bool
+) -> None:
+    case = with_storages(data.draw, drawn)
+    if is_forward:
+        plan, profile = case.plan, case.profile
+        step = lower(build_forward(plan, profile, plan.microbatches), plan, profile)
+    else:
+        step = step_of(case)
+    begun: set[tuple[str, str]] = set()
+    waited: set[tuple[str, str]] = set()
+    for operation in step:
+        for tokens in (operation.waits, operation.after, operation.waits_after):
+            assert begun.issuperset(tokens), operation
+        waited.update(operation.waits, operation.waits_after)
+        if operation.gives is not None:
+            begun.add(operation.gives)
+        else:
+            assert not operation.transfers, operation
+    assert {token for token in begun if token[0] != "fetch"} <= waited
+    # A visit that its calls were left out of is waited for where it ends.
+    assert {token for token in begun if token[0] == "fetch"} <= waited
+
+
+@given(data=st.data(), drawn=cases(), faster=st.sampled_from([1.0, 10.0]))
+def test_equal_steps_have_equal_predictions_whatever_plans_they_came_from(
+    data: st.DataObject, drawn: Case, faster: float
+) -> None:
+    """A tail that a single microbatch does not have, and the order of one: other plans, the same step."""
+    case = with_storages(data.draw, replace(drawn, plan=replace(drawn.plan, microbatches=1)))
+    tail = data.draw(st.sampled_from([None, *range(len(case.plan.calls))]))
+    order = data.draw(st.sampled_from(Order))
+    other = replace(case, plan=replace(case.plan, tail=tail, order=order))
+    hardware = replace(MACHINE, flops_per_s=faster * MACHINE.flops_per_s)
+    schedules = [build_step(c.plan, c.profile, clips_norm=case.clips_norm).text() for c in (case, other)]
+    first, second = step_of(case), step_of(other)
+    if schedules[0] == schedules[1]:
+        assert first == second
+    if first == second:
+        assert predict(first, hardware) == predict(second, hardware)
+
+
+@given(data=st.data(), drawn=cases())
+def test_a_timeline_s_traffic_is_that_of_the_operations(data: st.DataObject, drawn: Case) -> None:
+    step = step_of(with_storages(data.draw, drawn))
+    timeline = predict(step, MACHINE)
+    moved = {"read": Counter[str](), "write": Counter[str]()}
+    for operation in step:
+        for transfer in operation.transfers:
+            moved[transfer.direction][transfer.category] += transfer.nbytes
+    assert (dict(moved["read"]), dict(moved["write"])) == (timeline.bytes_read, timeline.bytes_written)
+
+
+def test_a_commit_is_a_transfer_of_the_step() -> None:
+    profile: Profile = gpt_profile(layers=2)
+    schedule = build_step(Plan(), profile, clips_norm=False)
+    without, each, seldom = (lower(schedule, Plan(), profile, commits=commits) for commits in (0.0, 1.0, 0.1))
+    assert without.sealing == ()
+    (transfer,) = each.sealing
+    assert transfer == Transfer(Tier.DISK, "write", "commit", transfer.nbytes)
+    states = sum(profile.state_bytes.values())
+    aligned = transfer.nbytes - profile.buffer_bytes - states
+    assert profile.weight_bytes <= aligned < profile.weight_bytes + PAGE * len(profile.blocks)
+    assert seldom.sealing[0].nbytes == round(transfer.nbytes / 10)
+    assert predict(each, MACHINE).commit_s == transfer.nbytes / MACHINE.disk.write_bytes_per_s
+    assert peaks(each) == peaks(without)
+
+
+def test_no_function_outside_of_scheduling_takes_both_a_schedule_and_a_plan() -> None:
+    source = Path(memfit.__file__).parent
+    found: list[str] = []
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = {name for a in every if a.annotation for name in _names_in(a.annotation)}
+                if {"Schedule", "Plan"} <= names and path.relative_to(source).parts[0] != "scheduling":
+                    found.append(f"{path}:{node.lineno} {node.name}")
+    assert not found, "\n".join(found)
+
+
+def _names_in(annotation: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
