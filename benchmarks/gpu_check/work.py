@@ -201,6 +201,7 @@ def ours(
     from memfit.api.choosing import in_dtype
     from memfit.core.hardware import Hardware
     from memfit.prediction import predict
+    from memfit.scheduling.lower import lower
 
     kind, notes = SUBJECTS[subject], setting.notes
     beside = setting.earlier.get(f"{subject}: plain", {})
@@ -223,7 +224,8 @@ def ours(
     with memfit.fit(model, optimizer, kind.loss, batch, **given) as job:
         notes.note(fit_s=time.perf_counter() - began, reason=job.reason, numerics=job.numerics.short())
         speeds = None if machine is None else in_dtype(Hardware.from_json(machine), job.plan.compute_dtype)
-        priced = predict(job.schedule, job.plan, job.profile, speeds)
+        device = "cpu" if speeds is None else speeds.device
+        priced = predict(lower(job.schedule, job.plan, job.profile, device=device), speeds)
         notes.note(
             predicted_bytes=priced.peak_bytes,
             predicted_host_bytes=priced.host_peak_bytes,

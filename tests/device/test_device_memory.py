@@ -25,6 +25,7 @@ from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, Upda
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.prediction.predict import predict
+from memfit.scheduling.lower import lower
 
 MIB = 1 << 20
 # Losses, batch slices and what autograd's own thread lets go of a moment after backward has returned.
@@ -184,7 +185,7 @@ def test_a_step_takes_no_more_than_predicted(device: torch.device, name: str, va
     found = dict.fromkeys(before, 0)
     with memfit.fit(model, optimizer, subject.loss, batch, plan=plan, allow=allow, directory=tmp_path / "homes") as job:
         # The disk's threads stage in host memory.
-        predicted = predict(job.schedule, plan, job.profile, staging_bytes=0).peak_bytes
+        predicted = predict(lower(job.schedule, plan, job.profile, staging_bytes=0)).peak_bytes
         job.step(batch)
 
         def look(_action: object) -> None:

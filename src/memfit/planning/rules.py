@@ -9,7 +9,7 @@ A schedule is built and predicted for each candidate that could still win, in th
 of the next. Weights, states and gradients that never leave are a lower bound of a candidate's bytes: one that is over
 the budget by those alone is not built. Seconds are compared as `core.numerics.weighed_seconds` weighs them: a plan that regroups sums must be predicted to be a
 tenth faster than one that does not. Unless nothing fits: then the smallest limit is looked for, in the order of a closer bound of the peak
-(`prediction.bounds`), until none that is left can be below the smallest found.
+(`planning.bounds`), until none that is left can be below the smallest found.
 """
 
 from __future__ import annotations
