@@ -503,7 +503,7 @@ def test_states_of_small_parameters_are_counted_with_the_pages_that_they_lie_on(
         model, torch.optim.AdamW(model.parameters()), _square, batch, plan=Plan(), directory=tmp_path
     ) as job:
         job.step(batch)
-        moment = predict(job.schedule, job.plan, job.profile, staging_bytes=0).moments[-1]
+        moment = predict(lower(job.schedule, job.plan, job.profile, staging_bytes=0)).moments[-1]
         measured = allocator.stats().live_bytes - before
     # Weight and bias of each norm: two moments of 256 bytes each, and a page for every one.
     assert measured >= 100 * 2 * 2 * 4096
@@ -533,7 +533,7 @@ def test_a_gradient_that_a_function_makes_in_its_forward_is_counted_once(tmp_pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with memfit.fit(model, optimizer, loss, batch, plan=Plan(), directory=tmp_path / "homes") as job:
         job.step(batch)
-        timeline = predict(job.schedule, job.plan, job.profile, staging_bytes=0)
+        timeline = predict(lower(job.schedule, job.plan, job.profile, staging_bytes=0))
         intervals = measure_step(job, batch, timeline, allocator, before)
     weight = 30_000 * 64 * 4
     # In the forward the gradient is there, beside the logits of a chunk twice; in backward it is nothing else.
@@ -564,7 +564,7 @@ def test_the_sum_of_a_tied_weights_uses_is_a_third_tensor_where_the_first_was_ma
         for _ in range(2):
             assert not job.step(batch).departures
         steady = next(phase for phase in job.proof().phases if phase.name == "steady")
-        predicted = predict(job.schedule, job.plan, job.profile, staging_bytes=0).peak_bytes
+        predicted = predict(lower(job.schedule, job.plan, job.profile, staging_bytes=0)).peak_bytes
     measured = steady.peak_bytes - before
     assert measured >= 4 * 20_000 * 128 * 4
     assert measured <= predicted + SMALL_BYTES
