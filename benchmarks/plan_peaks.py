@@ -61,6 +61,7 @@ def measure(seed: int, case: Row) -> Row:
     from memfit.core.precision import ComputeDtype
     from memfit.prediction import predict
     from memfit.runtime.allocator import install
+    from memfit.scheduling.lower import lower
     from sweeping.drawing import draw_plan, relaxed
     from sweeping.tracing import traced_once
 
@@ -105,7 +106,7 @@ def measure(seed: int, case: Row) -> Row:
                 model, optimizer = make()
                 continue
             # Staging of the disk's threads is no tensor.
-            timeline = predict(job.schedule, job.plan, job.profile, staging_bytes=0)
+            timeline = predict(lower(job.schedule, job.plan, job.profile, staging_bytes=0))
             for _ in range(STEPS):
                 job.step(batch)
             peaks = {record.name: record.peak_bytes for record in job.proof().phases}

@@ -19,6 +19,7 @@ from memfit.prediction.predict import predict
 from memfit.runtime.homes import DiskHome, Staging
 from memfit.runtime.store import DiskStore, Region, RegionSpec
 from memfit.runtime.trees import bytes_view, new_storage
+from memfit.scheduling.lower import lower
 
 PIECE = 64 * 1024
 NBYTES = 5 * PIECE + 512
@@ -154,6 +155,6 @@ def test_a_job_stages_through_pinned_pieces_that_are_bounded_and_foreseen(device
         staging = job._assembly.house._staging
         assert staging is not None
         assert staging.held_bytes == PINNED_STAGING_BYTES
-        assert predict(job.schedule, plan, job.profile, is_staged=True).host_peak_bytes == PINNED_STAGING_BYTES
+        assert predict(lower(job.schedule, plan, job.profile, device="cuda")).host_peak_bytes == PINNED_STAGING_BYTES
     with pytest.raises(memfit.DoesNotFitError, match="host"):
         memfit.fit(model, optimizer, loss, batch, plan=plan, host_limit="8MiB", directory=tmp_path / "homes")

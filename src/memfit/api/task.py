@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from memfit import devices
 from memfit.api.choosing import Choice, choose
 from memfit.api.commits import stored_plan
 from memfit.api.cutting import Cut, UserSplit, Whole
@@ -277,9 +276,7 @@ class Task:
             chosen = replace(chosen, microbatches=problem.cut.most(batch, chosen.microbatches))
             traced = problem.profile_for(chosen, batch)
             check_meaning(chosen, traced, is_committed=kept.run is not None)
-            return prepared_for(
-                traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart, device=kept.device
-            )
+            return prepared_for(traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart, device=kept.device)
 
         cut = replace(plan, microbatches=problem.cut.most(self.sample, plan.microbatches))
         rows = -(-found.batch_rows // cut.microbatches)
