@@ -283,7 +283,7 @@ def _train(
     from dataclasses import asdict
 
     import memfit
-    from memfit.api.machine import prepare_process
+    from memfit.job.machine import prepare_process
     from memfit.recipes.gpt import build_adamw, build_warmup, causal_language_loss
 
     prepare_process()
@@ -360,7 +360,7 @@ def _model_of(size: Size, layers: int) -> tuple[type[PreTrainedModel], Any]:
 
 
 def _text(size: Size) -> Iterator[Tensor]:
-    from memfit.recipes.text import TokenWindows, read_tokens
+    from memfit.recipes.token_batches import TokenWindows, read_tokens
 
     tokens = read_tokens(_TEXT_VOCABULARY)
     return iter(TokenWindows(tokens=tokens, batch_size=size.rows, sequence_length=size.tokens, seed=0))

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import common
 from memfit.core.units import KIB, MIB
-from memfit.runtime.store import CommittedStore, DiskIO, DiskStore, Memory, RegionSpec, Ticket, aligned_memory, verify
-from memfit.runtime.store.checksums import PIECE_BYTES, checksum
-from memfit.runtime.store.journal import RECORD, Journal, record_region
+from memfit.store import CommittedStore, DiskIO, DiskStore, Memory, RegionSpec, Ticket, aligned_memory, verify
+from memfit.store.checksums import PIECE_BYTES, checksum
+from memfit.store.journal import RECORD, Journal, record_region
 
 BLOCK_BYTES = 16 * MIB
 GRADIENT_BYTES = BLOCK_BYTES // 3 // PIECE_BYTES * PIECE_BYTES

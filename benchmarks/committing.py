@@ -37,7 +37,7 @@ import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.units import MIB, format_bytes
 from memfit.recipes.gpt import build_adamw, causal_language_loss
-from memfit.runtime.store import DiskIO, aligned_memory, open_file
+from memfit.store import DiskIO, aligned_memory, open_file
 
 VOCABULARY = 4096
 _ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)

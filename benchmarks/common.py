@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memfit.api.job import Job
     from memfit.core.plan import BlockPlan
     from memfit.core.profile import Profile
+    from memfit.job.job import Job
 
 MIB = 1 << 20
 
@@ -77,7 +77,7 @@ def measured(
     step: Callable[[], float], moved: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]] | None = None
 ) -> Step:
     """Runs one step and measures it. `step` returns the loss; `moved` gives (read, written) bytes so far."""
-    from memfit.runtime.allocator import installed
+    from memfit.allocator import installed
     from memfit.verification.meters import ProcessMeter
 
     process, allocator = ProcessMeter(), installed()
@@ -259,9 +259,9 @@ def disk_seconds(
     Moves at most `most_bytes`, in the same proportion, and scales up. Requests of 4 MiB over a file of at most `file_bytes`; a window keeps both
     directions busy until both are done. A disk that is fast for a few seconds and slower when that lasts is known by what it does over more bytes.
     """
-    from memfit.runtime.store.files import FileOperations, open_unnamed
-    from memfit.runtime.store.io import DiskIO
-    from memfit.runtime.store.memory import aligned_memory
+    from memfit.store.file_operations import FileOperations, open_unnamed
+    from memfit.store.io import DiskIO
+    from memfit.store.memory_ranges import aligned_memory
 
     total = read_bytes + written_bytes
     if total == 0:

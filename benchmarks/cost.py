@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from memfit.api.job import Job
     from memfit.core.plan import Plan
     from memfit.core.profile import Profile
+    from memfit.job.job import Job
 
 PARTS = ("resident", "recompute", "disk")
 MICROBATCHES = (4, 16)
@@ -221,8 +221,8 @@ def _work(*, name: str, microbatches: int, shape: dict[str, Any], directory: str
 
     import memfit
     import memfit.api  # counts as an import: memfit loads its names when they are used
+    from memfit.allocator import install
     from memfit.recipes.gpt import build_adamw, causal_language_loss
-    from memfit.runtime.allocator import install
     from memfit.verification.meters import ProcessMeter
 
     meter = ProcessMeter()

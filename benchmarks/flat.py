@@ -69,9 +69,9 @@ def train(shape: common.Shape, steps: int, directory: Path) -> list[Held]:
     import torch
 
     import memfit
+    from memfit.allocator import install
     from memfit.core.plan import CallPlan, Plan, Saved, Tier
     from memfit.recipes.gpt import build_adamw, causal_language_loss
-    from memfit.runtime.allocator import install
     from memfit.verification.meters import ProcessMeter
 
     allocator, meter = install(), ProcessMeter()

@@ -23,7 +23,7 @@ from typing import Any
 import memfit
 from memfit.core.plan import BlockPlan, Plan, Saved, Tier
 from memfit.core.precision import ComputeDtype
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 from memfit.prediction.predict import predict
 from memfit.recipes.gpt import find_recipe
 from memfit.scheduling.lower import lower

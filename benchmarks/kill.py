@@ -195,8 +195,8 @@ class Phases:
 
     def watch(self) -> None:
         """Puts itself around what memfit does, in this process."""
-        from memfit.api import commits, job
-        from memfit.runtime import run_store
+        from memfit.homes import run_store
+        from memfit.job import commits, job
 
         def around(holder: Any, name: str, phase: Callable[[Any, dict[str, Any]], str]) -> None:
             inner = getattr(holder, name)

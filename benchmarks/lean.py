@@ -150,8 +150,8 @@ def _work(
     from transformers import GPT2LMHeadModel  # noqa: F401, counts as an import: the model's class is loaded lazily
 
     import memfit
-    from memfit.api.machine import prepare_process
     from memfit.core.plan import Plan
+    from memfit.job.machine import prepare_process
     from memfit.recipes import find_recipe
     from memfit.verification.meters import ProcessMeter
 

@@ -439,10 +439,10 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
 
     import memfit
     from limiting import building
-    from memfit.api.machine import prepare_process
+    from memfit.allocator import install
     from memfit.core.errors import DoesNotFitError
+    from memfit.job.machine import prepare_process
     from memfit.prediction import predict
-    from memfit.runtime.allocator import install
     from memfit.scheduling.lower import lower
 
     drawn = request["case"]
@@ -582,7 +582,7 @@ def _plain_bytes(
 ) -> int:
     """Of the process, if it trained with everything resident."""
     import memfit
-    from memfit.runtime.allocator import install
+    from memfit.allocator import install
     from memfit.verification.meters import ProcessMeter
 
     base = ProcessMeter().resident_bytes().whole_bytes - install().stats().mapped_bytes

@@ -288,7 +288,7 @@ def _work(*, name: str, mode: str, limit: int | None, directory: str, group: str
     import torch
 
     import memfit
-    from memfit.api.machine import prepare_process
+    from memfit.job.machine import prepare_process
     from memfit.verification.meters import ProcessMeter
 
     case = CASES[name]
@@ -344,7 +344,7 @@ def _built(case: Case) -> Any:
 def _train_plainly(case: Case, limit_bytes: int | None) -> list[float]:
     import torch
 
-    from memfit.runtime.allocator import install
+    from memfit.allocator import install
 
     allocator = install()
     allocator.set_limit(limit_bytes)

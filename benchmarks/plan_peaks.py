@@ -57,10 +57,10 @@ def measure(seed: int, case: Row) -> Row:
 
     import memfit
     from limiting.building import build_batch, build_loss, build_model, build_optimizer
+    from memfit.allocator import install
     from memfit.core.hardware import Hardware, Link
     from memfit.core.precision import ComputeDtype
     from memfit.prediction import predict
-    from memfit.runtime.allocator import install
     from memfit.scheduling.lower import lower
     from sweeping.drawing import draw_plan, relaxed
     from sweeping.tracing import traced_once

@@ -10,7 +10,7 @@ middle of a transaction. Half of the instants are drawn over the run, half short
 show is a disk that loses or reorders what it was given: `tests/faults/crash_disk.py` enumerates that. Of each copy, mounted:
 
 - the manifest names a step that the durability promises, given the steps that the run had told of before the copy and after it;
-- the store is whole (`memfit.runtime.store.verify`), and so is a save that is there;
+- the store is whole (`memfit.store.verify`), and so is a save that is there;
 - a process that takes the run up goes on at exactly that step, and comes to the same weights, states, averages and random numbers, bit for bit.
 
 The run itself goes on, and is compared as well.
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kill
 from memfit.core.units import MIB
-from memfit.runtime.store import FileOperations, verify
+from memfit.store import FileOperations, verify
 
 KINDS: dict[str, tuple[int, tuple[str, ...], str]] = {
     "ext4": (192 * MIB, (), "loop"),

@@ -204,8 +204,8 @@ def _work(name: str, directory: Path) -> None:
     import torch
 
     import memfit
+    from memfit.allocator import install
     from memfit.prediction import predict
-    from memfit.runtime.allocator import install
     from memfit.scheduling.lower import lower
 
     case = CASES[name]

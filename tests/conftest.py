@@ -121,7 +121,7 @@ def equal_random_numbers() -> None:
 @pytest.fixture(scope="session")
 def exact_counts() -> None:
     """Tensors are counted by memfit's own allocator; without a compiler the test is skipped, for the fallback measures the whole process."""
-    from memfit.runtime.allocator import install
+    from memfit.allocator import install
 
     install()
 

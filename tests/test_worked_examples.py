@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memfit
-from memfit.api.problem import Problem, driver_of
+from memfit.allocator import install
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.units import format_bytes, parse_bytes
+from memfit.job.problem import Problem, driver_of
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
-from memfit.runtime.allocator import install
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 

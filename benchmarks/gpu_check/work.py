@@ -329,8 +329,8 @@ def inference(setting: Setting, subject: str, cache_limit: int | None) -> None:
 def machine(setting: Setting) -> None:
     """Versions, then what memfit's probe finds, then both ways of the link at once."""
     from gpu_check.views import describe
-    from memfit.api.machine import Machine
     from memfit.core.limits import Limits
+    from memfit.job.machine import Machine
 
     setting.notes.note(**describe(setting.device, setting.directory))
     one = torch.zeros(1, device=setting.device)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 import memfit
-from memfit.api.problem import Problem
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
+from memfit.job.problem import Problem
 from sweeping.reference import make_optimizer
 from sweeping.subjects import Subject, loss_of
 

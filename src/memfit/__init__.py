@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from memfit.core.plan import Plan
-    from memfit.core.trials import is_planning
-    from memfit.runtime.streams import microbatch_streams
+    from memfit.core.planning_state import is_planning
+    from memfit.tensors.random_streams import microbatch_streams
 
 __version__ = VERSION
 
@@ -54,8 +54,8 @@ _ORIGINS = {
     "empty": "memfit.api",
     "fit": "memfit.api",
     "infer": "memfit.api",
-    "is_planning": "memfit.core.trials",
-    "microbatch_streams": "memfit.runtime.streams",
+    "is_planning": "memfit.core.planning_state",
+    "microbatch_streams": "memfit.tensors.random_streams",
     "profile": "memfit.api",
 }
 

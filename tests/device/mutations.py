@@ -28,9 +28,9 @@ NOBODY = WAITS + "a_saved_tensor_that_nobody_needs_any_more_ends_its_transfer_fi
 PLAIN = TRAINING + "training_on_a_device_equals_plain_pytorch_bit_for_bit[late-{}]"
 TOKENS = INFERENCE + "generation_on_a_device_gives_the_tokens_of_transformers[late-{}]"
 
-_MEMORY, _TIERS = "memfit.runtime.homes.memory:", "memfit.runtime.saved.tiers:"
-_STAGING, STAGED = "memfit.runtime.homes.staging:", "test_device_staging.py::test_"
-_UPDATES, _PIECES = "memfit.runtime.updates:", "memfit.runtime.update_pieces:"
+_MEMORY, _TIERS = "memfit.homes.memory:", "memfit.homes.tiers:"
+_STAGING, STAGED = "memfit.homes.staging:", "test_device_staging.py::test_"
+_UPDATES, _PIECES = "memfit.homes.updates:", "memfit.homes.update_pieces:"
 
 DEVICES = (
     Mutation(
@@ -133,14 +133,14 @@ TRANSFERS = (
     ),
     Mutation(
         says="several transfers are waited for up to the first that fails",
-        where="memfit.runtime.homes.base:Tickets.wait",
+        where="memfit.homes.home:Tickets.wait",
         take="first = first or error",
         put="raise",
         tests=[MOVED + "all_transfers_are_waited_for_though_one_fails[late]"],
     ),
     Mutation(
         says="what follows a transfer is done without it",
-        where="memfit.runtime.homes.base:Then.wait",
+        where="memfit.homes.home:Then.wait",
         take="ticket.wait()",
         put="pass",
         tests=[TRAVELS.format("split-host")],
@@ -152,21 +152,21 @@ TRANSFERS = (
 WEIGHTS = (
     Mutation(
         says="weights are used before they have come",
-        where="memfit.runtime.weights:BlockWeights.wait",
+        where="memfit.homes.weights:BlockWeights.wait",
         take="arriving.wait()",
         put="pass",
         tests=[OUT.format("True")],
     ),
     Mutation(
         says="a visit that nobody used gives its memory up under the copy",
-        where="memfit.runtime.weights:BlockWeights.release",
+        where="memfit.homes.weights:BlockWeights.release",
         take="arriving.wait()",
         put="pass",
         tests=[MOVED + "a_visit_that_nobody_used_ends_after_its_copy[late]"],
     ),
     Mutation(
         says="a block gives its memory up under the copy that brings it",
-        where="memfit.runtime.weights:BlockWeights.give_up",
+        where="memfit.homes.weights:BlockWeights.give_up",
         take="self._arriving.wait()",
         put="pass",
         tests=[MOVED + "a_visit_that_is_broken_off_ends_its_transfer_while_it_has_memory[late-give_up]"],
@@ -174,21 +174,21 @@ WEIGHTS = (
     ),
     Mutation(
         says="parameters that move out are not waited for",
-        where="memfit.runtime.weights:BlockWeights.move_out",
+        where="memfit.homes.weights:BlockWeights.move_out",
         take=".untyped_storage()).wait()",
         put=".untyped_storage())",
         tests=[OUT.format("False")],
     ),
     Mutation(
         says="a block moves out while it comes",
-        where="memfit.runtime.weights:BlockWeights.move_out",
+        where="memfit.homes.weights:BlockWeights.move_out",
         take="self.wait()",
         put="pass",
         tests=[OUT.format("True")],
     ),
     Mutation(
         says="parameters that move in are freed under their copies",
-        where="memfit.runtime.weights:_put",
+        where="memfit.homes.weights:_put",
         take="write_tensor(home, slot.offset_bytes, dense).wait()",
         put="write_tensor(home, slot.offset_bytes, dense)",
         tests=[TRAVELS.format("summed-host")],
@@ -197,7 +197,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block is used at its calls before it has come",
-        where="memfit.runtime.visits:Visits.ensure",
+        where="memfit.engine.visits:Visits.ensure",
         take="block.wait()",
         put="pass",
         tests=[MOVES.format("ensure")],
@@ -205,7 +205,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block is fetched while it is updated",
-        where="memfit.runtime.visits:Visits.fetch",
+        where="memfit.engine.visits:Visits.fetch",
         take="self._settle(b)",
         put="pass",
         tests=[MOVES.format("fetch")],
@@ -213,7 +213,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block is released while it is updated",
-        where="memfit.runtime.visits:Visits.release",
+        where="memfit.engine.visits:Visits.release",
         take="self._settle(b)",
         put="pass",
         tests=[MOVES.format("release")],
@@ -221,7 +221,7 @@ WEIGHTS = (
     ),
     Mutation(
         says="a block that is needed at once is fetched while it is updated",
-        where="memfit.runtime.visits:Visits.ensure",
+        where="memfit.engine.visits:Visits.ensure",
         take="self._settle(b)",
         put="pass",
         tests=[MOVES.format("ensure")],
@@ -232,7 +232,7 @@ WEIGHTS = (
 GRADIENTS = (
     Mutation(
         says="gradients that left are forgotten",
-        where="memfit.runtime.gradients:GradientHomes.accumulate",
+        where="memfit.homes.gradients:GradientHomes.accumulate",
         take="self._leaving = Tickets(tickets)",
         put="self._leaving = None",
         tests=[TRAVELS.format("summed-host")],
@@ -241,7 +241,7 @@ GRADIENTS = (
     ),
     Mutation(
         says="a gradient that came home before is added before it is here",
-        where="memfit.runtime.gradients:_add_home",
+        where="memfit.homes.gradients:_add_home",
         take=".untyped_storage()).wait()",
         put=".untyped_storage())",
         tests=[TRAVELS.format("summed-host")],
@@ -250,7 +250,7 @@ GRADIENTS = (
     ),
     Mutation(
         says="a gradient's piece is used before it has come",
-        where="memfit.runtime.gradients:GradientHomes.finish_piece",
+        where="memfit.homes.gradients:GradientHomes.finish_piece",
         take="piece.ready.wait()",
         put="pass",
         tests=[TRAVELS.format("summed-host")],
@@ -259,7 +259,7 @@ GRADIENTS = (
     ),
     Mutation(
         says="a gradient is read before it has come",
-        where="memfit.runtime.gradients:GradientHomes.read",
+        where="memfit.homes.gradients:GradientHomes.read",
         take=".untyped_storage()).wait()",
         put=".untyped_storage())",
         tests=[TRAVELS.format("summed-host")],
@@ -268,7 +268,7 @@ GRADIENTS = (
     ),
     Mutation(
         says="widened pieces of a gradient go home without one waiting for the other",
-        where="memfit.runtime.weights:begin_write_masters",
+        where="memfit.homes.weights:begin_write_masters",
         take="Tickets(tickets).wait()",
         put="pass",
         tests=[TRAVELS.format("whole-host")],
@@ -364,7 +364,7 @@ UPDATES = (
     ),
     Mutation(
         says="a block is updated while a visit that nobody used still comes",
-        where="memfit.runtime.settling:Settling.do",
+        where="memfit.engine.settling:Settling.do",
         take="self._blocks[b].wait()",
         put="pass",
         tests=[WAITS + "a_visit_that_nobody_waited_for_ends_before_the_update_begins"],
@@ -372,7 +372,7 @@ UPDATES = (
     ),
     Mutation(
         says="an update reads gradients that have not left",
-        where="memfit.runtime.settling:Settling.do",
+        where="memfit.engine.settling:Settling.do",
         take="self._gradients.wait()",
         put="pass",
         tests=[WAITS + "an_update_does_not_begin_where_a_gradient_could_not_be_written"],
@@ -380,7 +380,7 @@ UPDATES = (
     ),
     Mutation(
         says="gradients are cleared under their update",
-        where="memfit.runtime.settling:Settling.do",
+        where="memfit.engine.settling:Settling.do",
         take="self.wait(b)\n            self._gradients.clear",
         put="self._gradients.clear",
         tests=[WAITS + "gradients_are_cleared_and_a_step_ends_after_the_updates"],
@@ -388,7 +388,7 @@ UPDATES = (
     ),
     Mutation(
         says="a step ends before its updates",
-        where="memfit.runtime.settling:Settling.do",
+        where="memfit.engine.settling:Settling.do",
         take="for b in tuple(self._updating):\n                self.wait(b)",
         put="pass",
         tests=[WAITS + "gradients_are_cleared_and_a_step_ends_after_the_updates"],
@@ -396,7 +396,7 @@ UPDATES = (
     ),
     Mutation(
         says="split masters are joined before their pieces have come",
-        where="memfit.runtime.split:SplitMasters._read",
+        where="memfit.homes.split:SplitMasters._read",
         take="Tickets(coming)",
         put="Tickets([])",
         tests=[TRAVELS.format("split-host")],
@@ -405,7 +405,7 @@ UPDATES = (
     ),
     Mutation(
         says="differences of split masters go home without one waiting for the other",
-        where="memfit.runtime.split:SplitMasters.write",
+        where="memfit.homes.split:SplitMasters.write",
         take="Tickets(tickets).wait()",
         put="pass",
         tests=[TRAVELS.format("split-host")],
@@ -425,14 +425,14 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors are used before they have come back",
-        where="memfit.runtime.saved.offload:Parcel.bring",
+        where="memfit.activations.offload:Parcel.bring",
         take="self._ticket.wait()",
         put="pass",
         tests=[WAITS + "a_saved_tensor_leaves_the_device_and_comes_back[late]"],
     ),
     Mutation(
         says="saved tensors are given up before they have left",
-        where="memfit.runtime.saved.offload:Parcel.drop",
+        where="memfit.activations.offload:Parcel.drop",
         take="self._store.wait(self._rest)",
         put="pass",
         tests=[WAITS + "a_saved_tensor_leaves_the_device_and_comes_back[late]"],
@@ -440,7 +440,7 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors that come back when nobody needs them are freed under the copy",
-        where="memfit.runtime.saved.offload:Parcel.__del__",
+        where="memfit.activations.offload:Parcel.__del__",
         take="self._ticket.wait()",
         put="pass",
         tests=[NOBODY.format("back")],
@@ -448,7 +448,7 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors that leave when nobody needs them are freed under the copy",
-        where="memfit.runtime.saved.offload:Parcel.__del__",
+        where="memfit.activations.offload:Parcel.__del__",
         take="self._store.wait(self._rest)",
         put="pass",
         tests=[NOBODY.format("away")],
@@ -558,7 +558,7 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors of a device have no way to the disk",
-        where="memfit.runtime.housing:House.tier_stores",
+        where="memfit.engine.housing:House.tier_stores",
         take="if self.scratch is not None and self._staging is None:",
         put="if self.scratch is not None:",
         tests=[PLAIN.format("1-offload-disk")],
@@ -569,7 +569,7 @@ SAVED = (
 THREADS = (
     Mutation(
         says="losses on the CPU are roots of the joint backward",
-        where="memfit.runtime.crossing:differentiate_on_host",
+        where="memfit.engine.crossing:differentiate_on_host",
         take="if not _is_on_host(loss.grad_fn):",
         put="if True:",
         tests=[LOSS_ON_CPU],
@@ -577,7 +577,7 @@ THREADS = (
     ),
     Mutation(
         says="detours over the CPU are let through",
-        where="memfit.runtime.crossing:refuse_detours",
+        where="memfit.engine.crossing:refuse_detours",
         take="if _is_on_host(node):",
         put="if False:",
         tests=[ORDER + "a_detour_over_the_cpu_is_refused_for_microbatches_that_take_turns[late]"],
@@ -586,21 +586,21 @@ THREADS = (
     ),
     Mutation(
         says="recomputation has the context variables of autograd's thread",
-        where="memfit.runtime.saved.surroundings:Surroundings.run",
+        where="memfit.activations.surroundings:Surroundings.run",
         take="self._context.copy().run(call, *args, **kwargs)",
         put="call(*args, **kwargs)",
         tests=[VARIABLES],
     ),
     Mutation(
         says="recomputation draws other random numbers on the device",
-        where="memfit.runtime.saved.surroundings:_random_states",
+        where="memfit.activations.surroundings:_random_states",
         take="if devices.is_accelerator(device):",
         put="if False:",
         tests=[PLAIN.format("1-recompute-host")],
     ),
     Mutation(
         says="recomputation has the autocast of autograd's thread",
-        where="memfit.runtime.saved.surroundings:Switches.restored",
+        where="memfit.activations.surroundings:Switches.restored",
         take="for kind, is_enabled, dtype in self.autocast:",
         put="for kind, is_enabled, dtype in ():",
         tests=[ORDER + "recomputation_in_the_device_thread_meets_the_users_autocast[late]"],
@@ -609,7 +609,7 @@ THREADS = (
     ),
     Mutation(
         says="microbatches share the device's generator",
-        where="memfit.runtime.streams:RandomStream.enter",
+        where="memfit.tensors.random_streams:RandomStream.enter",
         take="if accelerator is None:",
         put="if True:",
         tests=[PLAIN.format("4-keep-device")],
@@ -617,7 +617,7 @@ THREADS = (
     ),
     Mutation(
         says="Ctrl-C is heard in the main thread only",
-        where="memfit.api.interrupts:_wake_pipe",
+        where="memfit.job.interrupts:_wake_pipe",
         take="return read",
         put="return None",
         tests=[ORDER + "an_interrupt_in_backward_comes_between_two_blocks[late]"],
@@ -625,7 +625,7 @@ THREADS = (
     ),
     Mutation(
         says="the generator of the current device is restored, not of the model's",
-        where="memfit.api.saving:_restore_random",
+        where="memfit.job.saving:_restore_random",
         take="devices.of(device).set_rng_state(device, random[1])",
         put="devices.of(device).set_rng_state(torch.device(device.type), random[1])",
         tests=[WAITS + "a_load_restores_the_generator_of_the_models_device[late]"],
@@ -635,7 +635,7 @@ THREADS = (
 LIMITS = (
     Mutation(
         says="a job's limit outlives it",
-        where="memfit.api.machine:_lift_limit",
+        where="memfit.job.machine:_lift_limit",
         take="meter.set_limit(None)",
         put="pass",
         tests=[WAITS + "a_job_that_ends_lifts_its_own_limit_and_no_other_jobs[late]"],
@@ -643,7 +643,7 @@ LIMITS = (
     ),
     Mutation(
         says="a job lifts another's limit",
-        where="memfit.api.machine:_lift_limit",
+        where="memfit.job.machine:_lift_limit",
         take="if meter.limit_bytes() == limit_bytes:",
         put="if True:",
         tests=[WAITS + "a_job_that_ends_lifts_its_own_limit_and_no_other_jobs[late]"],
@@ -651,7 +651,7 @@ LIMITS = (
     ),
     Mutation(
         says="the pool of loading counts in the proof",
-        where="memfit.api.machine:Machine.forget_peak",
+        where="memfit.job.machine:Machine.forget_peak",
         take="if isinstance(self.meter, AcceleratorMeter):",
         put="if False:",
         tests=[ORDER + "the_proof_does_not_count_what_loading_held[late]"],
@@ -659,7 +659,7 @@ LIMITS = (
     ),
     Mutation(
         says="the probes' matrices are as large as a small limit",
-        where="memfit.api.machine:_probe_flops",
+        where="memfit.job.machine:_probe_flops",
         take="_PROBE_DEVICE_SIZE if",
         put="6144 if",
         tests=[WAITS + "probes_fit_the_reserve_of_every_plan[late]"],
@@ -670,7 +670,7 @@ LIMITS = (
 HOST = (
     Mutation(
         says="a save reads pinned memory under its copies",
-        where="memfit.runtime.export.files:settle",
+        where="memfit.files.saved_files:settle",
         take="devices.of(device).synchronize(device)",
         put="pass",
         tests=[WAITS + "a_save_has_what_the_step_before_it_wrote[late]"],
@@ -679,7 +679,7 @@ HOST = (
     ),
     Mutation(
         says="a commit reads pinned memory under its copies",
-        where="memfit.runtime.housing:House._follow_copies",
+        where="memfit.engine.housing:House._follow_copies",
         take="if devices.is_accelerator(self._device):",
         put="if False:",
         tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late]"],
@@ -688,7 +688,7 @@ HOST = (
     ),
     Mutation(
         says="committed values are read into pinned memory under copies of the update that failed",
-        where="memfit.runtime.housing:House.go_back",
+        where="memfit.engine.housing:House.go_back",
         take="self._follow_copies()",
         put="pass",
         tests=[WAITS + "a_step_that_is_finished_from_its_journal_begins_with_nothing_of_the_update_that_failed[late]"],
@@ -697,7 +697,7 @@ HOST = (
     ),
     Mutation(
         says="weights that were changed between steps are gone before they are home",
-        where="memfit.api.assembly:Assembly.write_home",
+        where="memfit.job.assembly:Assembly.write_home",
         take="ticket.wait()",
         put="pass",
         tests=[TRAVELS.format("whole-host")],
@@ -709,21 +709,21 @@ HOST = (
 CACHES = (
     Mutation(
         says="keys and values are used before they have come",
-        where="memfit.runtime.caches:_Record.wait",
+        where="memfit.huggingface.caches:_Record.wait",
         take="self._coming.pop().wait()",
         put="self._coming.pop()",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
     ),
     Mutation(
         says="keys and values are given up before they have left",
-        where="memfit.runtime.caches:_Record.leave",
+        where="memfit.huggingface.caches:_Record.leave",
         take="rests.wait(self._rests[storage._cdata][2])",
         put="pass",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
     ),
     Mutation(
         says="a page of keys and values is given up before it has left",
-        where="memfit.runtime.caches:_Record._write_rows",
+        where="memfit.huggingface.caches:_Record._write_rows",
         take="if pages.rests:",
         put="if False:",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
@@ -731,7 +731,7 @@ CACHES = (
     ),
     Mutation(
         says="the last page of keys and values is given up before it has left",
-        where="memfit.runtime.caches:_Record._write_rows",
+        where="memfit.huggingface.caches:_Record._write_rows",
         take="rests.wait(pages.rests[-1])\n    pages.rows = rows",
         put="pages.rows = rows",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
@@ -739,14 +739,14 @@ CACHES = (
     ),
     Mutation(
         says="caches that are closed are used before they have come",
-        where="memfit.runtime.caches:TravellingCaches.close",
+        where="memfit.huggingface.caches:TravellingCaches.close",
         take="record.wait()",
         put="pass",
         tests=[WAITS + "a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed[late]"],
     ),
     Mutation(
         says="a streamed block is used before it has come",
-        where="memfit.runtime.streaming:WeightStream.enter",
+        where="memfit.engine.streaming:WeightStream.enter",
         take="self._blocks[b].wait()",
         put="pass",
         tests=[TOKENS.format("0")],

@@ -12,7 +12,7 @@ import memfit
 from equivalence import test_inference, zoo
 from equivalence.carried import Way, carry
 from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.runtime import caches
+from memfit.huggingface import caches
 
 VOCABULARY, WIDTH = 96, 64
 

@@ -21,7 +21,7 @@ from memfit import devices
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
 from memfit.core.profile import Profile
-from memfit.runtime.optimizers.shadow import snapshot_groups
+from memfit.optimizers.shadow import snapshot_groups
 
 ROWS, WIDTH, LAYERS, STEPS = 8, 64, 3, 3
 FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
@@ -229,7 +229,7 @@ def test_a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory(
     device: torch.device, within: Callable[[], Any]
 ) -> None:
     """The collector drops it wherever it comes: while a model is traced, too."""
-    from memfit.runtime.homes import MemoryHome
+    from memfit.homes import MemoryHome
 
     nbytes = 1 << 20
     home = MemoryHome(nbytes, tier=Tier.HOST, device=device, stream=torch.Stream(device))

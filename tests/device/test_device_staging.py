@@ -15,11 +15,11 @@ import memfit
 from memfit import devices
 from memfit.core.layout import PINNED_STAGING_BYTES, STAGING_PIECE_BYTES
 from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.homes import DiskHome, Staging
 from memfit.prediction.predict import predict
-from memfit.runtime.homes import DiskHome, Staging
-from memfit.runtime.store import DiskStore, Region, RegionSpec
-from memfit.runtime.trees import bytes_view, new_storage
 from memfit.scheduling.lower import lower
+from memfit.store import DiskStore, Region, RegionSpec
+from memfit.tensors.trees import bytes_view, new_storage
 
 PIECE = 64 * 1024
 NBYTES = 5 * PIECE + 512

@@ -17,7 +17,7 @@ import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.runtime.split import join, split
+from memfit.homes.split import join, split
 
 ROWS, WIDTH, LAYERS, STEPS = 128, 128, 3, 2
 
@@ -188,7 +188,7 @@ def test_the_limit_is_held_by_the_device_and_an_impossible_one_is_refused(device
 
 
 def test_host_homes_are_pinned_in_exact_size(device: torch.device) -> None:
-    from memfit.runtime.homes import MemoryHome
+    from memfit.homes import MemoryHome
 
     home = MemoryHome(3 << 20, tier=Tier.HOST, device=device, stream=torch.Stream(device))
     there = torch.arange((3 << 20) // 4, dtype=torch.int32, device=device)

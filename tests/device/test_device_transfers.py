@@ -21,9 +21,9 @@ import memfit
 from memfit import devices
 from memfit.core.plan import BlockPlan, Order, Plan, Tier
 from memfit.core.precision import ComputeDtype
-from memfit.runtime.homes import DONE, DiskHome, MemoryHome, Ticket, Tickets
-from memfit.runtime.trees import bytes_view
-from memfit.runtime.weights import BlockWeights
+from memfit.homes import DONE, DiskHome, MemoryHome, Ticket, Tickets
+from memfit.homes.weights import BlockWeights
+from memfit.tensors.trees import bytes_view
 
 NUMBERS = 1 << 18
 NBYTES = 4 * NUMBERS

@@ -18,20 +18,20 @@ from torch import nn
 
 import memfit
 from memfit import devices
-from memfit.api import machine
-from memfit.api.saving import _restore_random
+from memfit.activations import HostStore, Offloader, StagedScratchStore
 from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
 from memfit.core.schedule import Clear, Commit, Update
 from memfit.core.units import MIB
-from memfit.runtime.caches import TravellingCaches
-from memfit.runtime.homes.staging import Staged, Staging
-from memfit.runtime.saved import HostStore, Offloader, StagedScratchStore
-from memfit.runtime.settling import Settling
-from memfit.runtime.store import DiskIO, ScratchFile
-from memfit.runtime.update_pieces import PieceUpdates
-from memfit.runtime.updates import Gate, UpdateWorker
-from memfit.runtime.visits import Visits
+from memfit.engine.settling import Settling
+from memfit.engine.visits import Visits
+from memfit.homes.staging import Staged, Staging
+from memfit.homes.update_pieces import PieceUpdates
+from memfit.homes.updates import Gate, UpdateWorker
+from memfit.huggingface.caches import TravellingCaches
+from memfit.job import machine
+from memfit.job.saving import _restore_random
+from memfit.store import DiskIO, ScratchFile
 from memfit.verification.meters import AcceleratorMeter
 
 NUMBERS = 1 << 18
@@ -209,7 +209,7 @@ def test_a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed(
 ) -> None:
     from transformers import DynamicCache
 
-    monkeypatch.setattr("memfit.runtime.caches.PAGE_BYTES", 32 << 10)  # two pages a token
+    monkeypatch.setattr("memfit.huggingface.caches.PAGE_BYTES", 32 << 10)  # two pages a token
     store = HostStore(device, stream=devices.of(device).new_stream(device))
     caches, cache = TravellingCaches(store, 0), DynamicCache()
     parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}

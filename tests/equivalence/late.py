@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.runtime.homes import Ticket
+from memfit.homes import Ticket
 
 
 class Late:

@@ -16,9 +16,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from memfit.activations import CallSite, Frame, HostStore, Offloader, ScratchStore, SegmentGroup, Writes, make_frame
 from memfit.core.plan import CallPlan, Saved, Tier
-from memfit.runtime.saved import CallSite, Frame, HostStore, Offloader, ScratchStore, SegmentGroup, Writes, make_frame
-from memfit.runtime.store import DiskIO, ScratchFile
+from memfit.store import DiskIO, ScratchFile
 
 KEEP = CallPlan(saved=Saved.KEEP)
 RECOMPUTE = CallPlan(saved=Saved.RECOMPUTE)

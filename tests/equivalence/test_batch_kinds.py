@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import memfit
-from memfit.api.advice import advise
+from memfit.api.advise import advise
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import Order, Plan
 

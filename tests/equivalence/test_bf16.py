@@ -17,11 +17,11 @@ from equivalence.compare import Differences, number
 from equivalence.fsdp import FsdpTrainer, one_rank
 from equivalence.plain import MakeOptimizer, RandomState, adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
-from memfit.api.saving import load
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.job.saving import load
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
 

@@ -17,8 +17,9 @@ from equivalence.compare import assert_equal_training, same_bits
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_case, fit_variant
 from memfit.core.errors import AwayError, StoreError, UsageError
-from memfit.runtime.birth import build_empty, find_origins, recorder
-from memfit.runtime.guard import is_away
+from memfit.deferred import build_empty, find_origins
+from memfit.deferred import recording as recorder
+from memfit.tensors.guard import is_away
 
 
 def born(build: Callable[[], nn.Module], *, draws: bool = True) -> nn.Module:
@@ -281,7 +282,7 @@ def test_optimizer_states_go_into_a_model_built_empty_and_training_goes_on(
     model = born(lambda: zoo.gpt2().model, draws=False)
     ours = torch.optim.AdamW(model.parameters())
     if way == "load_state_dict":
-        from memfit.api.saving import load
+        from memfit.job.saving import load
 
         plain = zoo.gpt2().model
         other = torch.optim.AdamW(plain.parameters())
@@ -315,7 +316,7 @@ def test_states_that_do_not_fit_the_optimizer_are_refused_and_the_job_goes_on(tm
 
 
 def test_a_saved_job_goes_into_a_model_built_empty_through_fit_and_not_through_load(tmp_path: Path) -> None:
-    from memfit.api.saving import load
+    from memfit.job.saving import load
 
     case = zoo.ZOO["mixtral"]()
     with fit_case(case) as job:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence.compare import same_bits
+from memfit.allocator import install
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
-from memfit.runtime.allocator import install
-from memfit.runtime.guard import is_away
-from memfit.runtime.store import Region
+from memfit.store import Region
+from memfit.tensors.guard import is_away
 
 WIDTH, LAYERS = 256, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence.compare import same_bits
+from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, TierUnavailableError
 from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.runtime.allocator import Allocator, install
-from memfit.runtime.guard import is_away
+from memfit.tensors.guard import is_away
 
 WIDTH, LAYERS = 512, 12
 LAYER_BYTES = 4 * WIDTH * WIDTH

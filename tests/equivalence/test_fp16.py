@@ -15,7 +15,7 @@ from memfit.core.errors import PlanError, UsageError
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.schedule import Schedule
-from memfit.runtime.loss_scaling import LossScaler
+from memfit.engine.loss_scaling import LossScaler
 from memfit.scheduling.build import build_step
 from memfit.scheduling.check import check_schedule
 

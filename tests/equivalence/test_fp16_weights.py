@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from equivalence.test_fp16 import Net, adamw, batch, build, loss_of, scaler_state
-from memfit.api.advice import advise
+from memfit.api.advise import advise
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower

@@ -18,8 +18,8 @@ from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import AwayError, DoesNotFitError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
-from memfit.runtime import caches
-from memfit.runtime.guard import is_away
+from memfit.huggingface import caches
+from memfit.tensors.guard import is_away
 
 GENERATING = ("gpt2", "llama", "mixtral", "t5")
 
@@ -216,7 +216,7 @@ def test_a_cache_layer_that_is_read_outside_comes_and_stays_usable_after_the_con
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_the_price_of_a_token_is_what_its_keys_and_values_take(name: str) -> None:
-    from memfit.api.inference import _cache_bytes_per_token
+    from memfit.job.inference import _cache_bytes_per_token
 
     model: Any = zoo.ZOO[name]().model.eval()
     tokens = torch.randint(1, zoo.VOCABULARY - 1, (2, 7))

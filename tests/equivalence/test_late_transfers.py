@@ -21,8 +21,8 @@ from equivalence.late import Late
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_known
 from memfit.core.plan import UpdateTime
-from memfit.runtime.homes import DiskHome, Ticket
-from memfit.runtime.trees import bytes_view
+from memfit.homes import DiskHome, Ticket
+from memfit.tensors.trees import bytes_view
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,11 +15,11 @@ import memfit
 from equivalence import zoo
 from equivalence.compare import same_bits
 from equivalence.test_birth import assert_same_model, born, fit_from
-from memfit.api.saving import load
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.runtime.export.conversions import file_tensors, loading_conversions
-from memfit.runtime.guard import is_away
+from memfit.huggingface.conversions import file_tensors, loading_conversions
+from memfit.job.saving import load
+from memfit.tensors.guard import is_away
 
 KNOWN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "resnet", "albert")
 # Ties, experts that are put together, an encoder with a decoder, older names, buffers: the others repeat one of these.

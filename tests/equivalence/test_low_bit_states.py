@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api import saving
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import BlockPlan, Order, Plan, Tier
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 from memfit.formats import BlockFormat, find_format
-from memfit.runtime import update_pieces
-from memfit.runtime.noise import RoundingNoise
+from memfit.homes import update_pieces
+from memfit.job import saving
+from memfit.tensors.noise import RoundingNoise
 
 WIDTH = 96
 ENCODED = [f for f in StateFormat if f is not StateFormat.GIVEN]

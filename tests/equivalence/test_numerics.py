@@ -16,10 +16,10 @@ from torch.nn import functional
 import memfit
 from equivalence import plans
 from equivalence.with_memfit import traced_once
-from memfit.api.problem import Problem, driver_of
 from memfit.core.numerics import Exactness, declare
 from memfit.core.plan import Order, Plan, Tier
 from memfit.core.profile import Profile
+from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import find_tail, list_candidates
 from memfit.profiling.blocks import find_blocks
 

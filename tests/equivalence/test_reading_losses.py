@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import memfit
 from equivalence import plans
-from memfit.api.advice import advise
-from memfit.api.problem import Problem
+from memfit.api.advise import advise
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import CallPlan, Order, Plan, Saved
+from memfit.job.problem import Problem
 
 WIDTH, ROWS = 24, 8
 MACHINE = Hardware(
@@ -199,7 +199,7 @@ def test_a_step_that_reads_something_else_than_was_guessed_is_right_and_told() -
 def test_shapes_that_alternate_are_planned_for_once_each_and_a_bounded_number_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memfit.api.assembly._SHAPES", 3)
+    monkeypatch.setattr("memfit.job.assembly._SHAPES", 3)
     traced: list[int] = []
     plain = Problem.profile_for
 

@@ -13,11 +13,11 @@ import memfit
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
+from memfit.homes import update_pieces
 from memfit.prediction.predict import predict
-from memfit.runtime import update_pieces
-from memfit.runtime.noise import RoundingNoise
 from memfit.scheduling.lower import lower
+from memfit.tensors.noise import RoundingNoise
 
 WIDTH = 72
 ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from equivalence.saved_harness import POLICIES, Driver, Loss, make_offloader, run_driven, run_plain
-from memfit.runtime.saved import Offloader
+from memfit.activations import Offloader
 
 
 @pytest.fixture

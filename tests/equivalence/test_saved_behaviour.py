@@ -35,9 +35,9 @@ from equivalence.saved_harness import (
     run_plain,
     under,
 )
+from memfit.activations import CallSite, Offloader, SegmentGroup, frames, make_frame
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import CallPlan
-from memfit.runtime.saved import CallSite, Offloader, SegmentGroup, frames, make_frame
 
 SINGLE = ["recompute", "select", "offload to disk", "boundary away"]
 

@@ -29,11 +29,11 @@ from equivalence.saved_harness import (
     make_offloader,
     under,
 )
+from memfit.activations import HostStore, Offloader, StagedScratchStore
 from memfit.core.errors import StoreError
 from memfit.core.plan import Tier
-from memfit.runtime.homes import Staging
-from memfit.runtime.saved import HostStore, Offloader, StagedScratchStore
-from memfit.runtime.store import DiskIO, ScratchFile
+from memfit.homes import Staging
+from memfit.store import DiskIO, ScratchFile
 
 
 @pytest.fixture

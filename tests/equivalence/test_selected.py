@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import memfit
 from equivalence.saved_harness import JOINED_SELECT, SELECT, WRITES, Driver
+from memfit.activations.frames import RecomputedFrame
 from memfit.core.operators import is_selected
-from memfit.runtime.saved.frames import RecomputedFrame
 
 WIDTH = 16
 

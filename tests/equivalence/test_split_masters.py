@@ -14,12 +14,12 @@ from equivalence import plans, zoo
 from equivalence.compare import Differences
 from equivalence.plain import adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
-from memfit.api.saving import load
 from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.precision import ComputeDtype
+from memfit.homes.split import SplitMasters
+from memfit.job.saving import load
 from memfit.prediction.predict import predict
-from memfit.runtime.split import SplitMasters
 from memfit.scheduling.lower import lower
 
 BF16 = ComputeDtype.BFLOAT16

@@ -13,10 +13,10 @@ from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw, sgd
 from equivalence.with_memfit import fit_with, profile_by_name
+from memfit.activations import Offloader
+from memfit.allocator import Allocator, install
 from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.profile import Profile
-from memfit.runtime.allocator import Allocator, install
-from memfit.runtime.saved import Offloader
 
 HOST, DISK, DEVICE = Tier.HOST, Tier.DISK, Tier.DEVICE
 

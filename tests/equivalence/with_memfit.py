@@ -18,11 +18,11 @@ import memfit
 from equivalence import plans, zoo
 from equivalence.compare import JobLike, MakeJob
 from equivalence.plain import MakeOptimizer, adamw
-from memfit.api.problem import Problem
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.runtime.forgetful import CacheUse
+from memfit.huggingface.forgetful import CacheUse
+from memfit.job.problem import Problem
 
 ADAMW = adamw()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from faults import small_run
-from memfit.api.exporting import export_run
 from memfit.core.plan import Plan
+from memfit.job.exporting import export_run
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memfit.runtime.store import FileOperations
+from memfit.store import FileOperations
 
 SECTOR_BYTES = 512
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from faults.crash_disk import Files, RecordedDisk, put_back
-from memfit.runtime.store import (
+from memfit.store import (
     CommittedStore,
     DiskIO,
     Durability,

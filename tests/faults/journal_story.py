@@ -12,8 +12,8 @@ from typing import Any
 
 from faults.crash_disk import Files, RecordedDisk, put_back
 from faults.crash_story import IDENTITY, PIECE_BYTES, WithoutSyncs, filled
-from memfit.runtime.store import CommittedStore, DiskIO, FileOperations, RegionSpec, aligned_memory
-from memfit.runtime.store.journal import RECORD, Journal, record_region
+from memfit.store import CommittedStore, DiskIO, FileOperations, RegionSpec, aligned_memory
+from memfit.store.journal import RECORD, Journal, record_region
 
 RECORD_BYTES = 2048
 

@@ -27,7 +27,7 @@ from memfit.core.numerics import ALLOWANCES
 from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 6, 29, 32
 

@@ -23,7 +23,7 @@ import torch
 
 from faults.crash_story import KILLED, PIECE_BYTES, TWO_BLOCKS, Story, WithoutSyncs, filled
 from memfit.core.errors import StoreError, StoreInUseError, UnsupportedError, UsageError
-from memfit.runtime.store import (
+from memfit.store import (
     CommittedStore,
     DiskIO,
     DiskStore,
@@ -33,8 +33,8 @@ from memfit.runtime.store import (
     aligned_memory,
     verify,
 )
-from memfit.runtime.store.checksums import checksum
-from memfit.runtime.store.state import decode_state, encode_state
+from memfit.store.checksums import checksum
+from memfit.store.state import decode_state, encode_state
 
 KEPT = Path(__file__).parents[1] / "data" / "store-format-2"
 MIB = 1 << 20

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import memfit
 from faults import small_run
 from faults.small_run import adamw, build, loss, profile
-from memfit.api.exporting import export_run, read_registered, remove_run, verify_run
-from memfit.api.saving import load
 from memfit.cli import app
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.plan import Plan
+from memfit.job.exporting import export_run, read_registered, remove_run, verify_run
+from memfit.job.saving import load
 
 SHARD_BYTES = 60_000
 
@@ -168,7 +168,7 @@ def test_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
     assert not remove_run(tmp_path / "run")
     memfit_home = tmp_path / "other"
-    from memfit.runtime.store import DiskStore, RegionSpec
+    from memfit.store import DiskStore, RegionSpec
 
     DiskStore.create(memfit_home, {"a": RegionSpec(nbytes=4096)}, identity={"made-by": "memfit"}).close()
     with pytest.raises(StoreError, match="another's"):

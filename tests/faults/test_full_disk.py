@@ -21,7 +21,7 @@ from faults.tower import Tower, adamw, loss
 from memfit.core.errors import StoreError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.units import MIB
-from memfit.runtime.store import FileOperations, verify
+from memfit.store import FileOperations, verify
 
 FILE_SYSTEMS = {"ext4": (48 * MIB, ("-m", "0")), "xfs": (300 * MIB, ()), "btrfs": (128 * MIB, ())}
 """Bytes, and options of `mkfs`. btrfs writes beside what is there, unless a file says otherwise."""

@@ -16,13 +16,13 @@ import torch
 
 import memfit
 from faults import small_run
-from memfit.api.exporting import export_run, read_registered, verify_run
-from memfit.api.problem import read_plan
-from memfit.api.saving import load
 from memfit.core.errors import MemfitError, PlanError, StoreError
 from memfit.core.plan import Plan
-from memfit.runtime.export.reader import TensorFile
-from memfit.runtime.run_store import RunStore
+from memfit.files.reader import TensorFile
+from memfit.homes.run_store import RunStore
+from memfit.job.exporting import export_run, read_registered, verify_run
+from memfit.job.problem import read_plan
+from memfit.job.saving import load
 
 RUN_FILES = ("manifest.json", "homes-0.bin", "state-0.bin", "state-1.bin", "lock")
 SAVE_FILES = ("model.safetensors", "optimizer.safetensors", "memfit_state.json", "model.safetensors.index.json")

@@ -27,7 +27,7 @@ from faults.tower import Batch, Tower, adamw, loss
 from memfit.core.errors import MemfitError, StoreError, StoreInUseError, TornStepError, UsageError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.profile import Profile
-from memfit.runtime.store import FileOperations
+from memfit.store import FileOperations
 
 TOWER = Tower(width=128)  # hidden values of 64 KiB, from which on saved tensors leave the device
 build, batch, profile, after_plain_steps = TOWER.build, TOWER.batch, cache(TOWER.profile), TOWER.after_plain_steps

@@ -17,9 +17,9 @@ from faults.crash_story import WithoutSyncs, filled
 from faults.journal_story import EVEN, SMALL, JournalStory
 from faults.test_store_crashes import Finder, error_of, files_of, kill_during_a_step, survive_every_crash
 from memfit.core.errors import StoreError, UsageError
-from memfit.runtime.store import CommittedStore, DiskIO, verify
-from memfit.runtime.store.journal import RECORD
-from memfit.runtime.store.region import RegionState
+from memfit.store import CommittedStore, DiskIO, verify
+from memfit.store.journal import RECORD
+from memfit.store.region import RegionState
 
 STRIDES = [pytest.param(7, id="every seventh"), pytest.param(1, id="every", marks=pytest.mark.slow)]
 """Of the calls of a step, which are the ones that fail."""

@@ -16,9 +16,9 @@ from faults.test_resume import assert_same
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.states import StateFormat
-from memfit.planning.journaling import journaled
-from memfit.runtime.store import verify
+from memfit.core.state_formats import StateFormat
+from memfit.planning.journal_rules import journaled
+from memfit.store import verify
 
 pytestmark = [
     pytest.mark.usefixtures("generators_as_before"),

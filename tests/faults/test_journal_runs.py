@@ -16,11 +16,11 @@ import memfit
 from faults import small_run
 from faults.small_run import adamw, build, draw, loss, profile, train
 from faults.test_resume import Loop, assert_same
-from memfit.api.exporting import export_run
 from memfit.core.errors import MemfitWarning, PlanError, StoreError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
-from memfit.runtime.store import DiskStore, verify
-from memfit.runtime.store.explain import store_error
+from memfit.job.exporting import export_run
+from memfit.store import DiskStore, verify
+from memfit.store.os_errors import store_error
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 
@@ -220,7 +220,7 @@ def test_a_step_under_way_is_told_and_exported_when_it_is_made(tmp_path: Path, m
     assert killed_at(3, monkeypatch, moved, plan, options) == ["sealed", "decided", "moved", "moved"]
     export_run(moved, tmp_path / "out")
     made = build("tied-and-frozen")
-    loaded = memfit.api.saving.load(tmp_path / "out", made, adamw(made))
+    loaded = memfit.job.saving.load(tmp_path / "out", made, adamw(made))
     assert loaded.steps == 1
     with pytest.warns(MemfitWarning, match="had been decided"):
         Loop(moved, plan=plan, **options).die()

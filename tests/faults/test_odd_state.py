@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.exporting import export_run
-from memfit.api.saving import load
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.job.exporting import export_run
+from memfit.job.saving import load
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

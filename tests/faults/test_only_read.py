@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from faults.test_export import train
-from memfit.api.exporting import export_run, verify_run
 from memfit.core.errors import StoreError, StoreInUseError
-from memfit.runtime.store import DiskStore, FileOperations
-from memfit.runtime.store.lock import LOCK_NAME
+from memfit.job.exporting import export_run, verify_run
+from memfit.store import DiskStore, FileOperations
+from memfit.store.lock import LOCK_NAME
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

@@ -17,12 +17,12 @@ import memfit
 from equivalence.plain import PlainTrainer
 from equivalence.zoo import Case
 from faults.tower import HARDWARE, Tower, loss
-from memfit.api import breaches
-from memfit.api.assembly import Assembly
+from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, UsageError
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
-from memfit.runtime.allocator import Allocator, install
+from memfit.job import breaches
+from memfit.job.assembly import Assembly
 
 LIMIT = 96 * MIB
 SAMPLE = (16, 32)

@@ -21,8 +21,8 @@ from faults import small_run
 from faults.small_run import Average, Result, adamw, build, draw, loss, profile, train
 from memfit.core.errors import StoreError, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
-from memfit.runtime.run_store import RunStore
-from memfit.runtime.store import RegionSpec, verify
+from memfit.homes.run_store import RunStore
+from memfit.store import RegionSpec, verify
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

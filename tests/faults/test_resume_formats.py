@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from faults import small_run
-from memfit.api.exporting import export_run
-from memfit.api.saving import load
 from memfit.core.errors import UnsupportedError
-from memfit.runtime.store import verify
+from memfit.job.exporting import export_run
+from memfit.job.saving import load
+from memfit.store import verify
 
 TESTS = Path(__file__).parents[1]
 TOTAL = 6

@@ -12,8 +12,8 @@ from torch import nn
 
 import memfit
 from faults.small_run import PLANS, WIDTH, adamw, build, draw, loss, profile
-from memfit.api.saving import load
 from memfit.core.errors import MemfitError, StoreError, UsageError
+from memfit.job.saving import load
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

@@ -13,10 +13,10 @@ from torch import nn
 import memfit
 from faults import small_run
 from faults.small_run import FORMATS, adamw, build, profile
-from memfit.api.exporting import export_run
-from memfit.api.saving import load
 from memfit.core.errors import StoreError
-from memfit.runtime.export.trainer import FILE_NAME
+from memfit.files.trainer import FILE_NAME
+from memfit.job.exporting import export_run
+from memfit.job.saving import load
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

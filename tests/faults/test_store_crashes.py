@@ -31,7 +31,7 @@ from faults.crash_disk import (
 )
 from faults.crash_story import KILLED, TWO_BLOCKS, WithoutSyncs
 from memfit.core.errors import StoreError
-from memfit.runtime.store import CommittedStore, DiskIO, Durability
+from memfit.store import CommittedStore, DiskIO, Durability
 
 
 @pytest.fixture(name="io", scope="module")
@@ -211,7 +211,7 @@ def start_again_after_a_kill(
 def test_the_enumeration_finds_a_store_that_trusts_what_it_sees_after_a_kill(
     tmp_path: Path, io: DiskIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.runtime.store.store.settle", lambda *arguments, **settings: None)
+    monkeypatch.setattr("memfit.store.disk_store.settle", lambda *arguments, **settings: None)
     finder, failures = Finder(TWO_BLOCKS, tmp_path, io), 0
     for call in range(8, 16):
         try:
@@ -317,7 +317,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from faults.crash_story import KILLED
-from memfit.runtime.store import CommittedStore
+from memfit.store import CommittedStore
 where, durability = Path(sys.argv[2]), sys.argv[3]
 for line in sys.stdin:  # One fork for each kill: importing torch takes longer than dying.
     child = os.fork()

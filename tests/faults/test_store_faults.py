@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import StoreError, StoreInUseError, UsageError
-from memfit.runtime.store import (
+from memfit.store import (
     DiskIO,
     DiskStore,
     FileOperations,
@@ -32,7 +32,7 @@ from memfit.runtime.store import (
     open_file,
     probe_disk,
 )
-from memfit.runtime.store.manifest import LIMIT_BYTES
+from memfit.store.manifest import LIMIT_BYTES
 
 MIB = 1 << 20
 NOBODY = 65534
@@ -281,7 +281,7 @@ def test_a_disk_that_is_really_full_is_told_at_creation_and_in_scratch(small_dis
 def test_a_file_size_limit_is_told(tmp_path: Path) -> None:
     script = f"""
 import resource
-from memfit.runtime.store import DiskStore, RegionSpec
+from memfit.store import DiskStore, RegionSpec
 resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {MIB}))
 try:
     DiskStore.create({str(tmp_path / "s")!r}, {{"w": RegionSpec(nbytes={2 * MIB})}}, identity={{}})
@@ -318,7 +318,7 @@ def test_a_store_in_use_by_a_live_process_is_refused_and_a_dead_owners_lock_is_t
     script = f"""
 import os, sys, time, warnings
 warnings.simplefilter("ignore")
-from memfit.runtime.store import DiskStore, RegionSpec
+from memfit.store import DiskStore, RegionSpec
 store = DiskStore.create({str(tmp_path / "s")!r}, {{"w": RegionSpec(nbytes=10, slots=2)}}, identity={{}})
 child = os.fork()
 if child == 0:
@@ -536,7 +536,7 @@ def test_when_nobody_can_say_which_manifest_is_durable_neither_version_is_overwr
 
 def test_a_process_killed_at_any_moment_leaves_one_whole_step(tmp_path: Path) -> None:
     script = f"""
-from memfit.runtime.store import DiskStore, RegionSpec, aligned_memory
+from memfit.store import DiskStore, RegionSpec, aligned_memory
 names = ["a", "b"]
 specs = {{name: RegionSpec(nbytes=200_000, slots=2) for name in names}}
 store = DiskStore.create({str(tmp_path / "s")!r}, specs, identity={{}}, durable=False)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from memfit.allocator import Allocator, install
+from memfit.allocator.arena import Arena, BufferArena
 from memfit.core.errors import UsageError
-from memfit.runtime.allocator import Allocator, install
-from memfit.runtime.arena import Arena, BufferArena
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -23,8 +23,8 @@ import json, sys
 import torch
 from torch import nn
 import memfit
-from memfit.api.machine import prepare_process
-from memfit.runtime.allocator import install
+from memfit.job.machine import prepare_process
+from memfit.allocator import install
 
 layers, width, room, directory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 

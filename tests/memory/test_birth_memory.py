@@ -37,9 +37,9 @@ def build(layers, width):
 _CHILD = f"""{_MODEL}
 import json, sys
 import memfit
-from memfit.api.machine import prepare_process
+from memfit.job.machine import prepare_process
 from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.runtime.allocator import install
+from memfit.allocator import install
 
 layers, width, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 

@@ -19,8 +19,8 @@ import torch
 import memfit
 from equivalence import plans, zoo
 from equivalence.with_memfit import fit_variant, profile_by_name
+from memfit.allocator import Allocator, install
 from memfit.core.precision import ComputeDtype
-from memfit.runtime.allocator import Allocator, install
 from memfit.verification.meters import ProcessMeter
 
 MIB = 1 << 20

@@ -21,8 +21,8 @@ _CHILD = """
 import json, sys
 import torch
 import memfit
-from memfit.api.machine import prepare_process
-from memfit.runtime.allocator import install
+from memfit.job.machine import prepare_process
+from memfit.allocator import install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 layers, width, room = map(int, sys.argv[1:4])

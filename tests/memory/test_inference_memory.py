@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.allocator import Allocator, install
 from memfit.core.errors import LimitBreachError, TierUnavailableError
 from memfit.core.units import KIB
-from memfit.runtime.allocator import Allocator, install
 
 WIDTH, ROWS = 192, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -180,7 +180,7 @@ def test_evaluation_holds_the_logits_of_one_microbatch_or_of_one_chunk(allocator
 
 
 def test_a_cache_that_travels_is_written_once_and_a_page_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.runtime import caches
+    from memfit.huggingface import caches
 
     layers, prompt_tokens, more_tokens, row_bytes = 6, 48, 24, 4 * 64
     monkeypatch.setattr(caches, "PAGE_BYTES", 8 * row_bytes)
@@ -203,7 +203,7 @@ def test_a_tensor_that_somebody_writes_to_is_written_home_anew(monkeypatch: pyte
     """Rows count as those of before only while nobody wrote to them."""
     from transformers import DynamicCache
 
-    from memfit.runtime import caches
+    from memfit.huggingface import caches
 
     monkeypatch.setattr(caches, "PAGE_BYTES", 4 * 4 * 64)
     model: Any = llama(4).eval()

@@ -23,10 +23,10 @@ import memfit
 from equivalence import plans
 from faults import tower
 from faults.tower import Batch, Tower
+from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
 from memfit.core.profile import Profile
-from memfit.runtime.allocator import Allocator, install
 from memfit.verification.meters import ProcessMeter
 
 MIB = 1 << 20
@@ -276,7 +276,7 @@ import sys
 import torch
 from torch import nn
 import memfit
-from memfit.api.machine import prepare_process
+from memfit.job.machine import prepare_process
 from memfit.verification.meters import ProcessMeter
 prepare_process()
 def build(width):

@@ -16,9 +16,9 @@ _CHILD = """
 import json, sys
 import torch
 import memfit
-from memfit.api.machine import prepare_process
+from memfit.job.machine import prepare_process
 from memfit.core.plan import BlockPlan, Plan, Tier
-from memfit.runtime.allocator import install
+from memfit.allocator import install
 from transformers import MixtralConfig, MixtralForCausalLM
 
 def config(layers, width):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from memfit.allocator import Allocator, install, procfs
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
-from memfit.runtime.allocator import Allocator, install, procfs
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, PhaseRecord, Phases, ProcessMeter, Proof
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 import memfit
-from memfit.api.machine import prepare_process
+from memfit.job.machine import prepare_process
 
 mode, directory = sys.argv[1], sys.argv[2]
 MIB = 1 << 20

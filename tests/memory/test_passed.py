@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.api.machine import prepare_process
 from memfit.core.errors import MemfitWarning
 from memfit.core.units import MIB
+from memfit.job.machine import prepare_process
 
 _ROOM_BYTES = 160 * MIB
 

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from equivalence.late import Late
+from memfit.allocator import Allocator, install
 from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Schedule, Seed, Update
 from memfit.core.timeline import Timeline
+from memfit.homes import DiskHome, Ticket
+from memfit.homes.update_pieces import PieceUpdates
+from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.prediction.predict import predict
-from memfit.runtime.allocator import Allocator, install
-from memfit.runtime.homes import DiskHome, Ticket
-from memfit.runtime.losses import chunked_cross_entropy
-from memfit.runtime.update_pieces import PieceUpdates
 from memfit.scheduling.lower import lower
 
 MIB = 1 << 20

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.saving import load
+from memfit.allocator import Allocator, install
 from memfit.core.errors import LimitBreachError, TierUnavailableError
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.core.units import MIB
-from memfit.runtime.allocator import Allocator, install
-from memfit.runtime.export.writer import PIECE_BYTES
+from memfit.files.writer import PIECE_BYTES
+from memfit.job.saving import load
 
 LAYERS, WIDTH = 4, 1800
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.machine import Machine
-from memfit.api.room import Room
+from memfit.allocator import install
 from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Limits
 from memfit.core.units import MIB
-from memfit.runtime.allocator import install
+from memfit.job.machine import Machine
+from memfit.job.room import Room
 from memfit.verification.meters import ProcessMeter
 
 TOO_SMALL = 2 << 20

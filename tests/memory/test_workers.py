@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from memfit.allocator import procfs
 from memfit.core.errors import TierUnavailableError
-from memfit.runtime.allocator import procfs
 from memfit.verification.family import Family
 from memfit.verification.meters import ProcessMeter
 
@@ -68,7 +68,7 @@ import sys, torch
 import numpy as np
 from torch import nn
 import memfit
-from memfit.api.machine import prepare_process
+from memfit.job.machine import prepare_process
 
 class Rows(torch.utils.data.Dataset):
     held = np.ones(150 << 20, dtype=np.uint8)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.allocator import Allocator, install
+from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.profiling.measuring import Workspaces
-from memfit.profiling.trees import operator_tensors
-from memfit.runtime.allocator import Allocator, install
-from memfit.runtime.losses import chunked_cross_entropy
+from memfit.profiling.traced_trees import operator_tensors
 
 # Operations on less than 64 KiB are not looked at, and what they take beyond their arguments is small too.
 SLACK_BYTES = 192 << 10

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit.allocator import install
+from memfit.allocator.arena import Arena, BufferArena
 from memfit.core.errors import UsageError
-from memfit.runtime.allocator import install
-from memfit.runtime.arena import Arena, BufferArena
 from memfit.scheduling.offsets import Lifetime, most_live_bytes, plan_offsets
 
 CAPACITY_BYTES = 16384

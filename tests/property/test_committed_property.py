@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from faults.crash_disk import Disk, RecordedDisk, some_crash_states
 from faults.crash_story import IDENTITY, TWO_BLOCKS, Story
 from memfit.core.errors import StoreError
-from memfit.runtime.store import CommittedStore, DiskIO, aligned_memory
-from memfit.runtime.store.checksums import PartsOfPieces, ReadCheck, SlotSums, checksum, joined
-from memfit.runtime.store.manifest import read_manifest, write_manifest
-from memfit.runtime.store.state import decode_state, encode_state
+from memfit.store import CommittedStore, DiskIO, aligned_memory
+from memfit.store.checksums import PartsOfPieces, ReadCheck, SlotSums, checksum, joined
+from memfit.store.manifest import read_manifest, write_manifest
+from memfit.store.state import decode_state, encode_state
 
 # ---- checksums
 

@@ -27,22 +27,22 @@ from hypothesis import strategies as st
 from faults import small_run
 from faults.crash_disk import RecordedDisk
 from faults.journal_story import EVEN
-from memfit.api import run_state
-from memfit.api.exporting import export_run
 from memfit.core.errors import MemfitError, StoreInUseError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
-from memfit.runtime.export.format import LENGTH_BYTES
-from memfit.runtime.export.index import weight_file_names
-from memfit.runtime.export.names import STALE
-from memfit.runtime.export.reader import TensorFile
-from memfit.runtime.export.trainer import read_text
-from memfit.runtime.store import FileOperations
-from memfit.runtime.store.checksums import checksum
-from memfit.runtime.store.lock import DirectoryLock
-from memfit.runtime.store.manifest import read_manifest
-from memfit.runtime.store.state import decode_state, encode_state
+from memfit.files.index import weight_file_names
+from memfit.files.names import STALE
+from memfit.files.reader import TensorFile
+from memfit.files.trainer import read_text
+from memfit.job import run_state
+from memfit.job.exporting import export_run
+from memfit.store import FileOperations
+from memfit.store.checksums import checksum
+from memfit.store.lock import DirectoryLock
+from memfit.store.manifest import read_manifest
+from memfit.store.state import decode_state, encode_state
+from memfit.tensors.container import LENGTH_BYTES
 from property.mutations import mutate_bytes, mutate_json
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from faults.crash_disk import Disk, RecordedDisk, some_crash_states
 from faults.journal_story import JournalStory
-from memfit.runtime.store import DiskIO
+from memfit.store import DiskIO
 
 LENGTHS = (1, 300, 4095, 4096, 4097, 9000)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memfit.runtime.optimizers import OptimizerDriver
-from memfit.runtime.optimizers.layout import small_shape
+from memfit.optimizers import OptimizerDriver
+from memfit.optimizers.state_tensors import small_shape
 
 Make = Callable[[Any], Optimizer]
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from equivalence.saved_harness import Driver, make_offloader, run_driven, run_plain
+from memfit.activations import Offloader
 from memfit.core.plan import CallPlan, Saved, Tier
-from memfit.runtime.saved import Offloader
 
 WIDTH = 8
 

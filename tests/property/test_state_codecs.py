@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memfit.core.states import Moment, StateFormat, records_of
+from memfit.core.state_formats import Moment, StateFormat, records_of
 from memfit.formats import BlockFormat, find_format
-from memfit.runtime.noise import RoundingNoise, round_stochastically
-from memfit.runtime.state_codecs import StateCodec, codec_of
+from memfit.homes.state_codecs import StateCodec, codec_of
+from memfit.tensors.noise import RoundingNoise, round_stochastically
 
 ENCODED = [f for f in StateFormat if f is not StateFormat.GIVEN]
 SCALED = [f for f in ENCODED if f is not StateFormat.BF16]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memfit.core.errors import StoreError
-from memfit.runtime.store import DiskIO, DiskStore, Extent, Memory, RegionSpec, ScratchFile, aligned_memory
-from memfit.runtime.store.layout import lay_out
-from memfit.runtime.store.manifest import Manifest, RegionEntry, read_manifest, write_manifest
-from memfit.runtime.store.ordering import ByteRanges
-from memfit.runtime.store.scratch import ExtentAllocator
+from memfit.store import DiskIO, DiskStore, Extent, Memory, RegionSpec, ScratchFile, aligned_memory
+from memfit.store.manifest import Manifest, RegionEntry, read_manifest, write_manifest
+from memfit.store.ordering import ByteRanges
+from memfit.store.placement import lay_out
+from memfit.store.scratch import ExtentAllocator
 
 QUICK = settings(max_examples=20, stateful_step_count=25, deadline=None)
 SIZES = st.one_of(st.sampled_from([0, 1, 4095, 4096, 4097]), st.integers(0, 60_000))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.runtime.updates import Gate, UpdateWorker
+from memfit.homes.updates import Gate, UpdateWorker
 
 BEGIN, APPLY, LEAVE = "begin", "apply", "leave"
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import memfit
-from memfit.api.arguments import check_limit
 from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.limits import Limits
 from memfit.core.units import parse_bytes
+from memfit.job.limit_checks import check_limit
 from memfit.verification.meters import Proof
 
 ROWS = 4
@@ -89,8 +89,8 @@ def test_a_limit_above_what_the_machine_has_is_refused() -> None:
 
 
 def test_a_limit_above_that_of_the_processs_cgroup_is_refused_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.api import arguments
     from memfit.host.cgroups import Ceiling, Cgroup
+    from memfit.job import limit_checks as arguments
 
     ceiling = Ceiling(value=float(1 << 30), file="/sys/fs/cgroup/memory.max")
     monkeypatch.setattr(arguments, "read_cgroup", lambda _: Cgroup(quota=None, memory=ceiling, memory_high=None))

@@ -10,8 +10,8 @@ from torch import nn
 
 import memfit
 from memfit.core.errors import StoreError
-from memfit.runtime.aside import WeightsAside
-from memfit.runtime.store import FileOperations
+from memfit.deferred.aside import WeightsAside
+from memfit.store import FileOperations
 
 
 def _model() -> nn.Sequential:

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.core.errors import UnsupportedError
-from memfit.runtime.birth import Origin, build_empty, find_origins
-from memfit.runtime.birth.recorder import Recorder
-from memfit.runtime.guard import is_away
+from memfit.deferred import Origin, build_empty, find_origins
+from memfit.deferred.recording import Recorder
+from memfit.tensors.guard import is_away
 
 
 class Names(TorchDispatchMode):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence import small_models
-from memfit.runtime.allocator import install
+from memfit.allocator import install
 from memfit.verification import census as census_module
 from memfit.verification.census import Census
 from memfit.verification.closures import CallbackFinding, CallbackKind, inspect_callbacks
@@ -314,7 +314,7 @@ def test_an_attribute_of_a_thread_is_named() -> None:
 
 
 def test_memfits_own_references_are_told_after_those_of_the_model() -> None:
-    memfits: Any = type("Slot", (), {"__module__": "memfit.runtime"})
+    memfits: Any = type("Slot", (), {"__module__": "memfit.homes.weights"})
     table.update(model=nn.Linear(2, 2), slots=[memfits() for _ in range(4)])
     table["model"].weight.history = [torch.zeros(1)]
     for index in range(4):

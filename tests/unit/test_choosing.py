@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.api.advice import advise
-from memfit.api.problem import Problem
+from memfit.api.advise import advise
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.job.problem import Problem
 
 MACHINE = Hardware(
     device="cpu", flops_per_s=1e9, bf16_flops_per_s=1e12, device_bytes=1 << 36, disk_bytes=1 << 36,

@@ -175,7 +175,7 @@ except KeyboardInterrupt:
 
 
 def test_a_plans_table_says_what_was_taken_off_the_limit_of_that_device() -> None:
-    from memfit.cli.plan import what_is_held
+    from memfit.cli.plan_command import what_is_held
 
     assert "interpreter" in what_is_held("cpu")
     assert "interpreter" not in what_is_held("NVIDIA H100")

@@ -107,7 +107,7 @@ def test_the_directorys_own_tokenizer_is_used(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from memfit.recipes import causal_recipe, read_tokens
-    from memfit.recipes.text import CorpusError
+    from memfit.recipes.token_batches import CorpusError
 
     llama(tmp_path)
     words = {"alpha": 0, "beta": 290, "gamma": 7, "?": 1}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 import memfit
-from memfit.api import clipping
 from memfit.core.errors import MemfitWarning
+from memfit.job import clipping
 
 TORCHS = clip_grad._clip_grads_with_norm_
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.api.problem import read_hardware
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link
-from memfit.runtime.state_codecs import probe_codecs
+from memfit.homes.state_codecs import probe_codecs
+from memfit.job.problem import read_hardware
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
 MACHINE = Hardware(device="cpu", flops_per_s=1e11, device_bytes=1 << 33, disk=LINK, disk_bytes=1 << 40)

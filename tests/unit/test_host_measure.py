@@ -20,8 +20,8 @@ from memfit.host import Measurements, measure, measure_host, read_host, trials
 from memfit.host.settings import compute_threads
 
 MIB = 2**20
-# By its name: `memfit.cli.doctor` as an attribute is the function.
-COMMAND = sys.modules["memfit.cli.doctor"]
+# By its name: `memfit.cli.doctor_command` as an attribute is the function.
+COMMAND = sys.modules["memfit.cli.doctor_command"]
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from memfit.allocator.compiling import find_compiler
 from memfit.core.errors import TierUnavailableError, UsageError
-from memfit.host import disk as disk_module
+from memfit.host import file_systems as disk_module
 from memfit.host import read_host
 from memfit.host.processors import format_cpu_list, parse_cpu_list
 from memfit.host.read import SET_BY_MEMFIT
-from memfit.runtime.allocator.build import find_compiler
 
 GIB = 2**30
 

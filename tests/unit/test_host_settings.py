@@ -19,7 +19,7 @@ import memfit
 from memfit import cli
 from memfit.host import Host, Measurements, advise_changes, choose_settings, describe_host, restart
 from memfit.host.cgroups import Ceiling
-from memfit.host.disk import BlockDevice, Disk
+from memfit.host.file_systems import BlockDevice, Disk
 from memfit.host.measure import DiskRates, FirstTouch, ThreadTime, Waiting
 from memfit.host.processors import Processors
 from memfit.host.read import SET_BY_MEMFIT, HugePages, Malloc, Memory
@@ -385,7 +385,7 @@ def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which command lines `main` would have started again."""
     asked: list[str] = []
     monkeypatch.setattr("memfit.host.restart_with_settings", lambda: asked.append(" ".join(sys.argv[1:])))
-    monkeypatch.setattr("memfit.cli.program.app", lambda: None)
+    monkeypatch.setattr("memfit.cli.console.app", lambda: None)
     monkeypatch.setattr(cli, "leave_at_once", lambda: None)  # it would give this process another answer to Ctrl-C
     return asked
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memfit.api import interrupts
+from memfit.job import interrupts
 
 
 def descriptors() -> set[str]:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.api.advice import advise
+from memfit.api.advise import advise
 from memfit.api.choosing import Choice, choose
-from memfit.api.machine import Machine
-from memfit.api.problem import Problem, driver_of
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.limits import Budget, Limits
 from memfit.core.numerics import ALLOWANCES, GAIN, TECHNIQUES, Exactness, Wish, declare, table
 from memfit.core.plan import Plan, Tier
+from memfit.job.machine import Machine
+from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import list_candidates
 from memfit.planning.refusals import RefusedError
 from memfit.planning.rules import choose_plan

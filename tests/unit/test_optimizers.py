@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memfit.allocator import install
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
-from memfit.runtime.allocator import install
-from memfit.runtime.optimizers import OptimizerDriver, OwnerCallbacks, UpdateKind
-from memfit.runtime.optimizers.detect import detect
-from memfit.runtime.optimizers.kinds import known_classes, known_verdict
-from memfit.runtime.optimizers.validation import validated_entries
+from memfit.optimizers import OptimizerDriver, OwnerCallbacks, UpdateKind
+from memfit.optimizers.detect import detect
+from memfit.optimizers.kinds import known_classes, known_verdict
+from memfit.optimizers.validation import validated_entries
 
 Make = Callable[[Any], Optimizer]
 SHAPES = {"stem.weight": (9, 14), "stem.bias": (9,), "head.weight": (5, 3, 3), "head.scale": ()}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.exporting import export_run
-from memfit.api.saving import check_save
 from memfit.core.errors import UsageError
+from memfit.job.exporting import export_run
+from memfit.job.saving import check_save
 
 
 def llama(width: int = 16) -> Any:

@@ -20,12 +20,12 @@ from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfi
 from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
+from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.rules import choose_plan
 from memfit.prediction import check_limits, peak_report, predict, residents_at
 from memfit.prediction.clock import CALLS_PER_S
 from memfit.prediction.predict import appraise
-from memfit.runtime.homes.memory import MemoryHome
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import flat_master_bytes, flat_weight_bytes, master_home_bytes, update_traffic

@@ -17,10 +17,10 @@ from memfit.core.shape import describe_step
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
-from memfit.planning.explain import explain
+from memfit.planning.chains import every_kth, recompute_segments, sqrt_segments
+from memfit.planning.explanation import explain
 from memfit.planning.refusals import Refusal
 from memfit.planning.rules import choose_plan
-from memfit.planning.segments import every_kth, recompute_segments, sqrt_segments
 from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule

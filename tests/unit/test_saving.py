@@ -21,14 +21,14 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 import memfit
-from memfit.api.saving import load, save_job
 from memfit.core.errors import StoreError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.files import replace, writer
+from memfit.files.json_values import decode_value, encode_value
+from memfit.files.tensor_bytes import row_major_parts
+from memfit.job.saving import load, save_job
 from memfit.recipes import find_recipe
-from memfit.runtime.export import replace, writer
-from memfit.runtime.export.sources import row_major_parts
-from memfit.runtime.export.values import decode_value, encode_value
-from memfit.runtime.store import FileOperations
+from memfit.store import FileOperations
 
 ON_DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
 
@@ -384,7 +384,7 @@ def test_the_exception_of_an_interrupt_leaves_the_old_save(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("memfit.api.saving.write_tensors", interrupted)
+    monkeypatch.setattr("memfit.job.saving.write_tensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         two.save(tmp_path / "out")
     assert digest(tmp_path / "out") == before

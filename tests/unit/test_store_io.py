@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from memfit.core.errors import StoreError, UsageError
-from memfit.runtime.store import (
+from memfit.store import (
     DiskIO,
     DiskStore,
     FileHandle,
@@ -37,7 +37,7 @@ from memfit.runtime.store import (
     probe_disk,
     store_bytes,
 )
-from memfit.runtime.store.manifest import FORMAT, VERSIONS
+from memfit.store.manifest import FORMAT, VERSIONS
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -416,7 +416,7 @@ def test_dropping_the_object_ends_its_threads_without_a_garbage_collection(tmp_p
 def test_the_interpreter_exits_with_transfers_under_way(tmp_path: Path, ending: str) -> None:
     script = f"""
 import sys
-from memfit.runtime.store import DiskIO, DiskStore, RegionSpec, aligned_memory
+from memfit.store import DiskIO, DiskStore, RegionSpec, aligned_memory
 store = DiskStore.create({str(tmp_path / "s")!r}, {{"a": RegionSpec(nbytes=32 << 20)}}, identity={{}}, durable=False)
 io = DiskIO()
 memory = aligned_memory(1 << 20)
@@ -610,7 +610,7 @@ def test_a_forked_child_that_cleans_up_leaves_the_store_to_its_parent(tmp_path: 
     script = f"""
 import os, sys, warnings
 warnings.simplefilter("ignore")
-from memfit.runtime.store import DiskStore, RegionSpec, aligned_memory
+from memfit.store import DiskStore, RegionSpec, aligned_memory
 store = DiskStore.create({str(tmp_path / "s")!r}, {{"w": RegionSpec(nbytes=4096, slots=2)}}, identity={{}})
 memory = aligned_memory(4096)
 child = os.fork()

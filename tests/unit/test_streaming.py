@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from memfit.core.plan import Tier
-from memfit.runtime.homes import MemoryHome
-from memfit.runtime.sites import Site
-from memfit.runtime.streaming import WeightStream
-from memfit.runtime.weights import BlockWeights
+from memfit.engine.sites import Site
+from memfit.engine.streaming import WeightStream
+from memfit.homes import MemoryHome
+from memfit.homes.weights import BlockWeights
 
 
 class Chain(nn.Module):

@@ -7,9 +7,9 @@ forward passes with weights that stream (`infer`).
 
 from memfit.api.birth import empty
 from memfit.api.fit import fit, profile
-from memfit.api.inference import Inference, infer
-from memfit.api.job import Job
 from memfit.api.loader import ResumableLoader
-from memfit.api.results import EvaluateResult, StepResult
+from memfit.job.inference import Inference, infer
+from memfit.job.job import Job
+from memfit.job.results import EvaluateResult, StepResult
 
 __all__ = ["EvaluateResult", "Inference", "Job", "ResumableLoader", "StepResult", "empty", "fit", "infer", "profile"]

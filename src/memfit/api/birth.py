@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from memfit.runtime.birth import build_empty
+from memfit.deferred import build_empty
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -13,9 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from memfit.api.machine import Machine
-from memfit.api.problem import STATE_FORMATS, Problem, unfit_for
-from memfit.api.splitting import checked_rows
+from memfit.batches.splitting import checked_rows
 from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
@@ -24,11 +22,13 @@ from memfit.core.numerics import Wish, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB, format_bytes
+from memfit.huggingface.causal_loss import known_head, knows_loss
+from memfit.job.machine import Machine
+from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.planning.refusals import Refusal, RefusedError
 from memfit.planning.rules import PlanChoice, choose_plan
-from memfit.runtime.losses import known_head, knows_loss
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any case: ways differ a little in operations.
 _SURELY_LESS = 0.8

@@ -14,25 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from memfit.api.arguments import check_limit
-from memfit.api.commits import check_run, stored_reason
-from memfit.api.held import refuse_held
-from memfit.api.hooks import tell_hooks
-from memfit.api.job import Job
-from memfit.api.machine import Machine, device_of
-from memfit.api.plan_checks import check_effect, lacks_tier, other_sums
-from memfit.api.problem import (
-    Loss,
-    Problem,
-    beside,
-    check_arguments,
-    driver_of,
-    encodes_states,
-    read_hardware,
-    read_plan,
-)
-from memfit.api.sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.api.task import Task, prepared_for
+from memfit.batches.batch import UncuttableError
 from memfit.core.aliases import own_allowances
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
@@ -42,15 +25,32 @@ from memfit.core.numerics import Wish, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
-from memfit.profiling.batch import UncuttableError
+from memfit.deferred.aside import WeightsAside
+from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
+from memfit.homes.run_store import RunStore
+from memfit.job.commits import check_run, stored_reason
+from memfit.job.held import refuse_held
+from memfit.job.job import Job
+from memfit.job.limit_checks import check_limit
+from memfit.job.machine import Machine, device_of
+from memfit.job.plan_checks import check_effect, lacks_tier, other_sums
+from memfit.job.problem import (
+    Loss,
+    Problem,
+    beside,
+    check_arguments,
+    driver_of,
+    encodes_states,
+    read_hardware,
+    read_plan,
+)
+from memfit.job.user_hooks import tell_hooks
+from memfit.job.weight_sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.profiling.blocks import find_blocks
-from memfit.runtime.aside import WeightsAside
-from memfit.runtime.export.trainer import OLD_FILE_NAME, is_of_trainer, state_file
-from memfit.runtime.guard import is_away
-from memfit.runtime.run_store import RunStore
-from memfit.runtime.store import Durability
-from memfit.runtime.store.directory import is_there
-from memfit.runtime.store.manifest import MANIFEST_NAME
+from memfit.store import Durability
+from memfit.store.directory import is_there
+from memfit.store.manifest import MANIFEST_NAME
+from memfit.tensors.guard import is_away
 
 
 def fit(

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 
 from memfit.api.choosing import Choice, choose
-from memfit.api.commits import stored_plan
-from memfit.api.cutting import Cut, UserSplit, Whole
-from memfit.api.job import Job
-from memfit.api.machine import Machine
-from memfit.api.parts import JobParts, Prepared
-from memfit.api.plan_checks import check_compiled, check_meaning, check_tiers
-from memfit.api.problem import Problem, check_precision
-from memfit.api.sources import Bring, Forget, TakeBack
-from memfit.api.splitting import Weigh, checked_rows, signature_of
+from memfit.batches.batch import UncuttableError
+from memfit.batches.cutting import Cut, UserSplit, Whole
+from memfit.batches.splitting import Weigh, checked_rows, signature_of
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
@@ -29,21 +23,27 @@ from memfit.core.numerics import NONADDITIVE, Wish, check_exact, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.units import format_bytes
-from memfit.planning.journaling import check_journaled
+from memfit.engine.sites import Site
+from memfit.homes.run_store import RunStore
+from memfit.job.commits import stored_plan
+from memfit.job.job import Job
+from memfit.job.machine import Machine
+from memfit.job.parts import JobParts, Prepared
+from memfit.job.plan_checks import check_compiled, check_meaning, check_tiers
+from memfit.job.problem import Problem, check_precision
+from memfit.job.weight_sources import Bring, Forget, TakeBack
+from memfit.planning.journal_rules import check_journaled
 from memfit.planning.refusals import Refusal
 from memfit.planning.rules import bytes_of_check
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
-from memfit.profiling.batch import UncuttableError
 from memfit.profiling.trace import arrange_blocks
-from memfit.runtime.run_store import RunStore
-from memfit.runtime.sites import Site
-from memfit.runtime.store import Durability
-from memfit.runtime.trees import tensors_in
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
+from memfit.store import Durability
+from memfit.tensors.trees import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

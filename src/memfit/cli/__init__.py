@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.cli.interrupted import INTERRUPTED, hear_again, leave_at_once
 
 if TYPE_CHECKING:
-    from memfit.cli.program import app
+    from memfit.cli.console import app
 
 # The commands that load torch: their settings have to be there before it.
 _RUNS_TORCH = frozenset({"profile", "plan", "train", "report"})
@@ -30,7 +30,7 @@ def main() -> None:
             from memfit.host import restart_with_settings
 
             restart_with_settings()
-        from memfit.cli.program import app
+        from memfit.cli.console import app
 
         app()
     except KeyboardInterrupt:  # before or after the commands, which answer themselves
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     """Loads the commands when they are asked for. Source: PEP 562."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from memfit.cli.program import app
+    from memfit.cli.console import app
 
     return app
 

@@ -90,7 +90,7 @@ def find_source(function: str | None, recipe: str | None, model: Path | None, ba
 
 
 def _from_recipe(name: str) -> Source:
-    from memfit.api.machine import prepare_process
+    from memfit.job.machine import prepare_process
     from memfit.recipes import find_recipe
 
     recipe = find_recipe(name)
@@ -106,7 +106,7 @@ def _from_recipe(name: str) -> Source:
 
 
 def _from_config(path: Path, batch: int, sequence: int) -> Source:
-    from memfit.api.machine import prepare_process
+    from memfit.job.machine import prepare_process
     from memfit.recipes.configured import build_configured
 
     prepare_process()
@@ -158,7 +158,7 @@ def find_function(text: str) -> Callable[[], Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(f"the module {module_name!r} has no function {function_name!r}")
-    from memfit.api.machine import prepare_process
+    from memfit.job.machine import prepare_process
 
     prepare_process()
     return function
@@ -174,7 +174,7 @@ def read_parts(text: str, given: Any) -> Parts:
     Raises:
         UsageError: something else, or no batches come.
     """
-    from memfit.api.arguments import gives_batches
+    from memfit.job.limit_checks import gives_batches
 
     if not isinstance(given, tuple) or len(given) not in (4, 5):
         told = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple) else type(given).__name__

@@ -108,7 +108,7 @@ def from_function(text: str, *, seed: int, is_committed: bool, wait_for: Callabl
     Raises:
         UsageError: there is no such function, it gives something else, or its batches cannot go on where they were.
     """
-    from memfit.api.machine import prepare_process
+    from memfit.job.machine import prepare_process
 
     function = find_function(text)
     wait_for(f"calling {text}")

@@ -21,7 +21,7 @@ from memfit.core.errors import UsageError
 from memfit.core.plan import Order, Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 
 Wish = Literal["auto", "exact"]
 """What `fit(numerics=...)` takes: "exact" (bitwise plain PyTorch, or refused), or "auto" (sums are regrouped only where that pays; see `GAIN`)."""

@@ -17,7 +17,7 @@ from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
 from memfit.core.showing import html_table, in_runs, named_values
-from memfit.core.states import StateFormat
+from memfit.core.state_formats import StateFormat
 
 PLAN_FORMAT = 1
 _LARGEST = 1 << 40
@@ -137,7 +137,7 @@ class Plan:
         loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
         compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
         splits_masters: masters share their upper bits with the weights that are rounded from them: 17 bits a parameter rest instead of 32, exactly.
-        drops_masters: there are no masters: the weights, in the compute dtype, are rounded stochastically when they are updated (`runtime.rounded`).
+        drops_masters: there are no masters: the weights, in the compute dtype, are rounded stochastically when they are updated (`homes.rounded`).
         state_format: in which form optimizer states rest; see `core.states`, [Note: state formats].
     """
 

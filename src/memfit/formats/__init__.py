@@ -7,13 +7,13 @@ Who rounds to which neighbour is `rounding`; a format is a `FloatFormat`, `Fixed
 
 from __future__ import annotations
 
-from memfit.formats.base import Field, Number, NumberFormat
-from memfit.formats.blocks import BlockFormat, ScaleBlock
+from memfit.formats.blockwise import BlockFormat, ScaleBlock
 from memfit.formats.catalog import FORMATS, decode, encode, find_format
 from memfit.formats.floating import FloatFormat, Overflow, Specials
 from memfit.formats.integers import FixedPoint, SignMagnitude
+from memfit.formats.notation import read_code, read_number
+from memfit.formats.number_format import Field, Number, NumberFormat
 from memfit.formats.rounding import NEAREST_EVEN, TOWARD_ZERO, Rounding, Stochastic, find_rounding
-from memfit.formats.text import read_code, read_number
 
 __all__ = [
     "FORMATS",

@@ -7,10 +7,10 @@ import re
 from fractions import Fraction
 
 from memfit.core.errors import UsageError
-from memfit.formats.base import Number, NumberFormat
-from memfit.formats.blocks import FP32, BlockFormat, dynamic_levels, symmetric_integer_format, table_format
+from memfit.formats.blockwise import FP32, BlockFormat, dynamic_levels, symmetric_integer_format, table_format
 from memfit.formats.floating import FloatFormat, Overflow, Specials
 from memfit.formats.integers import FixedPoint, SignMagnitude
+from memfit.formats.number_format import Number, NumberFormat
 from memfit.formats.rounding import NEAREST_EVEN, Rounding
 
 _MOST_BITS = 64

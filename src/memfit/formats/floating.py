@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from memfit.core.errors import UsageError
-from memfit.formats.base import Field, Number, NumberFormat, read_magnitude
+from memfit.formats.number_format import Field, Number, NumberFormat, read_magnitude
 from memfit.formats.rounding import NEAREST_EVEN, TOWARD_ZERO, Rounding, round_magnitude
 
 

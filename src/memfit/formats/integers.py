@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from memfit.core.errors import UsageError
-from memfit.formats.base import Field, Number, NumberFormat, read_magnitude
+from memfit.formats.number_format import Field, Number, NumberFormat, read_magnitude
 from memfit.formats.rounding import NEAREST_EVEN, Rounding, round_magnitude
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memfit.core.units import format_bytes
-from memfit.host.disk import Disk
+from memfit.host.file_systems import Disk
 from memfit.host.measure import DiskRates, Measurements, Waiting
 from memfit.host.processors import format_cpu_list
 from memfit.host.read import Host

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from memfit.host.files import Mount, read_mounts, read_number, read_text
+from memfit.host.kernel_files import Mount, read_mounts, read_number, read_text
 
 # v1 writes "no limit" as the largest whole number of pages below 2**63 bytes.
 _UNLIMITED_BYTES = 1 << 62

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from memfit.core.units import format_bytes
 from memfit.host.cgroups import Ceiling
-from memfit.host.disk import BlockDevice, Disk
+from memfit.host.file_systems import BlockDevice, Disk
 from memfit.host.processors import Processors, format_cpu_list
 from memfit.host.read import SET_BY_MEMFIT, Host, Malloc, Memory
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from memfit.core.errors import TierUnavailableError
 from memfit.core.units import MIB
-from memfit.host.disk import Disk
+from memfit.host.file_systems import Disk
 from memfit.host.read import Host
 from memfit.host.settings import WAITING_NAMES, compute_threads, own_waiting
 

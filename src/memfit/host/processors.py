@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.host.cgroups import Ceiling
-from memfit.host.files import read_text
+from memfit.host.kernel_files import read_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from memfit.core.errors import TierUnavailableError
 from memfit.host.cgroups import Ceiling, read_cgroup
-from memfit.host.disk import Disk, read_disk
-from memfit.host.files import chosen, kilobytes, read_fields, read_number, read_text
+from memfit.host.file_systems import Disk, read_disk
+from memfit.host.kernel_files import chosen, kilobytes, read_fields, read_number, read_text
 from memfit.host.processors import Processors, read_processors
 
 SET_BY_MEMFIT = "MEMFIT_HOST_SETTINGS"

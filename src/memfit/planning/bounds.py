@@ -22,7 +22,7 @@ from memfit.core.step import Work
 from memfit.prediction.clock import work_seconds
 from memfit.scheduling.lifetimes import Event, Lifetimes
 from memfit.scheduling.lower import segment_flops, update_work
-from memfit.scheduling.segments import SegmentFacts
+from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
     commit_bytes,
     flat_gradient_bytes,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
-from memfit.planning.journaling import SMALL_BLOCK_BYTES, journaled, problem_of_journaled
+from memfit.planning.journal_rules import SMALL_BLOCK_BYTES, journaled, problem_of_journaled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.batches.batch import UncuttableError
 from memfit.core.errors import UsageError
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, TraceProfile
-from memfit.profiling.batch import UncuttableError
 from memfit.profiling.blocks import Block, BlockMap, refine_blocks
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from memfit.profiling.trees import contained_tensors
+from memfit.profiling.traced_trees import contained_tensors
 
 _TORCH_OWN = frozenset(vars(nn.Module()))
 

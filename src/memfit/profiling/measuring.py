@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from memfit.profiling.trees import operator_tensors
+from memfit.profiling.traced_trees import operator_tensors
 from memfit.profiling.workspaces import workspace_bytes
 
 Watch = Callable[[Callable[[], object]], int]

@@ -27,7 +27,7 @@ import torch
 
 from memfit.core.operators import argument_of, written_arguments
 from memfit.profiling.operations import is_random
-from memfit.profiling.trees import operator_tensors
+from memfit.profiling.traced_trees import operator_tensors
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ before it can be used again.
 [Note: sums of gradients]
 When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first and it
 is no view (the gradient of a transposed weight is one), and nobody has asked for its storage in Python, which holds it from
-then on: as `runtime.saved.writes` does for what a forward writes, also gradients that a function makes there already. Under a
+then on: as `activations.writes` does for what a forward writes, also gradients that a function makes there already. Under a
 dispatch mode (and for fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition that
 the autograd engine itself makes, whose first operand is released before anything else happens, is logged as done in place; if
 that is a view or was made in the forward, with the third tensor for a moment.
@@ -37,12 +37,13 @@ from memfit.core.operators import is_selected, only_relabels
 from memfit.profiling.blocks import Site
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.kept import kept_tensors
+from memfit.profiling.known_values import Values
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
 from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.records import CallRecord, Event, Role, SegmentRecord, StorageRecord
-from memfit.profiling.trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
-from memfit.profiling.values import Values
+from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
+from memfit.tensors.dense import check_dense
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -421,25 +422,6 @@ class Recorder(TorchDispatchMode):
     def begin_backward(self, call: CallRecord) -> None:
         """The first gradient reaches an output of a call."""
         self.backward.append(SegmentRecord(call=call.index, began=len(self.events)))
-
-
-def check_dense(tensor: torch.Tensor, whose: str) -> None:
-    """Raises `UnsupportedError` for a tensor that is more than one stretch of memory.
-
-    Args:
-        tensor: any.
-        whose: begins the sentence whose object it is.
-    """
-    if tensor.is_nested:  # those of the older layout call themselves strided, and have no shape
-        raise UnsupportedError(
-            f"{whose} a nested tensor, and memfit places dense ones only: give its parts as a list of tensors (unbind), or pad them (to_padded_tensor)"
-        )
-    if tensor.layout is not torch.strided:
-        name = str(tensor.layout).removeprefix("torch.")
-        raise UnsupportedError(
-            f"{whose} a sparse tensor ({name}, of shape {tuple(tensor.shape)}), and memfit places dense ones only: "
-            "nn.Embedding(sparse=False), or to_dense()"
-        )
 
 
 @contextmanager

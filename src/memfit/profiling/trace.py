@@ -32,22 +32,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from memfit.batches.batch import UncuttableError, batch_rows, map_tensors, slice_batch
 from memfit.core.errors import AwayError, MemfitError, UnsupportedError, UsageError
+from memfit.core.planning_state import trial
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.profile import Profile, TraceProfile
-from memfit.core.trials import trial
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
-from memfit.profiling.batch import UncuttableError, batch_rows, map_tensors, slice_batch
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.carried import ModuleMarks
 from memfit.profiling.gradient_hooks import hand_on
+from memfit.profiling.known_values import give_copy, readable_fakes
 from memfit.profiling.measuring import Workspaces
-from memfit.profiling.recorder import Recorder, check_dense, storage_resizes
+from memfit.profiling.recorder import Recorder, storage_resizes
 from memfit.profiling.records import CallRecord, Role
 from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
 from memfit.profiling.summary import summarize
-from memfit.profiling.trees import contained_tensors
-from memfit.profiling.values import give_copy, readable_fakes
+from memfit.profiling.traced_trees import contained_tensors
+from memfit.tensors.dense import check_dense
 
 __all__ = ["Loss", "Source", "arrange_blocks", "profile_real", "profile_step"]
 

@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from memfit.recipes.causal import causal_recipe
 from memfit.recipes.gpt import RECIPES, Recipe, find_recipe
-from memfit.recipes.text import CorpusError, TokenWindows, read_tokens
+from memfit.recipes.token_batches import CorpusError, TokenWindows, read_tokens
 
 __all__ = ["RECIPES", "CorpusError", "Recipe", "TokenWindows", "causal_recipe", "find_recipe", "read_tokens"]

@@ -18,7 +18,7 @@ from memfit.recipes.configured import build_causal, causal_config
 from memfit.recipes.corpus import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from memfit.recipes.gpt import Recipe, build_adamw, build_warmup, causal_language_loss
 from memfit.recipes.keeping import copy_tokenizer, write_built_in_tokenizer
-from memfit.recipes.text import TokenWindows, WindowStream, read_tokens
+from memfit.recipes.token_batches import TokenWindows, WindowStream, read_tokens
 
 _BUILT_IN_TOKENS = 16_384
 _WEIGHT_FILES = (

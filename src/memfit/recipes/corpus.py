@@ -2,7 +2,7 @@
 
 In: files of text, or the standard library's `.py` files of the running interpreter; a tokenizer, or the merges in `data/`. Out: text, or token
 numbers as raw 16-bit (32-bit with a tokenizer) integers on standard output. Run as a script it is the short-lived child process of
-`memfit.recipes.text`: so the tokenizer's memory, and that of a million token objects, goes back to the operating
+`memfit.recipes.token_batches`: so the tokenizer's memory, and that of a million token objects, goes back to the operating
 system before training starts.
 
 The module must not import memfit: the child would load torch for nothing (some 230 MB).

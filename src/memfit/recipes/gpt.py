@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from memfit.core.errors import UsageError
 from memfit.recipes.extra import need_transformers
 from memfit.recipes.keeping import write_built_in_tokenizer
-from memfit.recipes.text import TokenWindows, WindowStream, read_tokens
+from memfit.recipes.token_batches import TokenWindows, WindowStream, read_tokens
 
 if TYPE_CHECKING:
     from transformers import GPT2Config

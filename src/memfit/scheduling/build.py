@@ -12,10 +12,10 @@ from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Action, Scale, Schedule, ScheduledCall
 from memfit.core.shape import describe_step
-from memfit.scheduling.activations import place_activations
-from memfit.scheduling.gradients import place_accumulates, place_updates, updates_in_backward
+from memfit.scheduling.activation_actions import place_activations
+from memfit.scheduling.gradient_actions import place_accumulates, place_updates, updates_in_backward
 from memfit.scheduling.orders import merge, order_forward, order_step
-from memfit.scheduling.visits import find_visits, place_visits
+from memfit.scheduling.visit_actions import find_visits, place_visits
 
 
 def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:

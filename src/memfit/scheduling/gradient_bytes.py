@@ -13,7 +13,7 @@ from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.shape import StepShape
 from memfit.scheduling.pieces import added_bytes, widened_bytes
-from memfit.scheduling.segments import Arrival, SegmentFacts
+from memfit.scheduling.segment_facts import Arrival, SegmentFacts
 from memfit.scheduling.sizes import flat_gradient_bytes
 
 

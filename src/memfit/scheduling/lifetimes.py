@@ -26,7 +26,7 @@ from enum import Enum
 
 from memfit.core.plan import Saved
 from memfit.core.profile import StorageProfile
-from memfit.scheduling.segments import END, SEED, SegmentFacts
+from memfit.scheduling.segment_facts import END, SEED, SegmentFacts
 
 
 class Event(Enum):

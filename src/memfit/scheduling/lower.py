@@ -46,7 +46,7 @@ from memfit.core.units import MIB
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.lifetimes import Event, EventCost, Lifetimes
 from memfit.scheduling.pieces import Line, Pieces
-from memfit.scheduling.segments import Arrival, SegmentFacts
+from memfit.scheduling.segment_facts import Arrival, SegmentFacts
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
     commit_bytes,
@@ -59,7 +59,7 @@ from memfit.scheduling.sizes import (
     uses_disk,
 )
 
-# What was not written of a new version is copied by as much at a time (`runtime.homes.disk`).
+# What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
 # Share of a forward that selective recompute repeats although matrix products and attention are kept (an assumption).
 SELECT_REPLAY_SHARE = 0.1

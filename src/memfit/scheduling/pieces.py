@@ -3,7 +3,7 @@
 In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces.
 
 [Note: three pieces]
-Updates are made one after the other, piece by piece (`runtime.updates`). While a piece is updated, the next one comes and the one before it leaves, also
+Updates are made one after the other, piece by piece (`homes.updates`). While a piece is updated, the next one comes and the one before it leaves, also
 from one block to the next. So at the worst there are at once: what leaves of one piece, all of the next, and what comes of the one after it. What rests on the
 device, and the weights of a block that visits, are worked on where they lie and take nothing.
 """
@@ -19,12 +19,12 @@ from memfit.core.plan import Plan, Tier
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
 
 _WIDE_BYTES = 4
-# Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment what encoding makes. Source: `runtime.state_codecs`.
+# Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment what encoding makes. Source: `homes.state_codecs`.
 _DECODED_BYTES = 4
 _ENCODING_BYTES = 10
-# Noise (4) and what is rounded with it (4), its result (2), where it was not a number (1). Source: `runtime.noise`.
+# Noise (4) and what is rounded with it (4), its result (2), where it was not a number (1). Source: `tensors.noise`.
 _ROUNDING_BYTES = 11
-# Of a split master (`runtime.split`), by parameter: the difference, and a mark of one bit.
+# Of a split master (`homes.split`), by parameter: the difference, and a mark of one bit.
 _DIFFERENCE_BYTES = 2 + 1 / 8
 
 

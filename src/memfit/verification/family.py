@@ -10,8 +10,8 @@ import os
 import time
 from collections.abc import Mapping
 
+from memfit.allocator import procfs
 from memfit.core.errors import TierUnavailableError
-from memfit.runtime.allocator import procfs
 
 _READING_SHARE = 20.0
 """Shares of pages are read again when so many times the seconds of the last reading have passed."""

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from memfit import devices
+from memfit.allocator import Allocator, FallbackAllocator, Ledger, procfs
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.numerics import Numerics
 from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
-from memfit.runtime.allocator import Allocator, FallbackAllocator, Ledger, procfs
 from memfit.verification.family import Family, private_bytes
 
 

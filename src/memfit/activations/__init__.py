@@ -1,0 +1,28 @@
+"""What autograd saves inside a call: kept, recomputed, selected or offloaded.
+
+In: a `CallPlan` for each call, and the call itself (`CallSite`, args, kwargs).
+Out: a `Frame`, entered before the call and left after it, that gives backward the same tensors bit for bit.
+Parts: `frames` (what the engine drives), `recompute` and `select` (made again), `offload` and `tiers` (moved away and
+back), `arguments` and `surroundings` (what running again needs), `handles` (what autograd holds).
+"""
+
+from memfit.activations.frames import CallSite, Frame, make_frame
+from memfit.activations.offload import Offloader, TierStore
+from memfit.activations.recompute import SegmentGroup
+from memfit.activations.surroundings import Buffers
+from memfit.activations.writes import Writes
+from memfit.homes.tiers import HostStore, ScratchStore, StagedScratchStore
+
+__all__ = [
+    "Buffers",
+    "CallSite",
+    "Frame",
+    "HostStore",
+    "Offloader",
+    "ScratchStore",
+    "SegmentGroup",
+    "StagedScratchStore",
+    "TierStore",
+    "Writes",
+    "make_frame",
+]

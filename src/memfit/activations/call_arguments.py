@@ -1,0 +1,275 @@
+"""The arguments of a call, held until it is run again.
+
+In: args and kwargs at entry. Out: equal ones at recomputation, and the least memory in between.
+
+[Note: stand-ins]
+The call is run again on stand-ins: tensors over the same memory with the same shape, stride, dtype and `requires_grad`,
+but without the graph behind the originals. The graph made by running again is thrown away, so it needs no past; nothing
+is held that would keep an earlier part of the real graph alive, and a hook that the call registers on an argument is
+not registered on the real one twice. A stand-in for a non-leaf is a non-leaf, because changing a leaf that requires a
+gradient in place is an error. Weights and other things that stay, and tensor subclasses, are passed as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.activations.offload import Offloader, Parcel
+from memfit.activations.reads import ReadWatcher
+from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, AstrayError, Geometry, Stays, plain_storage, version_of
+from memfit.activations.structure import Slot, direct_tensors, replace_tensors
+from memfit.activations.writes import Watched, Writes
+from memfit.core.errors import UnsupportedError
+from memfit.core.plan import Tier
+
+Position = tuple[int, int]
+"""(call in its segment, position among the tensors of its output)."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Held:
+    """One argument tensor. One of `tensor`, `parcel` and `made_by` says where its value is, unless it `is_unread`."""
+
+    tensor: torch.Tensor | None
+    version: int
+    requires_grad: bool
+    is_leaf: bool
+    is_passed_as_given: bool
+    device: torch.device
+    geometry: Geometry | None = None
+    is_unread: bool = False
+    parcel: Parcel | None = None
+    made_by: Position | None = None
+    copy: torch.Tensor | None = None
+    watched: Watched | None = None
+    was_changed: bool = False
+
+    @property
+    def has_changed(self) -> bool:
+        """It was changed in place since the call began."""
+        return (self.watched is not None and self.watched.has_changed) or (
+            self.tensor is not None and not self.is_passed_as_given and version_of(self.tensor) != self.version
+        )
+
+
+class HeldArguments:
+    """Arguments of one call.
+
+    Memory: each distinct tensor's storage as long as it rests on the device; nothing for weights, for outputs of an
+        earlier call of the same segment (referred to by position), and for what left for `home`.
+
+    What stands inside objects and is not read by the call is not held either.
+
+    Args:
+        args, kwargs: as given.
+        place: the site, for messages.
+        stays: see `tensors.Stays`.
+        made_by: position of a tensor that an earlier call of the segment returned, else None.
+        copies: the call changes arguments in place; copies are made now, and after the call kept of those that changed.
+        writes: of the job's forwards.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        place: str,
+        stays: Stays,
+        made_by: Callable[[torch.Tensor], Position | None],
+        copies: bool,
+        writes: Writes,
+    ) -> None:
+        self._place = place
+        self._writes = writes
+        self._stays = stays
+        self._copies = copies
+        self._held: list[_Held] = []
+        self._read: set[int] | None = None
+        self._hollow: list[torch.Tensor] = []
+        givens: list[torch.Tensor] = []
+
+        def hold(tensor: Any) -> Slot:
+            givens.append(tensor)
+            self._held.append(self._hold(tensor, made_by(tensor)))
+            return Slot(len(self._held) - 1)
+
+        self._template = replace_tensors((args, dict(kwargs)), hold)
+        direct = {id(tensor) for tensor in direct_tensors((args, kwargs))}
+        self._inside_objects = [held for held, given in zip(self._held, givens, strict=True) if id(given) not in direct]
+
+    def watcher(self) -> ReadWatcher | None:
+        """A mode for the first run, which learns what need not be held; see [Note: what a call does not read]. None if all must be."""
+        movable = [held for held in self._inside_objects if held.tensor is not None and not held.is_passed_as_given]
+        self._inside_objects = movable
+        if not movable:
+            return None
+        self._read = set()
+        return ReadWatcher((_address(held.tensor) for held in movable), self._read.add)
+
+    def guard(self) -> ReadWatcher | None:
+        """A mode for the second run, which refuses what the first run did not read. None if everything is held."""
+        if not self._hollow:
+            return None
+        return ReadWatcher((_address(tensor) for tensor in self._hollow), self._refuse_read)
+
+    def _refuse_read(self, address: int) -> None:
+        raise AstrayError(
+            f"{self._place} reads a tensor inside an object that it was given, which it did not read at first; {TRY_ANOTHER_FATE}"
+        )
+
+    def _hold(self, tensor: torch.Tensor, made_by: Position | None) -> _Held:
+        storage = plain_storage(tensor)
+        as_given = storage is None or self._stays(storage)
+        held = _Held(
+            tensor=tensor if as_given else tensor.detach(),
+            version=version_of(tensor),
+            requires_grad=tensor.requires_grad,
+            is_leaf=tensor.is_leaf,
+            is_passed_as_given=as_given,
+            device=tensor.device,
+            watched=self._writes.watch(tensor),
+        )
+        if as_given:
+            return held
+        held.geometry = Geometry.of(tensor)
+        if made_by is not None:
+            held.tensor, held.made_by = None, made_by
+        elif self._copies and not _overlaps_itself(tensor):
+            # (What overlaps itself, such as an expanded tensor, cannot be changed in place.)
+            # The same stride, so that the same kernels run; `clone` would make a slice dense.
+            held.copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            with torch.no_grad():
+                held.copy.copy_(tensor)
+        return held
+
+    @property
+    def positions(self) -> set[Position]:
+        """Outputs of earlier calls that this call takes."""
+        return {held.made_by for held in self._held if held.made_by is not None}
+
+    def settle(self) -> None:
+        """Called when the call is over: keeps the copies of arguments that it changed, and only those.
+
+        Raises:
+            UnsupportedError: a changed argument shares memory with another one; their copies would not.
+        """
+        changed = [held for held in self._held if held.has_changed]
+        for held in changed:
+            if held.copy is None and held.made_by is None:
+                held.was_changed = True  # refused when it is needed
+                continue
+            if any(other is not held and _share_memory(other, held) for other in self._held):
+                raise UnsupportedError(
+                    f"{self._place} changes an argument in place that shares its memory with another argument, "
+                    f"so it cannot be run again from copies; {TRY_ANOTHER_FATE}"
+                )
+            if held.copy is not None:
+                held.tensor, held.version, held.geometry = held.copy, version_of(held.copy), Geometry.of(held.copy)
+                held.watched = self._writes.watch(held.copy)
+        for held in self._held:
+            held.copy = None
+        if self._read is not None:
+            for held in self._inside_objects:
+                # Unchanged then, too: an operation that changes a tensor is given it.
+                if held.tensor is not None and held not in changed and _address(held.tensor) not in self._read:
+                    held.tensor, held.is_unread = None, True
+        self._inside_objects, self._read = [], None
+
+    def register(self, offloader: Offloader, home: Tier) -> list[Parcel]:
+        """Hands all that may leave to the offloader; returns their parcels."""
+        parcels: list[Parcel] = []
+        for held in self._held:
+            if held.tensor is None or held.is_passed_as_given or held.was_changed:
+                continue
+            parcel = offloader.register(held.tensor, home, place=self._place)
+            if parcel is not None:
+                held.tensor, held.parcel = None, parcel
+                parcels.append(parcel)
+        return parcels
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Storages that it holds on the device (for accounting; what stays is not among them)."""
+        return [
+            held.tensor.untyped_storage()
+            for held in self._held
+            if held.tensor is not None and not held.is_passed_as_given
+        ]
+
+    def rebuild(self, made: Mapping[Position, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments to run the call again with; see [Note: stand-ins].
+
+        Args:
+            made: outputs of earlier calls of the segment, as made again.
+
+        Raises:
+            UnsupportedError: an argument was changed in place since.
+        """
+        stand_ins: Sequence[torch.Tensor] = [self._stand_in(held, made) for held in self._held]
+        args, kwargs = replace_tensors(self._template, lambda slot: stand_ins[slot.index])
+        return args, kwargs
+
+    def _stand_in(self, held: _Held, made: Mapping[Position, torch.Tensor]) -> torch.Tensor:
+        # What stays may be changed after the call and be right (an update of a weight comes after all of its uses). What a call of the segment
+        # returned is made again.
+        if held.was_changed or (not held.is_passed_as_given and held.made_by is None and held.has_changed):
+            shape = "" if held.geometry is None else f" ({held.geometry.dtype} {list(held.geometry.shape)})"
+            raise UnsupportedError(
+                f"an argument of {self._place}{shape} was changed in place after the call began, so the call cannot be run again from it; {TRY_ANOTHER_FATE}"
+            )
+        if held.is_unread:
+            assert held.geometry is not None
+            # One element seen everywhere: the shape, dtype and device of the original, without its memory.
+            value = torch.zeros((), dtype=held.geometry.dtype, device=held.device).expand(held.geometry.shape)
+            self._hollow.append(value)
+        elif held.made_by is not None:
+            value = made[held.made_by].detach()
+        elif held.parcel is not None:
+            assert held.geometry is not None
+            value = held.geometry.over(held.parcel.bring())
+        else:
+            assert held.tensor is not None
+            value = held.tensor
+            if held.is_passed_as_given:
+                return value
+            value = value.detach()
+        if not held.requires_grad:
+            return value
+        return value.requires_grad_() if held.is_leaf else non_leaf(value)
+
+
+def _share_memory(one: _Held, other: _Held) -> bool:
+    return one.watched is not None and other.watched is not None and one.watched.written is other.watched.written
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    assert tensor is not None
+    return tensor.untyped_storage()._cdata
+
+
+class _Anew(torch.autograd.Function):
+    """Gives a tensor a past, so that it is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        # In a list, so that autograd does not see it as an input: the output then is no view of a leaf.
+        return box.pop().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None
+
+
+def non_leaf(value: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that requires a gradient and is no leaf."""
+    with torch.enable_grad():
+        return _Anew.apply(torch.zeros((), requires_grad=True), [value])  # type: ignore[return-value]
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Expanded: several elements are one place in memory."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,284 @@
+"""Saved tensors that leave the device and come back.
+
+In: tensors to register, and the actions offload, drop and reload. Out: the same bytes when backward asks.
+
+[Note: parcels]
+A parcel is one storage at one version. Autograd saves many views of few storages, some of them in several calls: each
+is moved once. Its life:
+    here      the device holds the bytes; nothing was asked for
+    leaving   the home is being written; the device still holds the bytes
+    away      `drop` waited for the write and gave up the storage (others who hold it keep it alive, which is theirs to
+    answer for) coming    `reload` made a fresh storage, which is being filled back      the first unpack waited for
+    that
+The parcel is held by the handles in autograd's graph (or by held arguments) and by nobody else. When the last handle
+dies, the parcel dies, and with it the fresh storage and the room at home.
+A parcel's handle refuses what was written over its elements after it was saved; see [Note: writes are known by storage].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from memfit.activations.handles import refuse_again
+from memfit.activations.saved_tensors import ORDINARY, Geometry, plain_storage, raise_changed, version_of
+from memfit.activations.writes import Extent, Watched, Writes, Written
+from memfit.core.errors import MemfitError, UsageError
+from memfit.core.leaving import MINIMUM_LEAVING_BYTES, is_movable, leaves
+from memfit.core.plan import Tier
+from memfit.homes.home import Ticket
+from memfit.tensors.trees import new_storage
+
+
+class TierStore(Protocol):
+    """A place outside of the device's memory. Calls may come from any thread, one parcel's never at once."""
+
+    def put(self, storage: torch.UntypedStorage) -> Any:
+        """Starts to write a whole storage, which lives and stays unchanged until `wait`.
+
+        Returns:
+            What `get` needs.
+        """
+        ...
+
+    def wait(self, rest: Any) -> None:
+        """Returns when the storage that was put may be given up."""
+        ...
+
+    def get(self, rest: Any, into: torch.UntypedStorage) -> Ticket:
+        """Starts to read into a storage of the same length, which lives until the ticket was waited for."""
+        ...
+
+    def free(self, rest: Any) -> None:
+        """Gives the room back. Called once, perhaps from a finalizer and before a write has ended: must not raise or block."""
+        ...
+
+
+class Parcel:
+    """One storage that may leave. See [Note: parcels].
+
+    Attributes:
+        nbytes: of the whole storage.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, store: TierStore, offloader: Offloader, place: str, written: Written
+    ) -> None:
+        self._source: torch.Tensor | None = tensor.detach()
+        self._written, self._mark = written, written.mark()
+        self._version = version_of(tensor)
+        self._seen_version = self._version
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self._device = tensor.device
+        self._store = store
+        self._offloader = weakref.ref(offloader)
+        self._place = place
+        self._rest: Any = None
+        self._free: weakref.finalize[Any, Any] | None = None
+        self._ticket: Ticket | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage that holds device memory now, if any."""
+        return self._source.untyped_storage() if self._source is not None else self._storage
+
+    @property
+    def is_away(self) -> bool:
+        """The device holds nothing of it."""
+        return self._source is None and self._storage is None
+
+    def watched(self, geometry: Geometry) -> Watched:
+        """Some of its elements since it was made."""
+        return Watched(self._written, self._mark, Extent.of(geometry))
+
+    def leave(self) -> None:
+        """Starts writing. Repeating it does nothing."""
+        with self._lock:
+            if self._source is None or self._rest is not None:
+                return
+            self._look()
+            self._rest = self._store.put(self._source.untyped_storage())
+            self._free = weakref.finalize(self, self._store.free, self._rest)
+            self._free.atexit = False
+            self._count("written_bytes")
+
+    def drop(self) -> None:
+        """Waits for the write and gives the device memory up. Repeating it does nothing."""
+        with self._lock:
+            if self._source is None:
+                return
+            self.leave()
+            self._store.wait(self._rest)
+            self._look()
+            self._source = None
+
+    def reload(self) -> None:
+        """Starts reading into fresh memory. Does nothing unless the parcel is away."""
+        with self._lock:
+            if not self.is_away:
+                return
+            storage = new_storage(self.nbytes, self._device)
+            self._ticket = self._store.get(self._rest, storage)
+            self._storage = storage
+            self._count("read_bytes")
+
+    def bring(self) -> torch.UntypedStorage:
+        """The storage with its bytes: waits for the reload, and starts it if nobody has (which is counted).
+
+        Raises:
+            RuntimeError: it was changed in place between saving and leaving, as in plain PyTorch.
+        """
+        with self._lock:
+            self._look()
+            if self._source is not None:
+                self._check(self._source)
+                return self._source.untyped_storage()
+            if self._seen_version != self._version:
+                raise_changed((self.nbytes,), torch.uint8, self._version, self._seen_version, self._place)
+            if self.is_away:
+                self._count("demand_reloads", 1)
+                self.reload()
+            if self._ticket is not None:
+                self._ticket.wait()
+                self._ticket = None
+            assert self._storage is not None
+            return self._storage
+
+    def _look(self) -> None:
+        if self._source is not None:
+            self._seen_version = version_of(self._source)
+
+    def _check(self, source: torch.Tensor) -> None:
+        if self._seen_version != self._version:
+            raise_changed(tuple(source.shape), source.dtype, self._version, self._seen_version, self._place)
+
+    def _count(self, name: str, amount: int | None = None) -> None:
+        offloader = self._offloader()
+        if offloader is not None:
+            offloader.count(name, self.nbytes if amount is None else amount)
+
+    def __del__(self) -> None:
+        # A transfer into or out of memory that is about to be freed must end first. Only after an abandoned step is one
+        # under way. If it failed, nobody needs the bytes any more, and a finalizer has nobody to tell.
+        with contextlib.suppress(MemfitError):
+            if self._ticket is not None:
+                self._ticket.wait()
+            elif self._source is not None and self._rest is not None:
+                self._store.wait(self._rest)
+
+
+class MovedHandle:
+    """A saved tensor as a view of a parcel.
+
+    Args:
+        tensor: as autograd packed it.
+        parcel: of its storage.
+        place: the site, for messages.
+    """
+
+    __slots__ = ("__weakref__", "_geometry", "_parcel", "_place")
+
+    def __init__(self, tensor: torch.Tensor, parcel: Parcel, place: str) -> None:
+        self._geometry = Geometry.of(tensor)
+        self._parcel: Parcel | None = parcel
+        self._place = place
+
+    @property
+    def parcel(self) -> Parcel | None:
+        """The parcel, until `close`."""
+        return self._parcel
+
+    def close(self) -> None:
+        """Gives the tensor up for good."""
+        self._parcel = None
+
+    def unpack(self) -> torch.Tensor:
+        """See `Handle`.
+
+        Raises:
+            UnsupportedError: the call's backward is over.
+            RuntimeError: it was changed in place after it was saved.
+        """
+        if self._parcel is None:
+            raise refuse_again(self._place)
+        self._parcel.watched(self._geometry).check_saved(self._place)
+        return self._geometry.over(self._parcel.bring())
+
+
+class Offloader:
+    """All parcels of a job.
+
+    Args:
+        stores: where each home's bytes go.
+        device: whose tensors leave; others stay where they are.
+        minimum_bytes: smaller storages stay.
+        writes: of the job's forwards.
+
+    Attributes:
+        demand_reloads: parcels that backward asked for before their reload was issued.
+        written_bytes, read_bytes: moved so far.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[Tier, TierStore],
+        *,
+        device: torch.device,
+        minimum_bytes: int = MINIMUM_LEAVING_BYTES,
+        writes: Writes | None = None,
+    ) -> None:
+        self._writes = Writes() if writes is None else writes
+        self._stores = dict(stores)
+        # Tensors always name their GPU by number.
+        self._device = torch.empty(0, device=device).device
+        self._minimum_bytes = minimum_bytes
+        self._parcels: weakref.WeakValueDictionary[tuple[int, int, int], Parcel] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self.demand_reloads = 0
+        self.written_bytes = 0
+        self.read_bytes = 0
+
+    def register(self, tensor: torch.Tensor, home: Tier, *, place: str) -> Parcel | None:
+        """The parcel of a tensor's storage at its present version; None if it is too small or too special to move.
+
+        Args:
+            tensor: any.
+            home: HOST or DISK. A storage that is already registered keeps the home it has.
+            place: the site, for messages.
+
+        Raises:
+            UsageError: there is no store for that home.
+        """
+        storage = plain_storage(tensor)
+        if storage is None or tensor.device != self._device:
+            return None
+        movable = is_movable(tensor, ORDINARY)
+        if not leaves(storage.nbytes(), is_movable=movable, minimum_bytes=self._minimum_bytes):
+            return None
+        if home not in self._stores:
+            raise UsageError(f"{place}: saved tensors shall go to {home}, but the job has no such store")
+        # Its version may be that of another counter over the same storage: what was written since makes another parcel.
+        written = self._writes.of(storage)
+        key = (storage._cdata, version_of(tensor), written.mark())
+        with self._lock:
+            parcel = self._parcels.get(key)
+            if parcel is None:
+                parcel = self._parcels[key] = Parcel(tensor, self._stores[home], self, place, written)
+            return parcel
+
+    def count(self, name: str, amount: int) -> None:
+        """Adds to one of the counters."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + amount)
+
+    def live_parcels(self) -> list[Parcel]:
+        """Parcels that somebody still needs."""
+        return list(self._parcels.values())

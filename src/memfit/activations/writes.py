@@ -1,0 +1,226 @@
+"""Which memory the operations of a forward write.
+
+In: storages that somebody counts on. Out: whether an operation has written them since, through whatever tensor.
+
+[Note: writes are known by storage]
+Autograd counts changes in place in a version that a tensor shares with its views. Not every tensor over a storage is such a view: results of
+`_unsafe_view` (a batched `matmul` ends in one), `unsafe_chunk` and `.data` have counters of their own, `set_` and custom operators make tensors over a
+storage that has some already. A change through one of them is not seen in the version of another. So a dispatch mode watches the forward, in calls and
+between them, and notes for each storage of interest which elements an operation writes; the operator's schema says which arguments that are. Versions
+are still asked: they know of changes made under compiled code, where no mode looks.
+
+A tensor that autograd saved, or that a call was given, is refused when its own elements were written later: plain PyTorch either raises there, or (through
+a counter that is not the tensor's) goes on with the changed values, which the plan has no longer or should not have. Other elements of its storage may
+change: cells of recurrent layers work in place on the chunks of one product.
+
+Not seen: writes that pass the dispatcher by (NumPy arrays over the same memory, kernels that are handed addresses).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.activations.saved_tensors import Geometry, plain_storage, storage_of
+from memfit.core.operators import has_schema, only_relabels, written_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Elements in a storage, in bytes.
+
+    Attributes:
+        begin: of the first.
+        dims: (stride, size) of dimensions with more than one place, longest stride first.
+        width: of one element.
+    """
+
+    begin: int
+    dims: tuple[tuple[int, int], ...]
+    width: int
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> Extent | None:
+        """The elements of a tensor; None if it has none."""
+        if 0 in geometry.shape:
+            return None
+        width = geometry.dtype.itemsize
+        dims = [(stride * width, size) for stride, size in zip(geometry.stride, geometry.shape, strict=True)]
+        placed = sorted((dim for dim in dims if dim[0] and dim[1] > 1), reverse=True)
+        return cls(geometry.offset * width, tuple(placed), width)
+
+    @property
+    def end(self) -> int:
+        """Behind the last."""
+        return self.begin + sum(stride * (size - 1) for stride, size in self.dims) + self.width
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether they have an element in common. May be True where they only interlock in some irregular way."""
+        if self.end <= other.begin or other.end <= self.begin:
+            return False
+        period = max((dims[0][0] for dims in (self.dims, other.dims) if dims), default=0)
+        if not period:
+            return True
+        # Rows of one matrix: two ranges of columns do not meet.
+        inner, others = self._within(period), other._within(period)
+        if inner.end > period or others.end > period:
+            return True
+        return inner.overlaps(others)
+
+    def _within(self, period: int) -> Extent:
+        dims = self.dims[1:] if self.dims and self.dims[0][0] == period else self.dims
+        return Extent(self.begin % period, dims, self.width)
+
+
+class Written:
+    """What has been written in one storage since somebody first asked for this object, which must be held to go on."""
+
+    __slots__ = ("__weakref__", "_identity", "_log")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        # Pins the address of the storage object (not its bytes): no later storage can be taken for this one.
+        self._identity = StorageWeakRef(storage)
+        self._log: list[tuple[Extent, bool]] = []
+
+    def mark(self) -> int:
+        """Now, for `since`."""
+        return len(self._log)
+
+    def note(self, extent: Extent, *, is_certain: bool) -> None:
+        """These elements were written, or may have been."""
+        self._log.append((extent, is_certain))
+
+    def since(self, mark: int, extent: Extent | None = None, *, doubts: bool = False) -> bool:
+        """Whether something has been written since a mark.
+
+        Args:
+            mark: see `mark`.
+            extent: elements that matter; None: all.
+            doubts: also where an operator does not say what it writes.
+        """
+        return any(
+            (certain or doubts) and (extent is None or extent.overlaps(found)) for found, certain in self._log[mark:]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Elements of a storage from a moment on."""
+
+    written: Written
+    mark: int
+    extent: Extent | None
+
+    @property
+    def has_changed(self) -> bool:
+        """An operation of the forward wrote some of them since."""
+        return self.extent is not None and self.written.since(self.mark, self.extent)
+
+    def check_saved(self, place: str) -> None:
+        """Raises RuntimeError, as plain PyTorch would where it sees it, if they were written after autograd saved them.
+
+        Args:
+            place: the site, for messages.
+        """
+        if self.has_changed:
+            raise RuntimeError(
+                f"a tensor saved for backward in {place} has been modified by an inplace operation, perhaps through a view with a version counter of its "
+                "own (.data, unsafe_chunk), where plain PyTorch goes on with the changed values: clone it before it is changed, or plan saved='keep' for this call"
+            )
+
+
+class Writes:
+    """All writes of a job's forwards to storages of interest. Memory: a small object for each storage that somebody asks about.
+
+    Attributes:
+        last_operation: name of the latest operation; when autograd saves a result, the one that made it.
+    """
+
+    def __init__(self) -> None:
+        self._written: weakref.WeakValueDictionary[int, Written] = weakref.WeakValueDictionary()
+        self.last_operation = ""
+
+    def of(self, storage: torch.UntypedStorage) -> Written:
+        """What is noted of a storage."""
+        found = self._written.get(storage._cdata)
+        if found is None:
+            found = self._written[storage._cdata] = Written(storage)
+        return found
+
+    def watch(self, tensor: torch.Tensor) -> Watched | None:
+        """The elements of a tensor from now on; None for one that is no range of memory."""
+        storage = plain_storage(tensor)
+        if storage is None:
+            return None
+        written = self.of(storage)
+        return Watched(written, written.mark(), Extent.of(Geometry.of(tensor)))
+
+    def note(self, value: Any, *, is_certain: bool) -> None:
+        """An operation writes a tensor, or each of a list."""
+        if isinstance(value, torch.Tensor):
+            storage = storage_of(value)
+            found = None if storage is None else self._written.get(storage._cdata)
+            if found is not None and (extent := Extent.of(Geometry.of(value))) is not None:
+                found.note(extent, is_certain=is_certain)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self.note(item, is_certain=is_certain)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self.note(item, is_certain=is_certain)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes what operations write inside. Time: some microseconds an operation.
+
+        Compiled code stays compiled inside, because nobody tells torch.compile of the mode: it is pushed past `__enter__`.
+        """
+        mode = _Watch(self)
+        _python_dispatch._push_mode(mode)
+        try:
+            yield
+        finally:
+            popped = _python_dispatch._pop_mode()
+            assert popped is mode, "the user's code has left a dispatch mode behind"
+
+
+class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, writes: Writes) -> None:
+        super().__init__()
+        self._writes = writes
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not are_plain(types):
+            return NotImplemented  # what the subclass does inside comes here, too
+        kwargs = kwargs or {}
+        self._writes.last_operation = func.name()
+        if has_schema(func):
+            if (values := written_arguments(func, args, kwargs)) and not only_relabels(func):
+                self._writes.note(values, is_certain=True)
+        else:
+            self._writes.note([args, kwargs], is_certain="mutation" in func.name())
+        return func(*args, **kwargs)
+
+
+_NO_OPERATIONS: Any = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009 (pyright would bind it)
+
+
+@cache
+def are_plain(types: tuple[type, ...]) -> bool:
+    """Whether tensors of these types have no operations of their own, below autograd."""
+    return all(getattr(kind, "__torch_dispatch__", None) is _NO_OPERATIONS for kind in types)

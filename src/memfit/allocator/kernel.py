@@ -1,0 +1,120 @@
+"""The kernel's own limit on this process, and what the kernel can have back: memory that no allocator of ours gives.
+
+In: bytes that the process may still take. Out: RLIMIT_DATA, set and taken off again; errors that tell of it; mapped files let go of.
+
+[Note: the kernel's limit]
+RLIMIT_DATA bounds private writable address space, touched or not (VmData). What of it was never touched (thread stacks, arenas of malloc: some 85 to 173 MB)
+is no memory yet: it is measured when the limit is armed, and left out. So the limit follows what is resident to the bytes that such space fills later, and
+it is armed anew at each step. A process that starts threads at the limit is ended by libraries that do not check (OpenMP): it is armed after a first step has
+brought threads and kernels up. Shared mappings do not count: shared memory of loaders, mapped files. Children inherit it. Source: getrlimit(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import resource
+from pathlib import Path
+
+import torch
+
+from memfit.allocator import procfs
+
+_TEXTS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "bad allocation")
+"""Of torch's `RuntimeError`: its own allocator's, that of a failed system call, and C++'s `std::bad_alloc`."""
+_IN_MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs", "devtmpfs"))
+REFUSALS = (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError)
+"""Kinds of what `is_refusal` looks at."""
+
+
+class KernelLimit:
+    """RLIMIT_DATA of this process, as far as it is this object's."""
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+        self._armed: int | None = None
+
+    def arm(self, room_bytes: int) -> None:
+        """From now on the process may take so many bytes more than it has. See [Note: the kernel's limit].
+
+        What is above is refused by the kernel: `MemoryError` of Python and NumPy, `torch.OutOfMemoryError` of memfit's allocator.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if soft != self._armed:
+            self._before = soft  # somebody else's, or nobody's
+        wanted = procfs.read_status().data_bytes + max(0, room_bytes)
+        for other in (hard, self._before):
+            if other is not None and other != resource.RLIM_INFINITY:
+                wanted = min(wanted, other)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+        self._armed = wanted
+
+    def lift(self) -> None:
+        """Puts back what was there before, unless another has set its own since. May be repeated."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if self._armed is not None and soft == self._armed and self._before is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (self._before, hard))
+        self._armed = self._before = None
+
+
+def kernel_limit_bytes() -> int | None:
+    """The RLIMIT_DATA of this process, whoever set it; None without one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def is_refusal(error: BaseException) -> bool:
+    """An allocation that a limit refused: memfit's allocator or a device's did, or, where the process has an RLIMIT_DATA, the kernel."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if kernel_limit_bytes() is None:
+        return False
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS))
+    )
+
+
+def refusal_words(error: BaseException) -> str:
+    """The first line of what refused, with a full stop; who refused where the error does not say."""
+    lines = str(error).strip().splitlines()
+    words = f"{lines[0] if lines else type(error).__name__}".rstrip(".")
+    limit = kernel_limit_bytes()
+    if limit is not None and not isinstance(error, torch.OutOfMemoryError):
+        words += f" (refused by the kernel: {type(error).__name__} under RLIMIT_DATA of {limit} bytes)"
+    return f"{words}."
+
+
+def drop_mapped_files() -> None:
+    """Gives the pages of data files that this process maps shared back to the page cache: they come again when they are read.
+
+    Memory-mapped data sets and safetensors count as resident as long as the kernel does not need their pages; nothing is lost, neither what was written to
+    them. Not libraries, not private mappings (their changes would be lost), not files in memory.
+    """
+    kinds = _file_systems()
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text("utf-8", errors="replace").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[1][3] == "s" and fields[1][2] != "x" and fields[5].startswith("/"):
+            kind = kinds.get(_device(fields[3]))
+            if kind is not None and kind not in _IN_MEMORY:
+                low, high = (int(word, 16) for word in fields[0].split("-"))
+                # Advice: where it is refused (locked pages), the pages stay.
+                advise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+
+
+def _file_systems() -> dict[tuple[int, int], str]:
+    """The kind of file system by device number. Source: proc_pid_mountinfo(5)."""
+    found: dict[tuple[int, int], str] = {}
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", errors="replace").splitlines():
+        before, _, after = line.partition(" - ")
+        major, minor = before.split()[2].split(":")
+        found[int(major), int(minor)] = after.split()[0]
+    return found
+
+
+def _device(text: str) -> tuple[int, int]:
+    major, minor = text.split(":")
+    return int(major, 16), int(minor, 16)

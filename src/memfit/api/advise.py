@@ -1,0 +1,193 @@
+"""What `fit` would decide, without preparing a job; and what a given plan would take.
+
+In: the user's model, optimizer, loss and sample. Out: `Advice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.api.choosing import choose, in_dtype
+from memfit.batches.batch import UncuttableError
+from memfit.core.aliases import own_allowances
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget, Limits
+from memfit.core.numerics import Numerics, Wish, check_exact, declare
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.schedule import Schedule
+from memfit.core.timeline import Timeline
+from memfit.job.machine import Machine, device_of
+from memfit.job.plan_checks import check_effect
+from memfit.job.problem import (
+    Loss,
+    Problem,
+    beside,
+    check_arguments,
+    check_precision,
+    driver_of,
+    encodes_states,
+    read_plan,
+)
+from memfit.planning.rules import Rung
+from memfit.prediction.predict import predict
+from memfit.profiling.blocks import find_blocks
+from memfit.scheduling.build import build_step
+from memfit.scheduling.check import check_schedule
+from memfit.scheduling.lower import lower
+from memfit.tensors.guard import is_away
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A plan with everything that is known about it before it runs.
+
+    Attributes:
+        plan: the decisions.
+        reason: why these, in a sentence or two, and what they do to the numbers.
+        numerics: the same as data.
+        schedule: the step as data.
+        timeline: predicted bytes and seconds, action by action.
+        budget: the limit and what is taken off it before tensors.
+        profile: that the plan was made from.
+        hardware: that it was priced on.
+        ladder: what stood beside it, from the fastest to the leanest; empty for a plan that was given.
+        chosen: name of its rung; empty for a plan that was given.
+    """
+
+    plan: Plan
+    reason: str
+    numerics: Numerics
+    schedule: Schedule
+    timeline: Timeline
+    budget: Budget
+    profile: Profile
+    hardware: Hardware
+    ladder: tuple[Rung, ...] = ()
+    chosen: str = ""
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """What the limit is compared with: tensors, what the process holds before, and the reserve."""
+        return self.timeline.peak_bytes + self.budget.base_bytes + self.budget.reserve_bytes
+
+
+def advise(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    sample: Any,
+    *,
+    limit: int | str | None = None,
+    plan: Plan | str | Path | None = None,
+    allow: Collection[str] = frozenset(),
+    numerics: Wish = "auto",
+    max_grad_norm: float | None = None,
+    directory: str | Path | None = None,
+    hardware: Hardware | None = None,
+) -> Advice:
+    """Chooses a plan as `fit` does, or takes the one that is given, and prices it. Nothing is trained and nothing moves.
+
+    A model whose weights have no bytes (built by `memfit.empty`, or storages of size 0) can be asked about as well; its loss is then taken to add up over
+    microbatches.
+
+    Args:
+        model: as in `fit`, like all the others.
+        optimizer: its states are foretold, it is not stepped.
+        loss: the user's.
+        sample: a batch.
+        limit: bytes of the device.
+        plan: priced instead of chosen.
+        allow: declared changes of arithmetic.
+        numerics: "auto" or "exact".
+        max_grad_norm: gradients are to be clipped.
+        directory: on the disk that homes would use.
+        hardware: what plans are priced on; by default this machine is probed.
+
+    Raises:
+        DoesNotFitError: no plan fits the limit. Others as in `fit`.
+    """
+    allow = own_allowances(allow)
+    check_arguments(model, loss, allow, max_grad_norm, numerics)
+    machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
+    problem = Problem(
+        model=model,
+        loss=loss,
+        driver=driver_of(optimizer, model),
+        block_map=find_blocks(model, None),
+        numerics=numerics,
+    )
+    if plan is None:
+        check_effect(problem, allow, machine.device.type if hardware is None else hardware.device)
+    here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
+    has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
+    budget = machine.budget(here, beside(model, optimizer, sample))
+    probed = hardware or machine.probe(directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+    clips_norm = max_grad_norm is not None
+    if plan is not None:
+        given = read_plan(plan)
+        check_precision(given, model, allow)
+        problem = replace(problem, cut=problem.ways(sample, None)[0])
+        found = problem.profile_for(given, sample)
+        check_exact(given, found, numerics)
+        declared = declare(given, found, allow=allow, why="the plan was given")
+        speeds = in_dtype(probed, given.compute_dtype)
+        schedule = build_step(given, found, clips_norm=clips_norm)
+        check_schedule(schedule, given, found, clips_norm=clips_norm)
+        return Advice(
+            plan=given,
+            reason=f"given by the user. {declared.sentence()}",
+            numerics=declared,
+            schedule=schedule,
+            timeline=predict(lower(schedule, given, found, device=speeds.device), speeds),
+            budget=budget,
+            profile=found,
+            hardware=speeds,
+        )
+    problem, whole = _cut_and_profiled(problem, sample)
+    chosen = choose(
+        problem,
+        sample,
+        whole,
+        budget,
+        probed,
+        machine,
+        allow=allow,
+        may_split=whole.may_split,  # that the loss adds up is shown by `fit`, which runs it
+        clips_norm=clips_norm,
+        # How a model without bytes will be loaded is not known.
+        load_bytes=machine.load_bytes(model) if has_bytes else 0,
+        numerics=numerics,
+    )
+    declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
+    return Advice(
+        plan=chosen.plan,
+        reason=f"{chosen.reason} {declared.sentence()}",
+        numerics=declared,
+        schedule=chosen.found.schedule,
+        timeline=chosen.found.timeline,
+        budget=budget,
+        profile=chosen.profile,
+        hardware=chosen.hardware,
+        ladder=chosen.found.ladder,
+        chosen=chosen.found.name,
+    )
+
+
+def _cut_and_profiled(problem: Problem, sample: Any) -> tuple[Problem, Profile]:
+    """The problem with the likeliest way to cut its batches that the model runs on, and its profile."""
+    *ways, whole = problem.ways(sample, None)
+    for way in ways:
+        cut = replace(problem, cut=way)
+        try:
+            return cut, cut.profile(sample, cut.counts(sample), chunk_tokens=None)
+        except UncuttableError:
+            continue
+    cut = replace(problem, cut=whole)
+    return cut, cut.profile(sample, (1,), chunk_tokens=None)

@@ -1,0 +1,131 @@
+"""`memfit plan`: what memfit would do inside a limit, why, and what else there was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from memfit.cli.output import open_console, print_table
+from memfit.cli.source import (
+    AllowOption,
+    BatchOption,
+    FunctionArgument,
+    ModelOption,
+    NumericsOption,
+    RecipeOption,
+    SequenceOption,
+    find_source,
+)
+from memfit.core.errors import UsageError
+from memfit.core.plan import is_processor
+from memfit.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.api.advise import Advice
+
+
+def plan(
+    function: FunctionArgument = None,
+    recipe: RecipeOption = None,
+    model: ModelOption = None,
+    batch: BatchOption = 8,
+    sequence: SequenceOption = 512,
+    limit: Annotated[
+        str | None, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")
+    ] = None,
+    allow: AllowOption = None,
+    numerics: NumericsOption = "auto",
+    clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the plan here, for --plan of other commands; - writes it, and nothing else, to standard output."
+        ),
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the schedule of a step.")] = False,
+) -> None:
+    """Chooses the fastest plan that fits the limit; shows the reason, the ladder of plans beside it, the schedule."""
+    is_piped = json == Path("-")
+    console = open_console(on_errors=is_piped)
+    with console.status("planning"):
+        source = find_source(function, recipe, model, batch, sequence)
+        from memfit.api.advise import advise
+
+        advice = advise(
+            source.model,
+            source.optimizer,
+            source.loss,
+            source.sample,
+            limit=limit,
+            allow=allow or (),
+            numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
+            max_grad_norm=clip,
+            directory=directory,
+        )
+    if is_piped:
+        typer.echo(advice.plan.to_json())
+    elif json is not None:
+        write_plan(json, advice)
+    console.print(source.name, markup=False)
+    console.print(f"plan: {advice.reason}", markup=False)
+    console.print()
+    _print_limit(console, advice)
+    print_ladder(console, advice)
+    if text:
+        console.print(advice.schedule.text(), markup=False, soft_wrap=True)
+    if json is not None and not is_piped:
+        console.print(f"the plan is in {json}", markup=False, soft_wrap=True)
+
+
+def write_plan(path: Path, advice: Advice) -> None:
+    """Writes a plan as JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        path.write_text(advice.plan.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the plan cannot be written to {path}: {error.strerror}; name another file") from error
+
+
+def _print_limit(console: Console, advice: Advice) -> None:
+    budget = advice.budget
+    rows = [
+        (what_is_held(advice.hardware.device), format_bytes(budget.base_bytes)),
+        ("reserve for scratch of kernels", format_bytes(budget.reserve_bytes)),
+        ("tensors, predicted peak", format_bytes(advice.timeline.peak_bytes)),
+        ("predicted peak", format_bytes(advice.predicted_peak_bytes)),
+        ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
+        ("host, predicted peak", format_bytes(advice.timeline.host_peak_bytes)),
+        ("disk, predicted peak", format_bytes(advice.timeline.disk_peak_bytes)),
+        ("step, predicted", f"{advice.timeline.seconds:.3g} s"),
+    ]
+    print_table(console, "What it takes", ("what", "predicted"), rows)
+
+
+def what_is_held(device: str) -> str:
+    """What stands before the job's tensors, in words: an accelerator's limit is for tensors alone."""
+    if is_processor(device):
+        return "held before the first tensor (interpreter, libraries)"
+    return "alive on the device beside the job"
+
+
+def print_ladder(console: Console, advice: Advice) -> None:
+    """Prints the plans that stood beside the chosen one, from the fastest to the leanest."""
+    rows = [
+        (
+            "chosen" if rung.name == advice.chosen else "fits" if rung.fits else "does not fit",
+            format_bytes(rung.peak_bytes),
+            f"{rung.seconds:.3g} s",
+            rung.name,
+        )
+        for rung in advice.ladder
+    ]
+    if rows:
+        columns = ("", "tensors, predicted", "step, predicted", "plan")
+        print_table(console, "Ladder", columns, rows, left=("plan",))

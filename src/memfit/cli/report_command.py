@@ -1,0 +1,105 @@
+"""`memfit report`: a plan's step, action by action: where the memory and the time go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from memfit.cli.output import open_console, print_table
+from memfit.cli.source import (
+    AllowOption,
+    BatchOption,
+    FunctionArgument,
+    ModelOption,
+    NumericsOption,
+    PlanOption,
+    RecipeOption,
+    SequenceOption,
+    find_source,
+    given_plan,
+)
+from memfit.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.core.timeline import Timeline
+
+
+def report(
+    function: FunctionArgument = None,
+    recipe: RecipeOption = None,
+    model: ModelOption = None,
+    batch: BatchOption = 8,
+    sequence: SequenceOption = 512,
+    plan: PlanOption = None,
+    limit: Annotated[str | None, typer.Option(help="Without --plan: choose a plan for this limit.")] = None,
+    allow: AllowOption = None,
+    numerics: NumericsOption = "auto",
+    clip: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm.")] = None,
+    largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
+) -> None:
+    """Shows what a step under a plan is predicted to hold and to wait for."""
+    console = open_console()
+    with console.status("predicting"):
+        source = find_source(function, recipe, model, batch, sequence)
+        from memfit.api.advise import advise
+
+        advice = advise(
+            source.model,
+            source.optimizer,
+            source.loss,
+            source.sample,
+            limit=limit,
+            plan=given_plan(plan),
+            allow=allow or (),
+            numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
+            max_grad_norm=clip,
+        )
+    timeline = advice.timeline
+    console.print(source.name, markup=False)
+    console.print(f"plan: {advice.reason}", markup=False)
+    console.print(
+        f"predicted peak of tensors {format_bytes(timeline.peak_bytes)}, of everything "
+        f"{format_bytes(advice.predicted_peak_bytes)}; predicted step {timeline.seconds:.3g} s, {len(timeline.moments)} actions",
+        markup=False,
+    )
+    console.print()
+    _print_peak(console, timeline)
+    _print_moments(console, timeline, largest)
+    _print_links(console, timeline)
+
+
+def _print_peak(console: Console, timeline: Timeline) -> None:
+    peak = timeline.peak
+    if peak is not None:
+        rows = [(name, format_bytes(nbytes)) for name, nbytes in peak.by_category.items() if nbytes]
+        print_table(console, f"Predicted peak, at {peak.action}", ("category", "bytes"), rows)
+
+
+def _print_moments(console: Console, timeline: Timeline, largest: int) -> None:
+    ranked = sorted(range(len(timeline.moments)), key=lambda i: -timeline.moments[i].peak_bytes)[:largest]
+    rows = [
+        (
+            moment.action,
+            str(index),
+            format_bytes(moment.peak_bytes),
+            format_bytes(moment.after_bytes),
+            f"{moment.end_s - moment.start_s:.3g} s",
+        )
+        for index, moment in ((i, timeline.moments[i]) for i in sorted(ranked))
+    ]
+    print_table(console, "Largest moments, in order", ("action", "number", "peak", "after", "takes"), rows)
+
+
+def _print_links(console: Console, timeline: Timeline) -> None:
+    moved = sorted(set(timeline.bytes_read) | set(timeline.bytes_written))
+    if moved:
+        rows = [
+            (name, format_bytes(timeline.bytes_read.get(name, 0)), format_bytes(timeline.bytes_written.get(name, 0)))
+            for name in moved
+        ]
+        print_table(console, "Moved in a step", ("what", "read", "written"), rows)
+    stalls = [(cause, f"{s:.3g} s") for cause, s in sorted(timeline.stalls_s.items()) if s > 0]
+    if stalls:
+        print_table(console, "Compute waits for", ("cause", "seconds"), stalls)

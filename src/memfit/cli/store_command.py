@@ -1,0 +1,37 @@
+"""`memfit verify` and `memfit export`: a run's directory, looked at and copied out without the program that made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A directory given to fit(store=...) or train --store.")
+]
+
+
+def verify(directory: DirectoryArgument) -> None:
+    """Reads all that a run has committed and compares it with its checksums. Exit code 1 if something is damaged."""
+    from memfit.job.exporting import verify_run
+
+    report = verify_run(directory)
+    typer.echo(report.in_words())
+    if not report.is_whole:
+        raise typer.Exit(code=1)
+
+
+def export(
+    directory: DirectoryArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Replaced in one step, when all is written.")],
+    shard: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
+) -> None:
+    """Copies a run's last commit out: weights that from_pretrained and safetensors read, and what continues the run with plain PyTorch."""
+    from memfit.core.units import format_bytes
+    from memfit.job.exporting import export_run
+
+    saved = export_run(directory, out, max_shard_bytes=shard)
+    for name, nbytes in saved.files.items():
+        typer.echo(f"{saved.directory / name}  {format_bytes(nbytes)}")
+    typer.echo(f"exported in {saved.seconds:.1f} s")

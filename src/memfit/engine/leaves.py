@@ -1,0 +1,118 @@
+"""Leaves of a microbatch: each meets a low-precision weight through a leaf of its own.
+
+In: the model, its blocks and their gradient homes. Out: modules that hold fresh leaves over the same storages while a call runs.
+
+[Note: leaves of a microbatch]
+Where microbatches run interleaved, one backward covers all of them, and autograd adds what reaches a weight before the weight's own node runs: in the
+weight's dtype, which loses digits with every microbatch (bf16: 6e-3 of the sum at 32 microbatches). So while a call runs, its modules hold leaves made for
+this call of this microbatch. What a leaf received is whole when its node runs, and goes to the weight's sum in the master's dtype (`homes.gradients`) before
+the next microbatch's comes. Uses within one call still add in the weight's dtype; a weight that several calls use adds call by call in the
+master's. Microbatches that run one after the other need none of this: each has a backward of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from memfit.homes.gradients import GradientHomes
+from memfit.homes.weights import BlockWeights, Slot
+
+Replaced = list[tuple[Any, Any, torch.nn.Parameter]]
+
+
+class MicrobatchLeaves:
+    """Puts leaves in the places of weights and takes them out again.
+
+    Memory: none but small objects; a leaf shares its weight's storage.
+
+    Args:
+        model: the user's.
+        blocks: of the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, blocks: Sequence[BlockWeights]) -> None:
+        block_of = {id(slot.parameter): block.index for block in blocks for slot in block.slots if slot.requires_grad}
+        self._places: dict[int, Replaced] = {}
+        for module in model.modules():
+            containers: list[tuple[Any, Iterable[tuple[Any, Any]]]] = [(module._parameters, module._parameters.items())]
+            # Recurrent modules keep a second list of the same parameters and compute with that one.
+            containers += [(value, enumerate(value)) for value in vars(module).values() if type(value) is list]
+            for container, items in containers:
+                for key, value in items:
+                    if id(value) in block_of:
+                        self._places.setdefault(block_of[id(value)], []).append((container, key, value))
+
+    def enter(self, blocks: Iterable[int]) -> Replaced:
+        """Puts leaves in the places of these blocks' weights, which must be here.
+
+        Returns:
+            What stood there, for `leave`.
+        """
+        made: dict[int, torch.nn.Parameter] = {}
+        replaced: Replaced = []
+        for block in blocks:
+            for container, key, parameter in self._places.get(block, ()):
+                leaf = made.get(id(parameter))
+                if leaf is None:
+                    leaf = made[id(parameter)] = _leaf_of(parameter)
+                replaced.append((container, key, container[key]))
+                container[key] = leaf
+        return replaced
+
+    def leave(self, replaced: Replaced) -> None:
+        """Puts back what stood there before `enter`."""
+        for container, key, before in reversed(replaced):
+            container[key] = before
+
+    def restore_all(self) -> None:
+        """After an error: all modules have their own weights."""
+        for places in self._places.values():
+            self.leave(places)
+
+
+def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> list[Any]:
+    """Has every weight that trains hand its gradient on as soon as it is whole. Returns handles to `remove`."""
+    reference = weakref.ref(gradients)
+    return [
+        slot.parameter.register_post_accumulate_grad_hook(_Arrival(reference, slot))
+        for block in blocks
+        for slot in block.slots
+        if slot.requires_grad
+    ]
+
+
+class _Arrival:
+    def __init__(self, gradients: weakref.ref[GradientHomes], slot: Slot) -> None:
+        self._gradients = gradients
+        self._slot = slot
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        gradients = self._gradients()
+        if gradients is not None and gradients.is_receiving:
+            gradients.receive(self._slot, parameter)
+
+
+def _leaf_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    leaf = torch.nn.Parameter(parameter.detach())
+    leaf._memfit_leaf_of = parameter  # type: ignore[attr-defined]
+    for hook in (parameter._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    leaf.register_post_accumulate_grad_hook(_HandOn(parameter))
+    return leaf
+
+
+class _HandOn:
+    """A leaf's gradient becomes the parameter's, whose hooks (the user's, and `_Arrival`) run as they would without leaves."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        parameter = self._parameter
+        parameter.grad, leaf.grad = leaf.grad, None
+        for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)

@@ -1,0 +1,150 @@
+"""What each call's saved tensors become, as the plan says.
+
+In: the plan's fate of each call. Out: frames for the engine (see `activations`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, TierStore, Writes, make_frame
+from memfit.core.again import check_again
+from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.profile import CallProfile
+from memfit.engine.engine import Engine
+from memfit.engine.sites import Site
+from memfit.homes.weights import BlockWeights
+
+
+class CallFrames:
+    """Makes frames for the calls of one job.
+
+    Memory: one small object a call; what frames hold is what the plan says.
+
+    Args:
+        plan: the fates.
+        blocks: their flat buffers stay referenced, whatever the policy.
+        stores: where offloaded tensors rest, by tier.
+        device: where compute runs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Sequence[BlockWeights],
+        stores: Mapping[Tier, TierStore],
+        *,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._writes = Writes()
+        self._offloader = Offloader(stores, device=device, writes=self._writes) if stores else None
+        self._weights = {block.storage._cdata for block in blocks}
+        self._staying: set[int] = set()
+        self._calls: Sequence[CallProfile] = ()
+        self._group_of: dict[int, int] = {}
+        self._groups: dict[tuple[int, int], SegmentGroup] = {}
+        self._sites: dict[tuple[str, bool], CallSite] = {}
+        self._engine: weakref.ref[Engine] | None = None
+
+    def attach(self, engine: Engine) -> None:
+        """Recomputed calls run with this engine's hooks passing through."""
+        self._engine = weakref.ref(engine)
+
+    def begin_step(self, plan: Plan, calls: Sequence[CallProfile], staying: Iterable[torch.Tensor]) -> None:
+        """Before a step.
+
+        Args:
+            plan: of the step: the job's, cut into fewer microbatches where the batch has fewer rows.
+            calls: as traced for this batch.
+            staying: tensors that are there anyway: buffers and the batch.
+
+        Raises:
+            UnsupportedError: a call that the plan recomputes cannot be run twice.
+        """
+        self._plan = plan
+        check_again(plan, calls)
+        self._calls = calls
+        self._groups.clear()
+        self._group_of = {
+            call: first
+            for first, last in self._plan.segments(len(calls))
+            if last > first
+            for call in range(first, last + 1)
+        }
+        self._staying = self._weights | {t.untyped_storage()._cdata for t in staying}
+
+    def watching(self) -> AbstractContextManager[None]:
+        """What a microbatch's forward runs in: what is not simply kept has to know of changes in place."""
+        manages = any(self._plan.call(call.index).saved is not Saved.KEEP for call in self._calls)
+        return self._writes.watching() if manages else nullcontext()
+
+    def begin(
+        self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Frame | None:
+        """The frame of one call; None where everything is kept."""
+        policy = self._plan.call(call)
+        if policy.saved is Saved.KEEP or not torch.is_grad_enabled():
+            return None
+        group = None
+        if call in self._group_of:
+            group = self._groups.setdefault((self._group_of[call], microbatch), SegmentGroup())
+        profile = self._calls[call]
+        return make_frame(
+            policy,
+            self._site(site, copies_inputs=profile.mutates_inputs),
+            args,
+            kwargs,
+            offloader=self._offloader,
+            group=group,
+        )
+
+    def _site(self, site: Site, *, copies_inputs: bool) -> CallSite:
+        key = (site.name, copies_inputs)
+        if key not in self._sites:
+            assert self._engine is not None
+            self._sites[key] = CallSite(
+                name=site.name,
+                module=site.module,
+                call=_RunAgain(site, self._engine),
+                device=self._device,
+                stays=_Stays(weakref.ref(self)),
+                copies_inputs=copies_inputs,
+                writes=self._writes,
+            )
+        return self._sites[key]
+
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """A weight, a buffer or the batch: there whatever is done about it."""
+        return storage._cdata in self._staying
+
+
+class _RunAgain:
+    """Runs a module with the engine's hooks passing through. Holds the engine weakly: frames live in autograd's graph."""
+
+    def __init__(self, site: Site, engine: weakref.ref[Engine]) -> None:
+        self._module = site.module
+        self._blocks = site.blocks
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        assert engine is not None, "a call is recomputed after its engine has gone"
+        with engine.recomputing(self._blocks):
+            # Not `module(...)`: a subclass's `__call__` (transformers' layers checkpoint themselves there) is outside of the hooks.
+            return torch.nn.Module.__call__(self._module, *args, **kwargs)
+
+
+class _Stays:
+    def __init__(self, frames: weakref.ref[CallFrames]) -> None:
+        self._frames = frames
+
+    def __call__(self, storage: torch.UntypedStorage) -> bool:
+        frames = self._frames()
+        return frames is not None and frames.stays(storage)

@@ -1,0 +1,151 @@
+"""Gradients become weights: what a schedule says about gradients and updates, block by block.
+
+In: the blocks, their gradients, the optimizer's worker. Out: gradients at home, weights updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from memfit.core.errors import UnsupportedError
+from memfit.core.schedule import Accumulate, Clear, Commit, Update
+from memfit.homes.gradients import GradientHomes
+from memfit.homes.home import Ticket, Tickets
+from memfit.homes.updates import UpdateWorker
+from memfit.homes.weights import BlockWeights
+
+
+class Settling:
+    """Gradients and updates of one engine.
+
+    Args:
+        blocks: by the schedule's block index.
+        gradients: their homes; None for an engine that only runs forward.
+        updates: the worker; None likewise.
+        parameter_order: names in the model's order (norms are summed in it).
+        depart: is told what the schedule did not foresee.
+
+    Attributes:
+        skips: a gradient was found infinite or NaN: updates do nothing.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockWeights],
+        gradients: GradientHomes | None,
+        updates: UpdateWorker | None,
+        parameter_order: Sequence[str],
+        depart: Callable[[str], None],
+    ) -> None:
+        self._blocks = tuple(blocks)
+        self._gradients = gradients
+        self._updates = updates
+        self._parameter_order = tuple(parameter_order)
+        self._depart = depart
+        self._updating: dict[int, Ticket] = {}
+        self.skips = False
+
+    def begin(self) -> None:
+        """A run begins: nothing is skipped."""
+        self.skips = False
+
+    def do(self, action: Accumulate | Update | Clear | Commit) -> None:
+        """One action."""
+        assert self._gradients is not None
+        match action:
+            case Accumulate(b):
+                self._gradients.accumulate(self._blocks[b])
+            case Update(b):
+                assert self._updates is not None
+                self._gradients.accumulate(self._blocks[b])  # what came after its own accumulate; mostly nothing
+                self._gradients.wait()
+                if self.skips:
+                    return
+                # A visit that nobody waited for, because its call was left out: what still arrives would overwrite what is updated in place.
+                self._blocks[b].wait()
+                self._updating[b] = self._updates.submit(self._blocks[b])
+            case Clear(b):
+                self.wait(b)
+                self._gradients.clear(self._blocks[b])
+            case Commit():
+                if self.skips:
+                    self._gradients.drop()
+                self._update_late()
+                for b in tuple(self._updating):
+                    self.wait(b)
+
+    def end_compute(self) -> None:
+        """A forward or backward has ended: gradients that left before it have no bytes on the device any more."""
+        if self._gradients is not None:
+            self._gradients.wait()
+
+    def gather(self) -> bool:
+        """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""
+        assert self._gradients is not None
+        for block in self._blocks:
+            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+            block.wait()
+        self._gradients.wait()
+        return not self.skips
+
+    def wait(self, b: int) -> None:
+        """Returns when the block's update is through, if one is under way."""
+        ticket = self._updating.pop(b, None)
+        if ticket is not None:
+            ticket.wait()
+
+    def multiply(self, factor: float) -> None:
+        """Gradients count as multiplied with this. See `engine.seeding`, [Note: counts that come late]."""
+        assert self._gradients is not None
+        if factor != 1.0:
+            self._gradients.multiply(factor)
+
+    def unscale(self, scale: float) -> None:
+        """Gradients count as divided by the loss scale."""
+        assert self._gradients is not None
+        self._gradients.unscale(scale)
+
+    def check(self) -> bool:
+        """Whether all gradients of what is updated are finite; if not, updates do nothing until the next run."""
+        assert self._gradients is not None and self._updates is not None
+        for block in self._blocks:
+            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+        self.skips = not self._gradients.is_finite(self._updates.trained)
+        return not self.skips
+
+    def norm(self, max_norm: float | None) -> torch.Tensor:
+        """The global norm of all gradients; with a most, updates clip to it from now on."""
+        assert self._gradients is not None
+        for block in self._blocks:
+            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+        norm = self._gradients.norm(self._parameter_order)
+        if max_norm is not None:
+            self._gradients.set_clip(norm, max_norm)
+        return norm
+
+    def abandon(self) -> None:
+        """After an error: ends the updates that are under way and gives up the gradients on the device. Errors of updates are reported."""
+        updating, self._updating = self._updating, {}
+        try:
+            Tickets(list(updating.values())).wait()
+        except Exception as error:  # noqa: BLE001, reported beside the first error
+            self._depart(f"an update failed as well: {error!r}")
+        if self._gradients is not None:
+            self._gradients.drop()
+
+    def _update_late(self) -> None:
+        """Gradients that arrived where the schedule had passed their block's update: a step that left the traced order."""
+        assert self._gradients is not None and self._updates is not None
+        for block in self._blocks:
+            if not self._gradients.has_on_device(block):
+                continue
+            if block.index in self._updates.updated_blocks:
+                raise UnsupportedError(
+                    f"the calls of this step left the traced order so far that block {block.name!r} was updated before all of its gradient had come: "
+                    "plan update='after-backward' for models whose calls vary from step to step"
+                )
+            self._depart(f"the gradient of block {block.name!r} came where the schedule had passed its update")
+            self.do(Update(block.index))
+            self.do(Clear(block.index))

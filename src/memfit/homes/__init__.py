@@ -1,0 +1,12 @@
+"""Homes: where bytes rest between visits.
+
+In: byte ranges of storages. Out: tickets of transfers that have begun. A home knows bytes, not tensors: blocks, gradients and states lay
+their tensors out in it by `core.layout`. `MemoryHome` rests in device or host memory, `DiskHome` in a region of the store.
+"""
+
+from memfit.homes.disk import DiskHome
+from memfit.homes.home import DONE, ByteHome, Then, Ticket, Tickets, write_tensor
+from memfit.homes.memory import MemoryHome
+from memfit.homes.staging import Staging
+
+__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Staging", "Then", "Ticket", "Tickets", "write_tensor"]

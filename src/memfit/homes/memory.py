@@ -1,0 +1,113 @@
+"""A home in memory: of the device, or of the host beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit import devices
+from memfit.core.plan import Tier, updates_in_place
+from memfit.homes.home import DONE, Ticket
+from memfit.tensors.trees import bytes_view, new_storage
+
+
+class CopyTicket:
+    """A copy on a side stream. `wait` orders the current stream behind it; the host does not block.
+
+    Args:
+        stream: where the copy was enqueued.
+        event: recorded behind it.
+        keep: storages that it reads and writes.
+    """
+
+    def __init__(self, stream: torch.Stream, event: torch.Event, *keep: torch.UntypedStorage) -> None:
+        self._stream = stream
+        self._event = event
+        self._keep: tuple[torch.UntypedStorage, ...] = keep
+
+    def wait(self) -> None:
+        """What is enqueued next on the device's current stream runs after the copy."""
+        device = self._stream.device  # the copy's own: the thread's current device may be another
+        devices.of(device).current_stream(device).wait_event(self._event)
+        self._keep = ()
+
+    def __del__(self) -> None:
+        # Dropped before anyone waited: the allocator would give the memory out on the compute stream while the copy is still to come.
+        for storage in self._keep:
+            if devices.is_accelerator(storage.device) and storage.nbytes():
+                # The collector may come while a model is traced: modes that fake operations must not see this one.
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+                    bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
+
+
+class MemoryHome:
+    """Bytes in a storage of their own.
+
+    Memory: `nbytes`, of the device, or of the host (pinned in exact size where an accelerator copies from it).
+
+    Args:
+        nbytes: size.
+        tier: DEVICE or HOST.
+        device: where compute runs; decides what DEVICE means and whether host bytes are pinned.
+        stream: the copy stream, for host bytes beside an accelerator.
+    """
+
+    def __init__(self, nbytes: int, *, tier: Tier, device: torch.device, stream: torch.Stream | None = None) -> None:
+        assert tier is not Tier.DISK
+        self.tier = tier
+        self.nbytes = nbytes
+        self._stream = stream
+        self._device = device
+        self._is_beside = tier is Tier.HOST and devices.is_accelerator(device)
+        self._is_pinned = False
+        if tier is Tier.DEVICE:
+            self._storage = new_storage(nbytes, device)
+        else:
+            self._storage = new_storage(nbytes)
+            if self._is_beside:
+                self._is_pinned = devices.of(device).pin(self._storage)
+
+    @property
+    def memory(self) -> torch.UntypedStorage | None:
+        """The storage where compute can use it in place."""
+        return self._storage if updates_in_place(self.tier, self._device.type) else None
+
+    @property
+    def has_spare_slot(self) -> bool:
+        """See `ByteHome`: there is one place."""
+        return False
+
+    @property
+    def bytes(self) -> torch.UntypedStorage:
+        """The storage, wherever it lies. Of a host home beside an accelerator, copies may be under way: wait for the device first."""
+        return self._storage
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `ByteHome.read`."""
+        return self._copy(bytes_view(into, into_offset, nbytes), bytes_view(self._storage, offset, nbytes))
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+        """See `ByteHome.write`."""
+        return self._copy(bytes_view(self._storage, offset, nbytes), bytes_view(source, source_offset, nbytes))
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> Ticket:
+        if self._stream is None:
+            to.copy_(source)
+            return DONE
+        # The copy must see what compute has written into `source`, and must not overwrite `to` while earlier kernels still use the
+        # memory: both are enqueued on the current stream, so the copy stream first waits for it.
+        device = devices.of(self._device)
+        self._stream.wait_stream(device.current_stream(self._stream.device))
+        with device.on(self._stream):
+            to.copy_(source, non_blocking=True)
+            event = self._stream.record_event()
+        # The ticket keeps both storages alive until the compute stream is ordered behind the copy: the caching allocator, which knows only
+        # the compute stream, cannot hand the memory out before.
+        return CopyTicket(self._stream, event, to.untyped_storage(), source.untyped_storage())
+
+    def close(self) -> None:
+        """Unpins; the bytes die with the object."""
+        if self._is_pinned:
+            device = devices.of(self._device)
+            device.synchronize(self._device)  # copies from and to these pages may be under way
+            device.unpin(self._storage)
+            self._is_pinned = False

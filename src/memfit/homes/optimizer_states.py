@@ -1,0 +1,313 @@
+"""Optimizer states at home.
+
+In: the layout that an optimizer gives to each parameter's state. Out: pieces of it in memory for an update, and back home after.
+
+Tensors of a parameter's size (momentum) and of other sizes (row factors) lie in one byte range a block; single numbers (step counts) are few
+and stay in memory. Where the plan says so, running means rest in fewer bits (`core.states`, [Note: state formats]): they are decoded when a piece is asked
+for its values and encoded when it is written; homes see bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.core.layout import flat_layout
+from memfit.core.plan import Tier
+from memfit.core.state_formats import Moment, StateFormat, moment_of, records_of
+from memfit.homes.home import DONE, ByteHome, Ticket, Tickets, write_tensor
+from memfit.homes.state_codecs import StateCodec, codec_of
+from memfit.homes.weights import BlockWeights, Slot
+from memfit.optimizers import StateTensor
+from memfit.tensors.noise import RoundingNoise
+from memfit.tensors.trees import new_storage, typed_view
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSlot:
+    """Where one state tensor of one parameter lies in its block's state range, and in which form (None: as it is)."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+    offset_bytes: int
+    is_like_weight: bool
+    codec: StateCodec | None = None
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Offset and bytes, in the range, of elements [first, first + count); first begins a record."""
+        if self.codec is not None:
+            return self.offset_bytes + self.codec.records.offset(first), self.codec.records.size(count)
+        return self.offset_bytes + first * self.dtype.itemsize, count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRest:
+    """How a run's states rest.
+
+    Attributes:
+        format: of those that may be encoded.
+        kept: names of parameters whose states are kept as they are (weights of embeddings).
+        noise: for stochastic rounding.
+    """
+
+    format: StateFormat = StateFormat.GIVEN
+    kept: Collection[str] = frozenset()
+    noise: RoundingNoise
+
+    def moment(self, name: str, tensor: StateTensor, layout: Sequence[StateTensor]) -> Moment | None:
+        """What a state of a parameter is a mean of, if it is encoded."""
+        return encoded_moment(self.format, self.kept, name, tensor, layout)
+
+
+def encoded_moment(
+    chosen: StateFormat, kept: Collection[str], name: str, tensor: StateTensor, layout: Sequence[StateTensor]
+) -> Moment | None:
+    """What a state is a mean of, if the format encodes it; None if it is kept as it is."""
+    if chosen is StateFormat.GIVEN or name in kept or tensor.shape_kind != "like":
+        return None
+    keys = [t.key for t in layout]
+    return moment_of(tensor.key, keys, tensor.numel, str(tensor.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredStates:
+    """A parameter's states as they rest.
+
+    Attributes:
+        nbytes: of their elements, as they move.
+        home_bytes: that they take at home, each on pages of its own.
+        encoded: elements of them that are encoded.
+    """
+
+    nbytes: int
+    home_bytes: int
+    encoded: int
+
+
+def stored_states(chosen: StateFormat, kept: Collection[str], name: str, layout: Sequence[StateTensor]) -> StoredStates:
+    """A parameter's states in a format, without their values."""
+    sizes: list[int] = []
+    encoded = 0
+    for tensor in layout:
+        if tensor.shape_kind == "scalar":
+            continue
+        if encoded_moment(chosen, kept, name, tensor, layout) is None:
+            sizes.append(tensor.nbytes)
+        else:
+            sizes.append(records_of(chosen).size(tensor.numel))
+            encoded += tensor.numel
+    return StoredStates(nbytes=sum(sizes), home_bytes=flat_layout(sizes)[1], encoded=encoded)
+
+
+def embedding_names(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters that an embedding reads rows of: their states are kept as they are."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    owned = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in owned)
+
+
+class BlockStates:
+    """One block's optimizer states.
+
+    Memory: `nbytes` at the home; numbers in memory; pieces while an update runs.
+
+    Args:
+        block: its weights.
+        layout: by parameter name, the tensors of its state ("scalar" ones are kept in memory).
+        rest: how they rest.
+    """
+
+    def __init__(
+        self, block: BlockWeights, layout: Mapping[str, Sequence[StateTensor]], rest: StateRest | None = None
+    ) -> None:
+        self.block = block
+        self._rest = rest if rest is not None else StateRest(noise=RoundingNoise(seed=0))
+        placed: list[tuple[Slot, StateTensor, StateCodec | None]] = []
+        for slot in block.slots:
+            own = layout.get(slot.name, ())
+            for t in own:
+                if t.shape_kind != "scalar":
+                    moment = self._rest.moment(slot.name, t, own)
+                    placed.append((slot, t, codec_of(self._rest.format, moment) if moment is not None else None))
+        sizes = [t.nbytes if codec is None else codec.records.size(t.numel) for _, t, codec in placed]
+        offsets, self.nbytes = flat_layout(sizes)
+        self.slots: dict[str, list[StateSlot]] = {slot.name: [] for slot in block.slots}
+        for (slot, t, codec), offset in zip(placed, offsets, strict=True):
+            self.slots[slot.name].append(
+                StateSlot(
+                    key=t.key,
+                    dtype=t.dtype or torch.float32,
+                    shape=tuple(t.shape),
+                    numel=t.numel,
+                    offset_bytes=offset,
+                    is_like_weight=t.shape_kind == "like",
+                    codec=codec,
+                )
+            )
+        self.numbers: dict[str, dict[str, Any]] = {}
+        self.home: ByteHome | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each tensor ends at home; the next one begins on another page."""
+        return [sum(state.span(0, state.numel)) for states in self.slots.values() for state in states]
+
+    def exists(self, name: str) -> bool:
+        """The parameter has been updated (or came with a state)."""
+        return name in self.numbers
+
+    def begin_read(self, slot: Slot, first: int, count: int) -> StatePiece:
+        """Begins to bring elements [first, first + count) of each weight-like state tensor, and other tensors whole."""
+        tensors: dict[str, torch.Tensor] = {}
+        tickets: list[Ticket] = []
+        if self.exists(slot.name):
+            for state in self.slots[slot.name]:
+                tensor, ticket = self._bring(state, slot, first, count)
+                tensors[state.key] = tensor
+                tickets.append(ticket)
+        return StatePiece(self, slot, first, count, tensors, Tickets(tickets))
+
+    def _bring(self, state: StateSlot, slot: Slot, first: int, count: int) -> tuple[torch.Tensor, Ticket]:
+        """What is at home of a state tensor: its values, or their records as uint8."""
+        assert self.home is not None
+        offset, nbytes, dtype, shape = _range(state, first, count)
+        if self.home.memory is not None:
+            return typed_view(self.home.memory, offset, dtype, shape), DONE
+        tensor = torch.empty(shape, dtype=dtype, device=slot.parameter.device)
+        return tensor, self.home.read(offset, nbytes, tensor.untyped_storage())
+
+    def write(self, slot: Slot, first: int, count: int, values: Mapping[str, Any]) -> list[Ticket]:
+        """Begins to take a piece of a parameter's state home. Tensors that already lie there (memory homes) are not copied."""
+        tickets: list[Ticket] = []
+        for state in self.slots[slot.name]:
+            value = values.get(state.key)
+            if value is None:
+                continue
+            assert self.home is not None
+            offset, _, dtype, shape = _range(state, first, count)
+            resting = None if self.home.memory is None else typed_view(self.home.memory, offset, dtype, shape)
+            if state.codec is not None:
+                dense = resting if resting is not None else torch.empty(shape, dtype=dtype, device=value.device)
+                state.codec.encode(value.reshape(-1), dense, self._rest.noise, f"{slot.name}/{state.key}", first)
+            elif resting is not None:
+                if resting.data_ptr() != value.data_ptr():
+                    resting.copy_(value.reshape(shape))
+                continue
+            else:
+                dense = value.contiguous()
+            if resting is None:
+                tickets.append(write_tensor(self.home, offset, dense))
+        return tickets
+
+    def keep_numbers(self, slot: Slot, values: Mapping[str, Any]) -> None:
+        """Remembers the numbers of a parameter's state (after its last piece)."""
+        placed = {state.key for state in self.slots[slot.name]}
+        self.numbers[slot.name] = {key: value for key, value in values.items() if key not in placed}
+
+    def gather(self, slot: Slot) -> dict[str, Any]:
+        """The parameter's state as the optimizer would hold it, in memory of its own. Empty before its first update."""
+        if not self.exists(slot.name):
+            return {}
+        piece = self.begin_read(slot, 0, slot.numel)
+        values: dict[str, Any] = {}
+        piece.ready.wait()
+        found = piece.values()
+        for state in self.slots[slot.name]:
+            tensor = found[state.key]
+            if state.is_like_weight:
+                own = torch.empty_strided(slot.shape, slot.stride, dtype=state.dtype, device=tensor.device)
+                own.as_strided((slot.numel,), (1,)).copy_(tensor.reshape(-1))
+                values[state.key] = own
+            else:
+                values[state.key] = tensor.clone()
+        for key, value in self.numbers[slot.name].items():
+            values[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return values
+
+    def put(self, slot: Slot, values: Mapping[str, Any]) -> None:
+        """Takes a whole state (as `gather` gives it) home."""
+        if not values:
+            self.numbers.pop(slot.name, None)
+            return
+        flat: dict[str, Any] = {}
+        for state in self.slots[slot.name]:
+            value = values.get(state.key)
+            if value is None:
+                continue
+            if state.is_like_weight:
+                dense = torch.empty_strided(slot.shape, slot.stride, dtype=state.dtype, device=slot.parameter.device)
+                flat[state.key] = dense.copy_(value).as_strided((slot.numel,), (1,))
+            else:
+                flat[state.key] = value
+        Tickets(self.write(slot, 0, slot.numel, flat)).wait()
+        self.keep_numbers(slot, {k: v for k, v in values.items() if k not in flat})
+
+
+@dataclass
+class StatePiece:
+    """A piece of one parameter's state that is on its way or here; `tensors` as they lie at home."""
+
+    states: BlockStates
+    slot: Slot
+    first: int
+    count: int
+    tensors: dict[str, torch.Tensor]
+    ready: Ticket
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The states' values, once `ready`: encoded ones decoded, in memory of their own; the others as they lie."""
+        codecs = {state.key: state.codec for state in self.states.slots[self.slot.name]}
+        return {
+            key: tensor if (codec := codecs[key]) is None else codec.decode(tensor, self.count)
+            for key, tensor in self.tensors.items()
+        }
+
+
+class DecodedState:
+    """The home of one encoded state tensor, read as if fp32 values rested there: what is saved is what the optimizer would hold.
+
+    Memory: per read, the records and the values of what is asked for.
+
+    Args:
+        home: of the block's states.
+        state: an encoded one.
+    """
+
+    tier = Tier.DEVICE
+    memory: torch.UntypedStorage | None = None
+    has_spare_slot = False
+
+    def __init__(self, home: ByteHome, state: StateSlot) -> None:
+        self.nbytes = state.numel * state.dtype.itemsize
+        self._home = home
+        self._state = state
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+        """See `ByteHome.read`; the values are there on return."""
+        state, size = self._state, self._state.dtype.itemsize
+        assert state.codec is not None
+        first, count = offset // size, nbytes // size
+        skipped = first % state.codec.records.elements
+        begin, length = state.span(first - skipped, skipped + count)
+        staged = new_storage(length)
+        self._home.read(begin, length, staged).wait()
+        values = state.codec.decode(typed_view(staged, 0, torch.uint8, (length,)), skipped + count)
+        typed_view(into, into_offset, state.dtype, (count,)).copy_(values[skipped:])
+        return DONE
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+        """Not here: states are written through `BlockStates`."""
+        raise NotImplementedError("an encoded state is written through BlockStates")
+
+
+def _range(state: StateSlot, first: int, count: int) -> tuple[int, int, torch.dtype, tuple[int, ...]]:
+    """Offset and bytes at home of a piece of a state tensor, and as what they are moved: encoded ones as bytes, others than the weight's size whole."""
+    if not state.is_like_weight:
+        return state.offset_bytes, state.numel * state.dtype.itemsize, state.dtype, state.shape
+    offset, nbytes = state.span(first, count)
+    return (offset, nbytes, state.dtype, (count,)) if state.codec is None else (offset, nbytes, torch.uint8, (nbytes,))

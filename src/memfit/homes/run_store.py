@@ -1,0 +1,411 @@
+"""The directory that a run is committed to: weights, masters and optimizer states of every block, wherever the plan lets them rest.
+
+In: blocks and their states, a directory. Out: a store whose regions are disk homes where the plan says disk, and copies, made by each commit, where it
+does not.
+
+[Note: one layout for all plans]
+What lies in the store follows from the model, the optimizer and the formats that bytes rest in, not from homes and order: for each block its weights (with
+masters: those too) and its states, two slots each, and the model's buffers. So a run can go on under another plan, be it with another limit or after a
+breach. What belongs to a plan only (gradients between two passes, activations) lies in a temporary directory beside it. Where a block rests in memory, a
+commit writes its bytes to the spare slots: one writing of what was updated, no reading. Weights that are rounded from whole masters are made from them
+again when they are needed, so a commit never writes them for their own sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memfit.core.errors import UsageError
+from memfit.core.layout import Scheme, flat_layout
+from memfit.core.plan import Plan
+from memfit.homes import DiskHome, MemoryHome, Staging
+from memfit.homes.optimizer_states import BlockStates, StateSlot
+from memfit.homes.split import rest_nbytes, rest_tensors
+from memfit.homes.weights import BlockWeights, Slot
+from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
+from memfit.store.committed import check_durability, check_journaled
+from memfit.store.directory import is_there
+from memfit.store.journal import RECORD, Journal, record_region
+from memfit.store.manifest import MANIFEST_NAME
+from memfit.store.os_errors import store_error
+from memfit.tensors.shared_elements import copy_shared
+from memfit.tensors.trees import bytes_view, new_storage
+
+BUFFERS = "buffers"
+"""The region of the model's persistent buffers."""
+Masters = Literal["whole", "split", "none"]
+FORMAT = "1"
+"""Of what a run keeps in a store; `identity["memfit run"]`."""
+_COPY_BYTES = 4 << 20
+_STATE_BYTES = 256 << 10
+_RECORD_BYTES = 256 << 10
+"""Of a journal's record: random numbers, settings of the groups, losses of the microbatches."""
+_NUMBER_BYTES = 1 << 10
+"""Of it, for the counters of one parameter, beside its name."""
+
+
+def weight_region(block: str) -> str:
+    """The region's name."""
+    return f"{block}/weight"
+
+
+def master_region(block: str) -> str:
+    """The region's name."""
+    return f"{block}/master"
+
+
+def state_region(block: str) -> str:
+    """The region's name."""
+    return f"{block}/state"
+
+
+def gradient_region(block: str) -> str:
+    """The region's name."""
+    return f"{block}/gradient"
+
+
+def masters_of(plan: Plan) -> Masters:
+    """How a plan's masters rest: whole; as what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`)."""
+    if plan.drops_masters:
+        return "none"
+    return "split" if plan.splits_masters else "whole"
+
+
+def regions_of(
+    blocks: Sequence[BlockWeights],
+    states: Mapping[int, BlockStates],
+    buffers: Sequence[tuple[str, torch.Tensor]],
+    *,
+    masters: Masters = "whole",
+    scheme: Scheme = "generations",
+) -> dict[str, RegionSpec]:
+    """What the store of a run holds. See [Note: one layout for all plans].
+
+    Args:
+        blocks: of the model.
+        states: by block index.
+        buffers: the model's persistent ones, by name.
+        masters: how they rest, where there are any.
+        scheme: with a journal, what does not train has one slot, and gradients and the journal's record have their room.
+    """
+    regions: dict[str, RegionSpec] = {}
+    for block in blocks:
+        slots = 2 if scheme == "generations" or block.index in states else 1
+        weights = [_place(s.name, s.dtype, s.shape, s.stride, s.offset_bytes) for s in block.slots]
+        regions[weight_region(block.name)] = _spec(block.nbytes, "weight", weights, slots)
+        if block.has_masters and masters == "split":
+            rest = [_place(name, dtype, (count,), None, at) for name, dtype, count, at in rest_tensors(block)]
+            regions[master_region(block.name)] = _spec(rest_nbytes(block), "master", rest, slots)
+        elif block.has_masters and masters == "whole":
+            whole = [_place(s.name, s.master_dtype, s.shape, s.stride, s.master_offset_bytes) for s in block.slots]
+            regions[master_region(block.name)] = _spec(block.master_nbytes, "master", whole, slots)
+        own = states.get(block.index)
+        if own is not None and own.nbytes:
+            tensors = [_state_place(s, t) for s in block.slots for t in own.slots[s.name]]
+            regions[state_region(block.name)] = _spec(own.nbytes, "state", tensors)
+        if own is not None and scheme == "journal":
+            regions[gradient_region(block.name)] = RegionSpec(nbytes=block.master_nbytes, tag="gradient")
+    offsets, nbytes = flat_layout([tensor.nbytes for _, tensor in buffers])
+    if nbytes:
+        placed = zip(buffers, offsets, strict=True)
+        tensors = [_place(name, tensor.dtype, tuple(tensor.shape), None, at) for (name, tensor), at in placed]
+        regions[BUFFERS] = _spec(nbytes, "buffer", tensors)
+    if scheme == "journal":
+        trained = [slot.name for block in blocks if block.index in states for slot in block.slots]
+        regions[RECORD] = record_region(_RECORD_BYTES + sum(_NUMBER_BYTES + 2 * len(name) for name in trained))
+    return regions
+
+
+def _state_place(slot: Slot, state: StateSlot) -> TensorPlace:
+    name = f"{slot.name}.{state.key}"
+    if state.codec is not None:  # bytes, to everybody but the codec
+        offset, nbytes = state.span(0, state.numel)
+        return _place(name, torch.uint8, (nbytes,), None, offset)
+    stride = slot.stride if state.is_like_weight else None
+    return _place(name, state.dtype, state.shape, stride, state.offset_bytes)
+
+
+def _spec(nbytes: int, tag: str, tensors: Sequence[TensorPlace], slots: int = 2) -> RegionSpec:
+    return RegionSpec(nbytes=nbytes, slots=slots, tag=tag, tensors=tuple(tensors))
+
+
+def _place(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None, offset: int
+) -> TensorPlace:
+    return TensorPlace(name=name, dtype=dtype_name(dtype), shape=in_memory_order(shape, stride), offset=offset)
+
+
+def in_memory_order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of a dense tensor's bytes as they lie: dimensions sorted by stride (channels-last comes last)."""
+    if stride is None:
+        return shape
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    return tuple(shape[d] for d in order)
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that `state_dict` has, each once, in the model's order."""
+    found: list[tuple[str, torch.Tensor]] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        hidden: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in hidden and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return found
+
+
+class RunStore:
+    """A directory with a run that was committed before, or room for one. One job at a time has it; see `close`.
+
+    Memory: the disk's staging (1 MiB a worker); a buffer of 4 MiB while bytes of a device are copied; with `verify`, four reads of 4 MiB at opening.
+    Disk: `nbytes`, claimed when it is made.
+
+    Args:
+        directory: made if it does not exist; its parent must.
+        durability: how often a step is committed.
+        must_exist: a directory without a committed step is refused; else a run begins there.
+        scheme: of a new run, generations by default; a run that is there must have it, if it is given.
+
+    Raises:
+        StoreInUseError: a live job owns it.
+        StoreError: it is damaged, of another format, or nothing was committed and `must_exist`.
+        UsageError: not a durability.
+
+    Attributes:
+        directory: where.
+        scheme: see `DiskStore.scheme`.
+        io: the disk's threads, for whatever else the job moves.
+        state: the small state of the last commit; empty for a new run.
+        is_resumed: a step was committed before.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, durability: Durability, must_exist: bool, scheme: Scheme | None = None
+    ) -> None:
+        check_durability(durability)
+        self.scheme: Scheme = scheme or "generations"
+        self.directory = Path(directory).expanduser().absolute()
+        self.durability: Durability = durability
+        self.state: dict[str, Any] = {}
+        self._regions: dict[str, RegionSpec] = {}
+        self._committed: CommittedStore | None = None
+        self.io = DiskIO()
+        try:
+            if must_exist or is_there(self.directory / MANIFEST_NAME):
+                self._open(must_exist=must_exist)
+            if self._committed is not None:
+                self._take_scheme(scheme)
+            elif self.scheme == "journal":
+                check_journaled(durability)
+        except BaseException:
+            self.io.close()
+            raise
+        self.is_resumed = self._committed is not None
+
+    def _take_scheme(self, wanted: Scheme | None) -> None:
+        self.scheme = self.committed.disk.scheme
+        if wanted not in (None, self.scheme):
+            self.committed.close()
+            raise store_error(
+                f"the run in {self.directory} was begun with scheme={self.scheme!r}, and its files are laid out for that: leave scheme={wanted!r} out, or begin "
+                "a run in another directory"
+            )
+
+    def _open(self, *, must_exist: bool) -> None:
+        if not must_exist and self._remove_unborn():
+            return
+        store = CommittedStore.open(
+            self.directory, identity={"memfit run": FORMAT}, durability=self.durability, io=self.io
+        )
+        try:
+            self.state = store.read_state()
+        except BaseException:
+            store.close()
+            raise
+        self._committed = store
+
+    def _remove_unborn(self) -> bool:
+        """Removes the files of a run that ended before its first commit: nothing is lost with them."""
+        with DiskStore.open(self.directory, durable=False, io=self.io) as found:
+            is_unborn = found.step is None and found.identity.get("memfit run") == FORMAT
+            if is_unborn:
+                found.close(delete=True)
+        return is_unborn
+
+    @property
+    def committed(self) -> CommittedStore:
+        """The open store. Before `prepare`, a new run has none."""
+        assert self._committed is not None, "the store of the run was not made yet"
+        return self._committed
+
+    @property
+    def nbytes(self) -> int:
+        """Disk that the data takes."""
+        return self.committed.disk.disk_bytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """`nbytes`, or 0 while a new run has no store yet."""
+        return 0 if self._committed is None else self.nbytes
+
+    def prepare(
+        self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str], units: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """Makes the store with all its room, or compares what is there with what is wanted.
+
+        Args:
+            regions: what it holds.
+            identity: whose it is.
+            units: in a new store with a journal, the regions of each block that rests on disk; see `DiskStore.create`.
+
+        Raises:
+            StoreError: no room for it, no permission; or another model, dtype or optimizer, with the differences.
+        """
+        self._regions = dict(regions)
+        if self._committed is not None:
+            self._committed.check(regions, identity)
+            return
+        if not self.directory.parent.is_dir():
+            raise store_error(
+                f"the directory {str(self.directory)!r} cannot be made: its parent {str(self.directory.parent)!r} does not exist; make it, or name another"
+            )
+        self._committed = CommittedStore.create(
+            self.directory,
+            regions,
+            identity={"memfit run": FORMAT, **identity},
+            durability=self.durability,
+            state_bytes=_STATE_BYTES,
+            units=units if self.scheme == "journal" else None,
+            io=self.io,
+        )
+
+    def journal(self, blocks: Mapping[str, Sequence[str]]) -> Journal:
+        """The journal of the open store.
+
+        Args:
+            blocks: by name, the regions that an update writes; each has a gradient.
+        """
+        return Journal(self.committed.disk, blocks, [gradient_region(name) for name in blocks])
+
+    def moves(self, region: str) -> bool:
+        """The region shares its room with others, through which they move one after the other."""
+        return self.has(region) and self.committed.disk.shares_room(region)
+
+    def go_back(self) -> None:
+        """To the last commit: the run is resumed from there, in this process.
+
+        Raises:
+            StoreError: the store can only be read, or its state is damaged.
+        """
+        self.committed.roll_back()
+        self.state = self.committed.read_state()
+        self.is_resumed = True
+
+    def home(self, region: str, ends: Collection[int] = (), staging: Staging | None = None) -> DiskHome:
+        """A region as the home of a block that the plan puts on disk; the other arguments as in `DiskHome`."""
+        return DiskHome(self.committed.region(region), ends, staging)
+
+    def has(self, region: str) -> bool:
+        """There is such a region."""
+        return region in self._regions
+
+    def load(self, region: str, home: MemoryHome) -> None:
+        """Fills a home in memory with the committed bytes.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        disk = self.home(region)
+        step = home.nbytes if home.bytes.device.type == "cpu" else _COPY_BYTES
+        for start in range(0, home.nbytes, max(step, 1)):
+            disk.read(start, min(step, home.nbytes - start), home.bytes, start).wait()
+
+    def keep(self, region: str, home: MemoryHome) -> bool:
+        """Writes the bytes of a home in memory to where the next commit finds them; True if it must flip the region.
+
+        Raises:
+            StoreError: the disk. May be repeated.
+        """
+        return self._write(region, home.bytes, home.nbytes)
+
+    def load_buffers(self, model: nn.Module) -> None:
+        """Gives the model's buffers their committed values, in place."""
+        if not self.has(BUFFERS):
+            return
+        for place in self._regions[BUFFERS].tensors:
+            value = self.committed.read_tensor(BUFFERS, place.name)
+            try:
+                copy_shared(model.get_buffer(place.name), value)
+            except ValueError as error:
+                raise store_error(
+                    f"{place.name!r} is a buffer {error} of the run in {self.directory}: build the model as it was"
+                ) from error
+
+    def keep_buffers(self, model: nn.Module) -> list[str]:
+        """Writes the model's buffers to where the next commit finds them; the region's name if it must flip.
+
+        Memory: the buffers once more.
+
+        Raises:
+            StoreError: the disk. UsageError: a buffer changed its shape or dtype since `fit`, or is gone.
+        """
+        if not self.has(BUFFERS):
+            return []
+        spec = self._regions[BUFFERS]
+        staged = new_storage(spec.nbytes)
+        bytes_view(staged, 0, spec.nbytes).zero_()
+        for place in spec.tensors:
+            buffer = _buffer(model, place)
+            flat = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
+            bytes_view(staged, place.offset, place.nbytes).copy_(flat)
+        return [BUFFERS] if self._write(BUFFERS, staged, spec.nbytes) else []
+
+    def _write(self, name: str, source: torch.UntypedStorage, nbytes: int) -> bool:
+        region = self.committed.region(name)
+        is_first = region.step is None
+        disk = DiskHome(region)
+        step = nbytes if source.device.type == "cpu" else _COPY_BYTES
+        for start in range(0, nbytes, max(step, 1)):
+            disk.write(start, min(step, nbytes - start), source, start).wait()
+        return not is_first
+
+    def reset(self) -> None:
+        """The job did not begin: a store that it made and never committed goes; one that was there stays as it was."""
+        if self._committed is not None and self._committed.committed_step is None:
+            store, self._committed = self._committed, None
+            store.disk.close(delete=True)
+
+    def close(self) -> None:
+        """Gives the directory back. What was not committed is gone; a run that was never committed leaves nothing. May be repeated.
+
+        Raises:
+            StoreError: files could not be removed.
+        """
+        try:
+            self.reset()
+        finally:
+            if self._committed is not None:
+                self._committed.close()
+            self.io.close()
+
+
+def _buffer(model: nn.Module, place: TensorPlace) -> torch.Tensor:
+    try:
+        buffer = model.get_buffer(place.name)
+    except AttributeError as error:
+        raise UsageError(
+            f"the buffer {place.name!r} is gone from the model, so that the step cannot be committed: keep it, or close the job and fit again"
+        ) from error
+    if tuple(buffer.shape) != place.shape or buffer.dtype != place.torch_dtype:
+        raise UsageError(
+            f"the buffer {place.name!r} had shape {list(place.shape)} and dtype {place.dtype} when the job began, and has {list(buffer.shape)} and "
+            f"{dtype_name(buffer.dtype)} now, so that the step cannot be committed: keep its shape, or register it as state of its own"
+        )
+    return buffer

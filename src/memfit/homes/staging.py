@@ -1,0 +1,409 @@
+"""Between a device that the disk cannot reach and a file: pinned pieces of host memory, and a thread a direction.
+
+In: functions that move a range between a file and host memory. Out: tickets. Homes on disk and offloaded activations share one `Staging`.
+
+[Note: staging]
+A transfer is cut into pieces. Inward, the file's threads fill a piece, and the copy stream takes it to the device; outward the copy stream fills one, and the
+file's threads write it. A piece is used again when its copy (inward: an event) or its write (outward: a ticket) is done, so that while one is copied the other
+is filled. Nobody but the two threads waits for the disk: a caller's wait ends when the last copy is *enqueued*, and orders the current stream behind it.
+
+[Note: order in staging]
+A file's own order begins when the staging thread asks for a range, which is later than the caller did. So whoever has ranges that overlap says which older
+transfers a new one comes after. A thread serves its jobs in the order in which they were asked for, and a job waits only for older ones: no cycles.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from memfit import devices
+from memfit.core.layout import STAGING_PIECE_BYTES, STAGING_PIECES
+from memfit.homes.memory import CopyTicket
+from memfit.store import Memory, memory_of_storage
+from memfit.tensors.trees import bytes_view, new_storage
+
+
+class FileTicket(Protocol):
+    """A transfer between a file and host memory."""
+
+    def wait(self) -> None:
+        """Returns when it is done; raises what went wrong."""
+        ...
+
+
+Move = Callable[[int, int, Memory], FileTicket]
+"""Begins to move a range of a file (offset and bytes, from the transfer's first) to or from memory."""
+
+
+class Staged:
+    """A transfer by way of the staging, asked for, under way or done.
+
+    Inward it is a `Ticket`: after `wait` the current stream is ordered behind the copies. Outward `wait` returns when the file has everything.
+    """
+
+    def __init__(self, after: Sequence[Staged]) -> None:
+        self.after = tuple(after)
+        self._settled = threading.Event()
+        self._left = threading.Event()
+        self._error: BaseException | None = None
+        self._copy: CopyTicket | None = None
+        self._lock = threading.RLock()  # a finalizer may ask inside of it
+        self._acts: list[Callable[[], object]] = []
+
+    def call_when_settled(self, act: Callable[[], object]) -> None:
+        """Acts once, from the thread that ends the transfer, or at once if it has ended. It must not raise."""
+        with self._lock:
+            if not self._settled.is_set():
+                self._acts.append(act)
+                return
+        act()
+
+    @property
+    def is_settled(self) -> bool:
+        """It has ended: nothing of it is to be asked of the file any more."""
+        return self._settled.is_set()
+
+    def settle(self, copy: CopyTicket | None = None, error: BaseException | None = None) -> None:
+        """The thread is through with it."""
+        with self._lock:
+            self._copy, self._error, self.after = copy, error, ()
+            self._settled.set()
+            self._left.set()
+            acts, self._acts = self._acts, []
+        for act in acts:
+            act()
+
+    def leave(self) -> None:
+        """Outward: the last byte is in host memory."""
+        self._left.set()
+
+    def join(self) -> None:
+        """Returns when it has ended, well or not."""
+        _wait(self._settled)
+
+    def wait_until_left(self) -> None:
+        """Outward: returns when the storage may be given up."""
+        _wait(self._left)
+        if self._settled.is_set():
+            self._raise()
+
+    def wait(self) -> None:
+        """See above; raises what went wrong."""
+        self.join()
+        self._raise()
+        if self._copy is not None:
+            self._copy.wait()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Staging:
+    """Pinned pieces and threads between a device and files. See [Note: staging].
+
+    Memory: host, `STAGING_PIECES` pieces of `STAGING_PIECE_BYTES` a direction, from its first transfer to `close`.
+
+    Args:
+        device: an accelerator; the CPU (in tests) has no copies that are late.
+        stream: copy stream of an accelerator.
+        ledger: a context in which the pieces are allocated.
+        piece_bytes: of one piece.
+        pieces: a direction.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stream: torch.Stream | None = None,
+        ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+        piece_bytes: int = STAGING_PIECE_BYTES,
+        pieces: int = STAGING_PIECES,
+    ) -> None:
+        assert (stream is not None) == devices.is_accelerator(device)
+        self._device = device
+        self._stream = stream
+        make = lambda: _Pieces(device, ledger, piece_bytes, pieces)  # noqa: E731
+        self._outward = _Direction("memfit-staging-out", make)
+        self._inward = _Direction("memfit-staging-in", make)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pieces that there are now."""
+        return self._outward.held_bytes + self._inward.held_bytes
+
+    def bring(
+        self, move: Move, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0, after: Sequence[Staged] = ()
+    ) -> Staged:
+        """Begins to bring a file's range into a storage, which must live until the ticket was waited for.
+
+        Args:
+            move: reads from the file.
+            nbytes: of the range.
+            into: of the device.
+            into_offset: first byte to fill.
+            after: older transfers that come before.
+        """
+        staged, ready = Staged(after), self._now()
+        # In a list: what the queue holds does not keep the storage once the thread has taken it.
+        given = [into]
+        self._inward.submit(
+            staged, lambda pieces: staged.settle(self._bring(pieces, move, nbytes, given.pop(), into_offset, ready))
+        )
+        return staged
+
+    def take(
+        self,
+        move: Move,
+        nbytes: int,
+        source: torch.UntypedStorage,
+        source_offset: int = 0,
+        after: Sequence[Staged] = (),
+    ) -> Staged:
+        """Begins to take a range of a storage to a file; the storage must live and stay unchanged until the ticket has left.
+
+        Args:
+            move: writes to the file.
+            nbytes: of the range.
+            source: of the device.
+            source_offset: its first byte.
+            after: older transfers that come before.
+        """
+        staged, ready = Staged(after), self._now()
+        given = [source]
+
+        def run(pieces: _Pieces) -> None:
+            self._take(pieces, move, nbytes, given.pop(), source_offset, ready, staged)
+            staged.settle()
+
+        self._outward.submit(staged, run)
+        return staged
+
+    def close(self) -> None:
+        """Ends the threads when what they have been given is done, and frees the pieces."""
+        for direction in (self._outward, self._inward):
+            direction.close()
+
+    def _now(self) -> torch.Event | None:
+        """What was enqueued on the compute stream until now."""
+        if self._stream is None:
+            return None
+        device = self._stream.device
+        return devices.of(device).current_stream(device).record_event()
+
+    def _bring(
+        self,
+        pieces: _Pieces,
+        move: Move,
+        nbytes: int,
+        into: torch.UntypedStorage,
+        into_offset: int,
+        ready: torch.Event | None,
+    ) -> CopyTicket | None:
+        coming: deque[tuple[_Piece, int, int, FileTicket]] = deque()
+        left = deque(pieces.cut(nbytes))
+        event: torch.Event | None = None
+        try:
+            while left or coming:
+                while left and len(coming) < pieces.count:
+                    offset, count = left.popleft()
+                    piece = pieces.next()  # its last copy is done
+                    coming.append((piece, offset, count, move(offset, count, piece.memory(count))))
+                piece, offset, count, ticket = coming[0]
+                ticket.wait()
+                coming.popleft()
+                # Behind what was enqueued when it was asked for: kernels may still read this memory as what it was before.
+                event = self._copy(bytes_view(into, into_offset + offset, count), piece.bytes(count), ready)
+                piece.busy = event
+        finally:
+            for (
+                _,
+                _,
+                _,
+                ticket,
+            ) in coming:  # after an error: nothing may still be written into a piece that is used again
+                _quietly(ticket)
+        if self._stream is None or event is None:
+            return None
+        return CopyTicket(self._stream, event, into)
+
+    def _take(
+        self,
+        pieces: _Pieces,
+        move: Move,
+        nbytes: int,
+        source: torch.UntypedStorage,
+        source_offset: int,
+        ready: torch.Event | None,
+        staged: Staged,
+    ) -> None:
+        tickets: list[FileTicket] = []
+        try:
+            for offset, count in pieces.cut(nbytes):
+                piece = pieces.next()  # its last write is done
+                # The copy must see what compute wrote into the storage before it was given.
+                event = self._copy(piece.bytes(count), bytes_view(source, source_offset + offset, count), ready)
+                if event is not None:
+                    event.synchronize()
+                piece.busy = ticket = move(offset, count, piece.memory(count))
+                tickets.append(ticket)
+            del source  # whoever waits lets the last reference go, and its memory with it
+            staged.leave()
+        finally:
+            for ticket in tickets:
+                _quietly(ticket)
+        for ticket in tickets:
+            ticket.wait()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> torch.Event | None:
+        if self._stream is None or ready is None:
+            target.copy_(source)
+            return None
+        with devices.of(self._device).on(self._stream):
+            self._stream.wait_event(ready)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+
+class _Piece:
+    """A piece of pinned memory; `busy` is what used it last."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.busy: torch.Event | FileTicket | None = None
+
+    def memory(self, nbytes: int) -> Memory:
+        """As the file's threads see it."""
+        return memory_of_storage(self.storage, 0, nbytes)
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """As copies see it."""
+        return bytes_view(self.storage, 0, nbytes)
+
+
+class _Pieces:
+    """The pieces of a direction, used in turn by one thread."""
+
+    def __init__(
+        self, device: torch.device, ledger: Callable[[], AbstractContextManager[None]], nbytes: int, count: int
+    ) -> None:
+        self._device = device
+        self._pinned: list[torch.UntypedStorage] = []
+        self._piece_bytes = nbytes
+        self.count = count
+        self._ring: deque[_Piece] = deque()
+        for _ in range(count):
+            with ledger():
+                storage = new_storage(nbytes)
+            if devices.is_accelerator(device) and devices.of(device).pin(storage):
+                self._pinned.append(storage)
+            self._ring.append(_Piece(storage))
+
+    def cut(self, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the pieces of a transfer."""
+        size = self._piece_bytes
+        return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]
+
+    def next(self) -> _Piece:
+        """The piece that was used longest ago, once what used it is done."""
+        piece = self._ring[0]
+        self._ring.rotate(-1)
+        busy, piece.busy = piece.busy, None
+        if isinstance(busy, torch.Event):
+            busy.synchronize()
+        elif busy is not None:
+            _quietly(busy)  # whoever asked for the write is told
+        return piece
+
+    def close(self) -> None:
+        """Unpins and frees."""
+        for piece in self._ring:
+            if isinstance(piece.busy, torch.Event):
+                piece.busy.synchronize()
+        while self._pinned:
+            devices.of(self._device).unpin(self._pinned.pop())
+        self._ring.clear()
+
+
+class _Direction:
+    """A thread that serves jobs in order; it and its pieces begin with the first."""
+
+    def __init__(self, name: str, make: Callable[[], _Pieces]) -> None:
+        self._name = name
+        self._make = make
+        self._pieces: _Pieces | None = None
+        self._jobs: queue.SimpleQueue[tuple[Staged, Callable[[_Pieces], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """See `Staging`."""
+        pieces = self._pieces
+        return 0 if pieces is None else sum(piece.storage.nbytes() for piece in pieces._ring)
+
+    def submit(self, staged: Staged, run: Callable[[_Pieces], None]) -> None:
+        """Begins a job; it settles `staged`, or its error does."""
+        with self._lock:
+            if self._thread is None:
+                self._pieces = self._make()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._jobs, self._pieces), name=self._name, daemon=True
+                )
+                self._thread.start()
+            # Inside the lock: the order of the queue is the order in which ranges were noted by who asks.
+            self._jobs.put((staged, run))
+
+    def close(self) -> None:
+        """See `Staging`."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._jobs.put(None)
+        if thread is not None:
+            thread.join()
+        if self._pieces is not None:
+            self._pieces.close()
+            self._pieces = None
+
+
+def _serve(jobs: queue.SimpleQueue[tuple[Staged, Callable[[_Pieces], None]] | None], pieces: _Pieces) -> None:
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        staged, run = job
+        del job
+        try:
+            for older in staged.after:
+                older.join()
+            with torch.no_grad():
+                run(pieces)
+        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
+            staged.settle(error=error)
+        del staged, run
+
+
+def _quietly(ticket: FileTicket) -> None:
+    """Waits; what went wrong is another's to tell."""
+    try:
+        ticket.wait()
+    except Exception:  # noqa: BLE001, see above
+        return
+
+
+def _wait(event: threading.Event) -> None:
+    """An exception of a signal handler comes through only when the transfer has ended."""
+    try:
+        event.wait()
+    except BaseException:
+        event.wait()
+        raise

@@ -1,0 +1,263 @@
+"""Updates where the state lives, beside the backward of the blocks below.
+
+In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker thread takes blocks in order; each parameter is
+updated in pieces small enough for the processor's cache (`homes.update_pieces`), and the next pieces' transfers run while one is computed, also from
+one block to the next.
+
+[Note: threads of an update]
+The worker touches a block's weights, gradients and states only between `submit` and the end of its ticket; the engine frees or
+fetches that block only after waiting for the ticket. Autograd meanwhile works on blocks below. Elementwise updates give the same bits on any number of
+threads, so the worker computes on one and leaves the others to backward; updates that need whole parameters (they contain reductions) run with the
+main thread's count, because the order of a reduction follows it. Where nothing is waited for, a worker beside backward only takes one of its cores, and
+the other cores wait for the slower one: then each update runs at once, on all of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from memfit import devices
+from memfit.homes.home import DONE, Ticket, Tickets
+from memfit.homes.update_pieces import Coming, PieceUpdates
+from memfit.homes.weights import BlockWeights
+
+
+class Gate:
+    """A ticket that others wait for until it is opened, or shut for good."""
+
+    def __init__(self) -> None:
+        self._decided = threading.Event()
+        self._error: Exception | None = None
+
+    def open(self) -> None:
+        """Whoever waits goes on."""
+        self._decided.set()
+
+    def shut(self, error: Exception) -> None:
+        """Whoever waits, now or later, gets the error; nothing if it was opened."""
+        if not self._decided.is_set():
+            self._error = error
+            self._decided.set()
+
+    def wait(self) -> None:
+        """Returns when it is open; raises why it was shut."""
+        self._decided.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class UpdateTicket:
+    """The update of one block, under way."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called by the worker."""
+        self._error = error
+        self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """The update has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Returns when the block's new weights and states are home; an exception of a signal handler comes through only then."""
+        try:
+            self._done.wait()
+        except BaseException:
+            self._done.wait()
+            raise
+        if self._error is not None:
+            raise self._error
+
+
+class UpdateWorker:
+    """Runs updates in a thread of its own, in the order of `submit`.
+
+    Memory: three pieces of weight (if it is away), gradient (if it is away) and states (if they are away).
+
+    Args:
+        pieces: updates one.
+        is_beside: False runs each update inside `submit` (used where overlapping cannot help).
+    """
+
+    def __init__(self, pieces: PieceUpdates, *, is_beside: bool = True) -> None:
+        self._pieces = pieces
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_beside = is_beside
+        self.updated_blocks: list[int] = []
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that the optimizer updates."""
+        return self._pieces.trained
+
+    def submit(self, block: BlockWeights, after: Ticket = DONE) -> Ticket:
+        """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them.
+
+        Args:
+            block: whose gradients are complete.
+            after: nothing of the block is changed before this is done; what the update reads comes meanwhile. An error of it is the update's.
+        """
+        job = _Job(self._pieces, block, after)
+        if not job.is_left:
+            job.ticket.finish()
+            return job.ticket
+        self.updated_blocks.append(block.index)
+        if not self._is_beside:
+            with torch.no_grad():
+                _Line(lambda: None).run(job)
+            job.ticket.wait()
+            return job.ticket
+        if self._thread is None:
+            self._thread = _start_worker(self._jobs)
+            # A worker that is dropped without `close` ends its thread as well: the thread refers to the queue only.
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put(job)
+        return job.ticket
+
+    def close(self) -> None:
+        """Ends the thread after the updates that were submitted."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class _Job:
+    """The update of one block: pieces that are still to come, and what leaves."""
+
+    def __init__(self, pieces: PieceUpdates, block: BlockWeights, after: Ticket) -> None:
+        self.ticket = UpdateTicket()
+        self._pieces = pieces
+        self._block = block
+        self._after = after
+        # The worker's own current stream would be the default one of device 0, whatever the caller's is: gradients come on the caller's, and what
+        # reads the weights next goes there too.
+        device = block.device
+        self._stream = devices.of(device).current_stream(device) if devices.is_accelerator(device) else None
+        self._left = deque(pieces.cut(block))
+        self._begun = 0
+        self._leaving: list[Ticket] = []
+
+    @property
+    def is_left(self) -> bool:
+        """There is a piece that has not begun to come."""
+        return bool(self._left)
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        """Work goes to the stream of whoever asked for the update."""
+        return nullcontext() if self._stream is None else devices.of(self._stream.device).on(self._stream)
+
+    def begin(self) -> Coming | None:
+        """The next piece begins to come; None if that fails, which is the end of the update."""
+        try:
+            with self._in_order():
+                coming = self._pieces.begin(self._block, self._left.popleft())
+        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
+            self._end(error)
+            return None
+        self._begun += 1
+        return coming
+
+    def apply(self, coming: Coming) -> None:
+        """Updates a piece that was begun, in order. Nothing is done any more after an error."""
+        if self.ticket.is_done:
+            return
+        try:
+            with self._in_order():
+                self._after.wait()
+                # The piece before goes home and the next ones come while this one is computed.
+                before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
+                Tickets(before).wait()
+        except BaseException as error:  # noqa: BLE001, as above
+            self._end(error)
+            return
+        self._begun -= 1
+
+    def settle(self) -> None:
+        """Ends the update if nothing of it is left: not in `apply`, whose frame holds memory that whoever waits would still find alive."""
+        if not self._left and not self._begun and not self.ticket.is_done:
+            self._end()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._left.clear()
+        try:
+            with self._in_order():
+                Tickets(self._leaving).wait()
+        except BaseException as other:  # noqa: BLE001, as above
+            error = error or other
+        self._leaving = []
+        self.ticket.finish(error)
+
+
+class _Line:
+    """Pieces under way, over the ends of blocks: while one is computed those behind it come.
+
+    Args:
+        more: gives the update that is next, if it was asked for already.
+    """
+
+    def __init__(self, more: Callable[[], _Job | None]) -> None:
+        self._more = more
+        self._job: _Job | None = None
+
+    def run(self, job: _Job) -> None:
+        """Makes this update, and those that are asked for meanwhile; returns when nothing is under way."""
+        self._job = job
+        coming = self._next()
+        while coming is not None:
+            (job, here), coming = coming, self._next()
+            job.apply(here)
+            del here
+            job.settle()
+            coming = coming or self._next()  # one that was asked for while this was computed
+
+    def _next(self) -> tuple[_Job, Coming] | None:
+        """The next piece begins to come; None if there is none."""
+        while True:
+            while self._job is None or not self._job.is_left:
+                self._job = self._more()
+                if self._job is None:
+                    return None
+            coming = self._job.begin()
+            if coming is not None:
+                return self._job, coming
+
+
+def _start_worker(jobs: queue.SimpleQueue[_Job | None]) -> threading.Thread:
+    thread = threading.Thread(target=_work, args=(jobs,), name="memfit-update", daemon=True)
+    thread.start()
+    return thread
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    is_ending = False
+
+    def more() -> _Job | None:
+        nonlocal is_ending
+        try:
+            job = None if is_ending else jobs.get_nowait()
+        except queue.Empty:
+            return None
+        is_ending = is_ending or job is None
+        return job
+
+    with torch.no_grad():
+        while not is_ending:
+            job = jobs.get()
+            if job is None:
+                return
+            _Line(more).run(job)
+            del job

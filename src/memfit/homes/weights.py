@@ -1,0 +1,440 @@
+"""Blocks of weights and their visits.
+
+In: the parameters of a block and a home. Out: the same parameters as views of one flat buffer that has its bytes while the block visits.
+
+[Note: visits by storage identity]
+A block's parameters are views of one storage. A visit gives that storage its bytes (`resize_(n)`) and fills it in one transfer; release
+takes the bytes away (`resize_(0)`). The storage *object* stays, so whatever autograd saved (the weight, its transpose, any view) finds the
+bytes again at the next visit: saved references cost nothing and nothing is saved twice. `resize_` and a transfer into the storage do
+not touch version counters, so autograd's in-place check keeps working on what the user does.
+
+[Note: masters]
+With a compute dtype, a floating parameter is kept twice: its *master* in fp32, laid out like the weights in a home of its own, and the weight in the
+compute dtype, rounded from it, which is all that visits. Updates change the master and write the rounded weight beside it. Where there is no compute
+dtype the weight is its own master, and every master_* figure of a slot equals that of the weight. Gradients add up in the master's dtype and layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memfit.core.errors import UnsupportedError
+from memfit.core.layout import PIECE_ELEMENTS, flat_layout
+from memfit.core.plan import Tier
+from memfit.core.precision import ComputeDtype, stored_dtypes
+from memfit.homes.home import ByteHome, Ticket, Tickets, write_tensor
+from memfit.tensors.guard import mark_away, mark_present
+from memfit.tensors.trees import new_storage, typed_view
+from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where one parameter lies in its block's flat buffer, and its dense layout there.
+
+    `master_*`: the same of its master, in the layout of masters and gradients. `given_dtype`: the parameter's, when it came. See [Note: masters].
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    offset_bytes: int
+    nbytes: int
+    numel: int
+    requires_grad: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    given_dtype: torch.dtype
+    master_dtype: torch.dtype
+    master_offset_bytes: int
+    master_nbytes: int
+
+    def view(self, storage: torch.UntypedStorage, base_bytes: int = 0) -> torch.Tensor:
+        """The parameter's place in a storage laid out as the block's flat buffer."""
+        return typed_view(storage, base_bytes + self.offset_bytes, self.dtype, self.shape, self.stride)
+
+    def flat_view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same bytes as a 1-D tensor of `numel` elements, in memory order."""
+        return typed_view(storage, self.offset_bytes, self.dtype, (self.numel,))
+
+
+class BlockWeights:
+    """One block's parameters, their flat buffer and their home.
+
+    Life: made over ordinary parameters (nothing moves) -> `move_in(home)` (bytes go to the flat layout in the home) -> any number of
+    fetch / wait / release -> `move_out` (the parameters own ordinary memory again).
+
+    With a compute dtype the block has a second home, `master_home`; see [Note: masters]. The Parameters are of the compute dtype from `move_in` to
+    `move_out`, which gives the masters back.
+
+    Memory: the flat buffer (`nbytes`) while it visits or lives on the device; nothing while away.
+
+    Args:
+        index: of the block.
+        name: of the block.
+        parameters: by name, dense.
+        compute_dtype: of what visits.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.has_masters = compute_dtype.has_masters
+        dtypes = [_stored_dtypes(p.dtype, compute_dtype) for _, p in parameters]
+        sizes = [
+            (p.numel() * own.itemsize, p.numel() * full.itemsize)
+            for (_, p), (own, full) in zip(parameters, dtypes, strict=True)
+        ]
+        offsets, self.nbytes = flat_layout([size for size, _ in sizes])
+        master_offsets, self.master_nbytes = flat_layout([size for _, size in sizes])
+        self.slots = tuple(
+            Slot(
+                name=n,
+                parameter=p,
+                offset_bytes=offset,
+                nbytes=nbytes,
+                numel=p.numel(),
+                requires_grad=p.requires_grad,
+                dtype=dtype,
+                shape=tuple(p.shape),
+                stride=_dense_stride(n, p),
+                given_dtype=p.dtype,
+                master_dtype=master_dtype,
+                master_offset_bytes=master_offset,
+                master_nbytes=master_nbytes,
+            )
+            for (n, p), offset, master_offset, (nbytes, master_nbytes), (dtype, master_dtype) in zip(
+                parameters, offsets, master_offsets, sizes, dtypes, strict=True
+            )
+        )
+        self.home: ByteHome | None = None
+        self._masters: ByteHome | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._is_here = True
+        self._arriving: Ticket | None = None
+        self._attributes: list[Kept] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights visit."""
+        return self.slots[0].parameter.device
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The flat buffer; has no bytes while the block is away."""
+        assert self._storage is not None, f"block {self.name} has not moved in"
+        return self._storage
+
+    @property
+    def is_here(self) -> bool:
+        """The bytes are on the device, or arriving."""
+        return self._is_here
+
+    @property
+    def settled_storage(self) -> torch.UntypedStorage | None:
+        """The flat buffer while the bytes are in it; None while they are away or arriving."""
+        return self._storage if self._is_here and self._arriving is None else None
+
+    @property
+    def travels(self) -> bool:
+        """The home is not the device."""
+        return self.home is not None and self.home.tier is not Tier.DEVICE
+
+    @property
+    def master_home(self) -> ByteHome | None:
+        """Where updates find and leave the masters; the weights' own home where there is no compute dtype."""
+        return self._masters if self.has_masters else self.home
+
+    def move_in(
+        self,
+        home: ByteHome,
+        masters: ByteHome | None = None,
+        bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
+    ) -> None:
+        """Moves the parameters' bytes into the home and makes the parameters views of the flat buffer.
+
+        Memory: for a home that is away, the peak does not grow: each parameter is freed once written. A device home is the flat buffer
+        itself and costs one block more for a moment. Where parameters are brought, one of them more. With masters, one parameter in the compute
+        dtype and two pieces of 2 MiB more.
+
+        Args:
+            home: of `nbytes`.
+            masters: of `master_nbytes`, where there is a compute dtype.
+            bring: gives a parameter that has no bytes here its values; it is called for one at a time.
+        """
+        assert (masters is not None) == self.has_masters
+        resting = home.memory if home.tier is Tier.DEVICE else None
+        assert resting is not None or home.tier is not Tier.DEVICE
+        device = self.device
+        for slot in self.slots:
+            p = slot.parameter
+            if bring is not None:
+                bring([p])
+            with torch.no_grad():
+                _put(slot, p.data, home, masters)
+                p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
+        self._settle_in(home, masters, resting, device)
+
+    def rest_in(self, home: ByteHome, masters: ByteHome | None = None) -> None:
+        """As `move_in`, where the homes hold the values already: what the parameters hold is given up.
+
+        Memory: none; a device home is the flat buffer itself.
+
+        Args:
+            home: of `nbytes`, filled.
+            masters: of `master_nbytes`, filled, where there is a compute dtype.
+        """
+        assert (masters is not None) == self.has_masters
+        resting = home.memory if home.tier is Tier.DEVICE else None
+        device = self.device
+        for slot in self.slots:
+            mark_present(slot.parameter)
+            slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)
+        self._settle_in(home, masters, resting, device)
+
+    def _settle_in(
+        self, home: ByteHome, masters: ByteHome | None, resting: torch.UntypedStorage | None, device: torch.device
+    ) -> None:
+        """The parameters become views of the flat buffer."""
+        # `set_` wants the storage at full size; its pages are not touched before they are given back.
+        storage = resting if resting is not None else new_storage(self.nbytes, device)
+        for slot in self.slots:
+            slot.parameter.data = slot.view(storage)
+        self._attributes = [keep_attributes(slot.parameter) for slot in self.slots]
+        self._storage, self.home, self._masters = storage, home, masters
+        if resting is None:
+            self._leave()
+
+    def move_out(
+        self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
+    ) -> None:
+        """Gives every parameter ordinary memory of its own again, its master where it has one; the block no longer travels.
+
+        Memory: the block's bytes (of its masters), for good; one parameter more for a moment.
+
+        Args:
+            as_given: in the dtype that the parameter had at first, if that was not the master's.
+            take_back: is asked first, by name; a parameter for which it says True never was in memory, and is not read.
+        """
+        self.wait()
+        for slot in self.slots:
+            parameter = slot.parameter
+            if take_back is not None and take_back(slot.name, parameter):
+                continue
+            own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=parameter.device)
+            if self._masters is None and self._is_here:
+                own.copy_(slot.view(self.storage))
+            else:
+                assert self.master_home is not None
+                self.master_home.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
+            mark_present(parameter)
+            if slot.dtype != own.dtype:
+                parameter.grad = None  # it is of the compute dtype, as the values no longer are
+            parameter.data = own.to(slot.given_dtype) if as_given else own
+        self.storage.resize_(0)
+        self._storage, self.home, self._masters = None, None, None
+        self._is_here = True
+
+    def give_up(self) -> None:
+        """The parameters have no bytes any more, here or at home; they keep shape and identity, for another block to take them up."""
+        if self.home is None:
+            return
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        self._leave()
+        self.home, self._masters = None, None
+
+    def fetch(self) -> None:
+        """Begins a visit; does nothing if the block is here or coming."""
+        if self._is_here:
+            return
+        assert self.home is not None
+        self.storage.resize_(self.nbytes)
+        self._arriving = self.home.read(0, self.nbytes, self.storage)
+        self._is_here = True
+
+    def wait(self) -> None:
+        """Returns when the bytes are here; the parameters are ordinary ones again."""
+        if self._arriving is not None:
+            arriving, self._arriving = self._arriving, None
+            try:
+                arriving.wait()
+            except Exception:
+                self._leave()
+                raise
+            for slot in self.slots:
+                mark_present(slot.parameter)
+
+    def release(self) -> None:
+        """Ends a visit: the device bytes are given up. What was changed must have been written home before."""
+        if not self._is_here or not self.travels:
+            return
+        if self._arriving is not None:  # a visit that nobody used: the transfer must end before its memory goes
+            arriving, self._arriving = self._arriving, None
+            try:
+                arriving.wait()
+            finally:
+                self._leave()
+            return
+        self._leave()
+
+    def take_back_changes(self) -> UnsupportedError | None:
+        """Puts parameters that are here back onto the flat buffer, so that homes, parameters and the next visit agree.
+
+        Returns:
+            What is to be told of the first that was changed; None if all are as they were.
+        """
+        if not self._is_here or self._arriving is not None or self._storage is None:
+            return None
+        begin, first = self._storage.data_ptr(), None
+        for slot, kept in zip(self.slots, self._attributes, strict=True):
+            p, what = slot.parameter, None
+            if p.dtype != slot.dtype or p.shape != slot.shape:
+                what = f"became {tuple(p.shape)} of {p.dtype}, from {slot.shape} of {slot.dtype},"
+            elif slot.numel and (p.data_ptr() != begin + slot.offset_bytes or p.stride() != slot.stride):
+                what = "was given other memory (parameter.data = ...)"
+            if what is not None:
+                p.data = slot.view(self._storage)
+            attribute = changed_attribute(kept) if kept else None
+            if attribute is not None:
+                put_back(kept)
+                what = what or f"had its attribute {attribute!r} changed"
+            if what is not None and first is None:
+                first = refused_change(slot.name, self.name, what)
+        return first
+
+    def master_pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, int, int, int]]:
+        """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
+        if not nbytes:
+            return
+        slot = next(s for s in self.slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)
+        begin, size = offset - slot.master_offset_bytes, slot.master_dtype.itemsize
+        assert begin % size == 0 and begin + nbytes <= slot.master_nbytes
+        first, end = begin // size, (begin + nbytes) // size
+        for start in range(first, end, PIECE_ELEMENTS):
+            yield slot, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
+
+    def put(self, slot: Slot, values: torch.Tensor) -> None:
+        """Makes a parameter's values these, at home (and here, where home is the device); the block is away, or lives on the device.
+
+        Memory: one parameter in the compute dtype, and two pieces of 2 MiB.
+
+        Args:
+            slot: the parameter's.
+            values: of its shape, in the master's dtype.
+        """
+        assert self.home is not None and (not self.travels or not self._is_here)
+        with torch.no_grad():
+            _put(slot, values, self.home, self._masters)
+
+    def write_home(self, before: Sequence[int]) -> Ticket | None:
+        """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.
+
+        Args:
+            before: `versions()` of when nothing was changed yet.
+        """
+        if self._masters is not None:
+            for slot, old, new in zip(self.slots, before, self.versions(), strict=True):
+                if new != old:
+                    write_masters(self._masters, slot, slot.parameter.data)
+        if not self.travels:
+            return None
+        assert self.home is not None
+        return self.home.write(0, self.nbytes, self.storage)
+
+    def versions(self) -> tuple[int, ...]:
+        """Version counters of the parameters: equal if nobody wrote through torch operations in between."""
+        return tuple(slot.parameter._version for slot in self.slots)
+
+    def _leave(self) -> None:
+        self.storage.resize_(0)
+        self._is_here = False
+        for slot in self.slots:
+            mark_away(slot.parameter, slot.name, self.name)
+
+
+def check_untouched(blocks: Iterable[BlockWeights]) -> None:
+    """Raises `UnsupportedError` if a parameter that is here is no view of its flat buffer any more, after all were put back.
+
+    See [Note: what a visit may not change].
+    """
+    changes = [change for block in blocks if (change := block.take_back_changes()) is not None]
+    if changes:
+        raise changes[0]
+
+
+def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dtype, torch.dtype]:
+    """See `core.precision.stored_dtypes`."""
+    weight, master = stored_dtypes(str(dtype).removeprefix("torch."), compute)
+    return getattr(torch, weight), getattr(torch, master)
+
+
+def _put(slot: Slot, values: torch.Tensor, home: ByteHome, masters: ByteHome | None) -> None:
+    """Writes a parameter's values to its homes, and waits."""
+    if masters is not None:
+        write_masters(masters, slot, values)
+    resting = home.memory if home.tier is Tier.DEVICE else None
+    if resting is not None:
+        slot.view(resting).copy_(values)
+        return
+    is_ready = tuple(values.stride()) == slot.stride and values.dtype == slot.dtype
+    dense = values if is_ready else _dense_copy(values, slot.stride, slot.dtype)
+    write_tensor(home, slot.offset_bytes, dense).wait()
+
+
+def write_masters(home: ByteHome, slot: Slot, values: torch.Tensor) -> None:
+    """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB where dtype or memory order differ."""
+    dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
+    Tickets(begin_write_masters(home, slot, dense)).wait()
+
+
+def begin_write_masters(home: ByteHome, slot: Slot, dense: torch.Tensor) -> list[Ticket]:
+    """Begins to write what is in the memory order of a parameter to the place of its master; widened, all but the last piece of 2 MiB are home on return."""
+    if dense.dtype == slot.master_dtype:
+        return [write_tensor(home, slot.master_offset_bytes, dense)]
+    tickets: list[Ticket] = []
+    flat, size = dense.as_strided((slot.numel,), (1,)), slot.master_dtype.itemsize
+    for start in range(0, slot.numel, PIECE_ELEMENTS):
+        piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
+        Tickets(tickets).wait()
+        tickets = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
+    return tickets
+
+
+def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> None:
+    """Makes a block's weights from its masters, as every update does. Costs two pieces of 2 MiB."""
+    device = block.slots[0].parameter.device
+    for slot in block.slots:
+        size = slot.master_dtype.itemsize
+        for start in range(0, slot.numel, PIECE_ELEMENTS):
+            piece = torch.empty(min(PIECE_ELEMENTS, slot.numel - start), dtype=slot.master_dtype, device=device)
+            masters.read(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
+            rounded = piece.to(slot.dtype)
+            at = slot.offset_bytes + start * slot.dtype.itemsize
+            home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()
+
+
+def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The parameter's own stride where it is dense (channels-last stays channels-last), else the contiguous one."""
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the parameter {name!r} has layout {parameter.layout}; memfit moves strided tensors only"
+        )
+    # empty_like with preserve_format gives the dense stride closest to the tensor's own.
+    meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return tuple(torch.empty_like(meta).stride())
+
+
+def _dense_copy(tensor: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    copy = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+    return copy.copy_(tensor)

@@ -1,1 +1,0 @@
-"""memfit inside other libraries' trainers. Empty until the issue that fills it."""

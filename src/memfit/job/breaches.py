@@ -1,0 +1,246 @@
+"""A plan that does not do for a step, and the one that takes its place.
+
+In: the error of a step that met the limit, or a batch that is predicted to pass it. Out: an assembly under another plan, and what is said about it.
+
+[Note: replanning]
+Under `on_breach="replan"` another plan takes a run up where a step meets the limit, and where a batch comes that the plan is predicted not to fit. What
+stays is the store, whose last commit is the step before; homes in memory, buffers and hooks go, and are made anew from there.
+
+*A breach.* The step is given up with everything that its plan made. What is still allocated then belongs to others (the user's tensors, a leak), and the next
+plan must live beside it, with a margin, larger with each try, for what no trace foresees. It must also be predicted to take less, by that margin, than the
+plan before: so tries end, at the latest after `TRIES`. Where none does, nothing is left to go on with: the job is closed, and its last commit is whole.
+
+*A prediction.* Nothing has begun. The plan is looked for while the one before still has its homes, which are not counted: they go with it. Where none fits,
+nothing was changed, and the job goes on. Once for a batch: the plan that comes is predicted to fit it; if it meets the limit even so, that is a breach.
+
+In both, the fastest plan is taken, whatever its number of microbatches: another number adds up in another order, which is told. It is for all batches that
+come, of any shape. A loss that was never cut before is shown to add up first; where it does not, plans that cut the batch are out. The step is made with the
+same batch and random numbers as it would have been.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memfit.allocator.kernel import is_refusal
+from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, UnsupportedError
+from memfit.core.plan import Plan
+from memfit.core.units import MIB
+from memfit.job.assembly import Assembly
+from memfit.job.commits import Commits
+from memfit.job.forward_passes import check_split
+from memfit.job.interrupts import Interrupts
+from memfit.job.parts import JobParts, Replan
+from memfit.job.plan_checks import other_sums
+
+TRIES = 3
+"""Plans that one step may be tried under after the one that met the limit."""
+_MARGIN_SHARE = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreachReport:
+    """A plan that was found not to do, and the one that took its place.
+
+    Attributes:
+        step: the step (from 1) that met the limit, or whose batch was predicted to pass it.
+        cause: in words: where, what was asked for, what held memory; or what the batch would have taken.
+        is_predicted: the step had not begun: it is its batch that does not fit under `before`.
+        foreign_bytes: what was allocated on the device beside the job.
+        before: the plan that did not do.
+        after: the plan that the run goes on with.
+        reason: why this one.
+    """
+
+    step: int
+    cause: str
+    is_predicted: bool
+    foreign_bytes: int
+    before: Plan
+    after: Plan
+    reason: str
+
+    def in_words(self) -> str:
+        """A sentence or three for people."""
+        what = (
+            "is for a batch that does not fit under the plan so far: another one took its place"
+            if self.is_predicted
+            else "met the limit and was made again under a tighter plan"
+        )
+        sums = other_sums(self.before, self.after)
+        return f"step {self.step} {what}. Cause: {self.cause}. Now: {self.reason}{f' {sums}' if sums else ''}"
+
+
+def assemble_tighter(
+    before: Assembly, error: LimitBreachError, batch: Any, attempt: int, replan: Replan, interrupts: Interrupts
+) -> tuple[Assembly, BreachReport]:
+    """Gives up everything but the store, and takes the run up again under a plan that needs less.
+
+    Args:
+        before: the assembly whose step met the limit; it is no more afterwards.
+        error: the breach.
+        batch: of that step.
+        attempt: from 1.
+        replan: makes plans.
+        interrupts: of the job.
+
+    Raises:
+        LimitBreachError: the breach itself, where no tighter plan fits; nothing is left of the job, the last commit is whole.
+    """
+    parts, adds_up = before.parts, before.parts.adds_up
+    margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt)
+    peak, step = before.prepare(batch).timeline.peak_bytes, before.steps + 1
+    now = before
+    try:
+        while True:
+            now.give_up()
+            clear_frames(error)
+            foreign_bytes = now.machine.meter.live_bytes()
+            tighter = replan(batch, like=parts.plan, adds_up=adds_up, margin_bytes=margin, below_bytes=peak)
+            now = _exchange(now, tighter, interrupts)
+            if _may_cut(now, batch):
+                break
+            adds_up = False
+    except BaseException as other:
+        now.end(restore=False)
+        if not (isinstance(other, MemfitError) or is_refusal(other)):
+            raise
+        error.add_note(f"no tighter plan took its place ({type(other).__name__}: {other}). {_closed(now)}")
+        raise error from other
+    return now, BreachReport(
+        step=step,
+        cause=str(error),
+        is_predicted=False,
+        foreign_bytes=foreign_bytes,
+        before=parts.plan,
+        after=now.plan,
+        reason=now.parts.reason,
+    )
+
+
+def assemble_fitting(
+    before: Assembly, excess: str, batch: Any, replan: Replan, interrupts: Interrupts
+) -> tuple[Assembly, BreachReport | DoesNotFitError]:
+    """Takes the run up under a plan that fits a batch.
+
+    Args:
+        before: the assembly whose plan does not; no more afterwards, unless it is what is returned.
+        excess: what the batch would take, in words.
+        batch: of the step that is to be made.
+        replan: makes plans.
+        interrupts: of the job.
+
+    Returns:
+        The assembly that the run goes on with, and what was changed; or, where no other plan does, an assembly under the plan before, and the refusal.
+
+    Raises:
+        DoesNotFitError: the refusal, where the plan before could not be taken up again either; nothing is left of the job, the last commit is whole.
+    """
+    parts, adds_up, step = before.parts, before.parts.adds_up, before.steps + 1
+    now = before
+    try:
+        while True:
+            held = list(now.held())
+            foreign_bytes = now.machine.meter.live_bytes() - sum(part.nbytes for part in held)
+            with now.engine.looking_away():
+                fitting = replan(batch, like=parts.plan, held=held, adds_up=adds_up)
+            del held
+            now.give_up()
+            now = _exchange(now, fitting, interrupts)
+            if _may_cut(now, batch):
+                break
+            adds_up = False
+    except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
+        clear_frames(other)
+        if not before.has_begun:
+            before = _take_back(now, replace(parts, adds_up=adds_up), excess, other, interrupts)
+        return before, _refusal(excess, other, "The job goes on under the plan that it has")
+    except BaseException:
+        if not before.has_begun:
+            now.end(restore=False)
+        raise
+    return now, BreachReport(
+        step=step,
+        cause=excess,
+        is_predicted=True,
+        foreign_bytes=foreign_bytes,
+        before=parts.plan,
+        after=now.plan,
+        reason=now.parts.reason,
+    )
+
+
+def margin_bytes(limit_bytes: int, attempt: int) -> int:
+    """What a plan must leave free after so many breaches of one step (from 1)."""
+    return attempt * max(int(_MARGIN_SHARE * limit_bytes), MIB)
+
+
+def _exchange(given_up: Assembly, parts: JobParts, interrupts: Interrupts) -> Assembly:
+    """Takes the run up from its last commit under another plan; where that fails, machine and run are still to be ended by the assembly that was given up."""
+    commits = _commits(given_up)
+    commits.run.go_back()
+    after = Assembly(parts, scaler=given_up.scaler, interrupts=interrupts, before=commits)
+    given_up.hand_over()
+    return after
+
+
+def _may_cut(now: Assembly, batch: Any) -> bool:
+    """The plan does not cut batches, or the loss adds up over what it cuts them into."""
+    if now.plan.microbatches == 1 or now.parts.adds_up is not None:
+        return True
+    try:
+        check_split(now, batch)
+    except (UnsupportedError, MemoryError, torch.OutOfMemoryError):
+        return False  # or there is no room to look
+    return True
+
+
+def _take_back(now: Assembly, parts: JobParts, excess: str, refused: Exception, interrupts: Interrupts) -> Assembly:
+    """The plan before takes the run up again, from the same commit; or the job ends, with the refusal."""
+    try:
+        now.give_up()
+        return _exchange(now, parts, interrupts)
+    except BaseException as error:
+        now.end(restore=False)
+        if not (isinstance(error, MemfitError) or is_refusal(error)):
+            raise
+        again = f"The plan before could not be taken up again ({type(error).__name__}: {error})."
+        raise _refusal(excess, refused, f"{again} {_closed(now)}") from error
+
+
+def _refusal(excess: str, error: Exception, what_now: str) -> DoesNotFitError:
+    if isinstance(error, DoesNotFitError):
+        text, smallest = f"{excess}. No other plan fits it either: {error}", error.smallest_limit_bytes
+    else:
+        text, smallest = f"{excess}. Another plan could not take its place ({type(error).__name__}: {error}).", None
+    refusal = DoesNotFitError(f"{text} {what_now}", smallest_limit_bytes=smallest)
+    refusal.__cause__ = error
+    return refusal
+
+
+def _closed(assembly: Assembly) -> str:
+    run = _commits(assembly).run
+    return f"The job is closed; step {run.committed.committed_step} is whole in {run.directory}"
+
+
+def _commits(assembly: Assembly) -> Commits:
+    assert assembly.commits is not None, "only a run that commits is planned anew"
+    return assembly.commits
+
+
+def clear_frames(error: BaseException) -> None:
+    """Lets go of what the frames of an error, and of what caused it, hold: activations and gradients of the step that failed.
+
+    The tracebacks go too: a frame that was cleared still holds its function, and that the arguments in its closure (as `Module.__call__` has them).
+    """
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+    gc.collect()  # autograd's graph and the frames of the step refer to each other

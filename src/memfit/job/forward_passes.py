@@ -1,0 +1,187 @@
+"""Forward passes beside training: the loss of a batch, and the proof that a loss adds up over microbatches.
+
+In: an assembly and a batch. Out: losses; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.activations import Buffers
+from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.batches.alike import RowsAlike
+from memfit.batches.splitting import compare_split, evaluating, rows_differ, trial_of, without_dropout
+from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
+from memfit.core.planning_state import trial
+from memfit.core.precision import ComputeDtype
+from memfit.core.units import format_bytes
+from memfit.engine.engine import Work
+from memfit.job.assembly import Assembly
+from memfit.job.interrupts import Interrupts
+from memfit.job.parts import Prepared
+from memfit.job.results import EvaluateResult
+from memfit.job.run_state import give_random, is_random_state, take_random
+from memfit.job.steps import cut
+from memfit.job.user_hooks import refuse_hooked
+from memfit.profiling.standins import untouched_modules
+from memfit.scheduling.build import build_forward
+
+# What a model raises that is given what is no batch.
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
+
+
+def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> EvaluateResult:
+    """The loss of a batch, forward only, in evaluation mode, weights streamed as in a step."""
+    began = time.perf_counter()
+    prepared = assembly.prepare(batch)
+    parts, factors = cut(assembly, prepared, batch)
+    model, loss = assembly.parts.model, assembly.loss
+    work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
+    with (
+        interrupts.held(),
+        assembly.machine.phase("evaluate"),
+        torch.no_grad(),
+        evaluating(model),
+        assembly.setting(),
+    ):
+        results = _evaluated(assembly, prepared, work)
+    if isinstance(results[0], tuple):
+        losses, total = tuple(float(s) for s, _ in results), sum(float(count) for _, count in results)
+        factors = [1.0 / total if total else math.nan] * len(results)
+    else:
+        losses = tuple(float(r) for r in results)
+    mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
+    return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
+
+
+def _evaluated(assembly: Assembly, prepared: Prepared, work: Work) -> list[Any]:
+    try:
+        return assembly.engine.evaluate(prepared.evaluation, work)
+    except REFUSALS as error:
+        if not is_refusal(error):
+            raise
+        limit = assembly.machine.limits.device_bytes
+        raise LimitBreachError(
+            f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit while a batch was evaluated, at '{assembly.engine.at}': "
+            f"{refusal_words(error)} Nothing was changed: the job goes on. Try fewer rows at a time, or a larger limit",
+            phase="evaluate",
+            where=assembly.engine.at,
+            torn=False,
+        ) from error
+
+
+@trial()
+def check_split(assembly: Assembly, sample: Any) -> None:
+    """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
+
+    A model that does not run on these parts is told of in the same way: then they are none.
+
+    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode, and each row meets the same ones. Generators, buffers,
+    modules and weights are as they were after; weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts,
+    and that rows were alike, which shows little: the first batch of a step is looked at then.
+
+    Raises:
+        UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
+    """
+    refuse_hooked(assembly.parts.model)
+    trial = trial_of(sample, assembly.parts.cut)
+    if trial is None:
+        return
+    model = assembly.parts.model
+    try:
+        with without_dropout(model):
+            found = _losses(assembly, trial.whole, trial.parts, may_draw=False)
+        if found is None:
+            with evaluating(model):
+                found = _losses(assembly, trial.whole, trial.parts, may_draw=True)
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except _FAILURES as error:
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedError(
+            f"the model does not run on parts of the batch ({told:.200}): what counts its rows was not found. Give fit(split=...), which cuts it, or a plan with "
+            "microbatches=1"
+        ) from error
+    assert found is not None
+    compare_split(
+        found[0][0],
+        found[1],
+        trial,
+        assembly.parts.weight,
+        is_rounded=assembly.plan.compute_dtype is not ComputeDtype.GIVEN
+        or any(
+            slot.given_dtype.is_floating_point and slot.given_dtype.itemsize < 4 for _, slot in assembly.place.values()
+        ),
+    )
+    assembly.parts = replace(assembly.parts, adds_up=True, is_unproven=not rows_differ(trial))
+
+
+def check_first(assembly: Assembly, batch: Any) -> None:
+    """The same on the first batch, where the sample's rows were alike. Once: batches of the same kind follow.
+
+    Raises:
+        UnsupportedError: as `check_split`; nothing was trained.
+    """
+    if not assembly.parts.is_unproven or assembly.plan.microbatches == 1:
+        return
+    try:
+        with assembly.machine.phases("check"):
+            check_split(assembly, batch)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error}. The sample's rows were alike and did not show it: give memfit.fit a sample with real rows"
+        ) from error
+    except torch.OutOfMemoryError:
+        warnings.warn(
+            "that the loss adds up over microbatches was tried on a sample of equal rows only, and there is no room to try it on the first batch: give memfit.fit "
+            "a sample with real rows",
+            MemfitWarning,
+            stacklevel=4,
+        )
+    assembly.parts = replace(assembly.parts, is_unproven=False)
+
+
+@contextmanager
+def _untouched(assembly: Assembly) -> Iterator[None]:
+    """Gives the model back what its forward changes on it: buffers, modules and their attributes, and the weights that it writes (which stay on the device)."""
+    model = assembly.parts.model
+    names = assembly.parts.prepared.profile.written_weights
+    written = [(parameter, parameter.detach().clone()) for parameter in map(model.get_parameter, names)]
+    try:
+        with Buffers(model).restored(), untouched_modules(model):
+            yield
+    finally:
+        for parameter, before in written:
+            parameter.detach().copy_(before)
+
+
+def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:
+    """What the loss gives for the whole, and for its parts; None where random numbers are drawn that may not be."""
+    model, loss = assembly.parts.model, assembly.loss
+    results: list[list[Any]] = []
+    before = take_random()
+    try:
+        for batches in ([whole], parts):
+            give_random(before)
+            schedule = build_forward(assembly.plan, assembly.parts.prepared.profile, len(batches))
+
+            def run(m: int, batches: Sequence[Any] = batches) -> Any:
+                with RowsAlike() if may_draw else nullcontext():
+                    return loss(model, batches[m])
+
+            work = Work(run=run, shares=None, streams=[None] * len(batches))
+            with torch.no_grad(), _untouched(assembly), assembly.setting():
+                results.append(assembly.engine.evaluate(schedule, work))
+            if not may_draw and not is_random_state(before):
+                return None
+    finally:
+        give_random(before)
+    return results

@@ -1,0 +1,342 @@
+"""`infer`: forward passes and generation with a model that may be larger than memory.
+
+In: a model, or a directory with one. Out: a context inside which the model's own `forward` and `generate` work, with weights that stream from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit import devices
+from memfit.activations import HostStore, ScratchStore
+from memfit.allocator import shortfall_bytes
+from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.batches.splitting import evaluating
+from memfit.core.errors import DoesNotFitError, LimitBreachError
+from memfit.core.limits import Limits
+from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.units import format_bytes, parse_bytes
+from memfit.deferred import build_empty
+from memfit.engine.housing import House
+from memfit.engine.modules import ModuleNotes
+from memfit.engine.sites import Site
+from memfit.engine.streaming import WeightStream
+from memfit.homes.weights import BlockWeights
+from memfit.huggingface.caches import TravellingCaches
+from memfit.job.held import Session, refuse_held
+from memfit.job.interrupts import Interrupts
+from memfit.job.limit_checks import check_limit
+from memfit.job.machine import Machine, device_of
+from memfit.job.weight_sources import bring_from, open_sources
+from memfit.profiling.blocks import find_blocks
+from memfit.recipes.pretrained import pretrained_builder
+from memfit.store import DiskIO, ScratchFile
+from memfit.tensors.guard import is_away
+
+_ON_DISK = BlockPlan(weight_home=Tier.DISK)
+
+
+class Inference:
+    """A model whose weights stream; see `infer`.
+
+    Attributes:
+        model: call it, or its `generate`.
+        weight_bytes: the most that weights take on the device at any time: those of two successive calls, and those that stay.
+        cache_limit_bytes: what caches of keys and values may take on the device before their layers go home; None: as much as they need.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weight_bytes: int,
+        machine: Machine,
+        house: House,
+        weights: WeightStream,
+        caches: TravellingCaches | None,
+    ) -> None:
+        self.model = model
+        self.weight_bytes = weight_bytes
+        self.cache_limit_bytes = None if caches is None else caches.limit_bytes
+        self._machine = machine
+        self._house = house
+        self._weights = weights
+        self._caches = caches
+
+    def together(self, requests: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs several requests side by side, so that weights travel once for all of them: all pass a block before any is at the next.
+
+            answers = session.together([lambda p=p: session.model.generate(p, max_new_tokens=50) for p in prompts])
+
+        Each request computes what it computes alone, bit for bit, whatever the shapes of the others (no padding). Requests that draw random numbers: with more than
+        one, the m-th draws as `memfit.microbatch_streams(len(requests))` has it, or from the seed that it sets itself.
+
+        Memory: the weights of two successive blocks; the activations of one request inside a block, and of all at its entry; the caches of all.
+
+        Args:
+            requests: functions without arguments that call the model.
+
+        Returns:
+            What they return, in their order.
+
+        Raises:
+            Whatever a request raises: the others end with it.
+        """
+        types = ("cpu", self._machine.device.type) if devices.is_accelerator(self._machine.device) else ("cpu",)
+        return self._weights.together(list(requests), device_types=types, modules=ModuleNotes(self.model))
+
+    @property
+    def cache_bytes_per_token(self) -> int | None:
+        """What keys and values of one token of one row take in all layers, by the configuration of a transformers model; None where it does not say.
+
+        An encoder's tokens take as much as the decoder's in the layers that look at them. Models that keep less for some layers (sliding windows) take less.
+        """
+        return _cache_bytes_per_token(self.model)
+
+    @property
+    def cache_peak_bytes(self) -> int | None:
+        """The most that caches took on the device so far, where they are counted (`cache_limit_bytes`)."""
+        return None if self._caches is None else self._caches.peak_bytes
+
+    @property
+    def cache_moved_bytes(self) -> tuple[int, int]:
+        """(read, written) bytes of caches that went home and came back."""
+        return (0, 0) if self._caches is None else (self._caches.moved_bytes[0], self._caches.moved_bytes[1])
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        """After the context: the peak inside it, and of loading before: of the process without a GPU, else of the device."""
+        return self._machine.measured_peak_bytes()
+
+    @property
+    def read_bytes(self) -> int:
+        """Read from disk so far."""
+        return sum(self._house.bytes_moved[0].values())
+
+
+@contextmanager
+def infer(
+    model: nn.Module | str | Path,
+    *,
+    limit: int | str | None = None,
+    weights: str | Path | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    cache_limit: int | str | None = None,
+    directory: str | Path | None = None,
+    enforce: bool = True,
+) -> Iterator[Inference]:
+    """Gives a context for forward passes and generation in constant memory: weights come from disk, block by block, and two blocks are here at most.
+
+        with memfit.infer("path/of/a/model", limit="1GiB") as session:
+            tokens = session.model.generate(prompt, max_new_tokens=50)
+
+    Inside, gradients are off and the model is in evaluation mode. What it computes is what it computes plainly, bit for bit. Weights travel once a forward pass, for
+    all rows of a batch, and for all requests of `session.together`. Activations are the program's own and count. Caches of keys and values (transformers'
+    dynamic ones) are on the device up to `cache_limit`; beyond it their layers go home, to disk or to host memory beside a GPU, and come with their turn.
+
+    Memory: the weights of two successive blocks, and those that no module's call brackets; activations; caches up to their limit, at least those of two layers.
+    The same at any depth.
+
+    Args:
+        model: a module, in memory or built by `memfit.empty`; or a directory as `save_pretrained` writes it, whose model is built without its weights.
+        limit: as in `memfit.fit`. None: nothing is enforced, and weights stream all the same.
+        weights: files to take the weights from, as in `memfit.fit`; for a directory as `model`, that one.
+        blocks: names or modules that are to be the blocks.
+        cache_limit: bytes of keys and values on the device. None: under a limit half of what it leaves beside weights, process and reserve (the other half is for
+            activations); without one all of them. `session.cache_bytes_per_token` is their price.
+        directory: where homes on disk are made; temporary by default. They take the model's bytes once.
+        enforce: True arms the limit in the allocator, so that passing it is an error at the allocation. False: it is only reported.
+
+    Yields:
+        The session. At the end a model that was in memory is there again; the weights of one that was not are gone with their homes.
+
+    Raises:
+        DoesNotFitError: two blocks, or `cache_limit` beside them, do not fit. LimitBreachError: activations passed the limit. UsageError: arguments; an
+        unknown layout of files. AwayError: the model reads a weight outside of the call of its block: name the module that reads it in `blocks=`.
+        StoreError: the disk.
+    """
+    was_whole = isinstance(model, nn.Module) and not any(is_away(p) for p in model.parameters())
+    if not isinstance(model, nn.Module):
+        weights = model if weights is None else weights
+        model = build_empty(pretrained_builder(model), draws=False)
+    refuse_held(model)
+    device, limits = device_of(model), Limits.read(limit, None, None)
+    check_limit(limits, device, is_emulated=False)
+    machine = Machine(device, limits, is_emulated=False)
+    block_map = find_blocks(model, blocks)
+    parts = [BlockWeights(i, block.name, block.parameters) for i, block in enumerate(block_map.blocks)]
+    sites = [Site(name=site.name, module=site.module, blocks=site.blocks) for site in block_map.sites]
+    weight_bytes = most_weights(sites, parts, {i for i, block in enumerate(block_map.blocks) if block.is_spanning})
+    _check_fits(machine, model, weight_bytes)
+    plan = Plan(blocks={block.name: _ON_DISK for block in block_map.blocks if not block.is_spanning})
+    interrupts = Interrupts()
+    with ExitStack() as stack:
+        stack.callback(machine.disarm)
+        stack.callback(Session(model).end)
+        with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as loading:
+            house = House(
+                plan, parts, {}, device=machine.device, directory=directory, keeps_gradients=False, keeps_norms=False
+            )
+            stack.callback(house.close)
+            if was_whole:
+                stack.callback(house.give_back)
+                stack.callback(machine.disarm)
+            bring = bring_from(open_sources(model, weights, loading))
+            house.move_in(bring)
+            house.first_commit()
+        machine.forget_peak()
+        if enforce:
+            machine.arm()
+        allowed = None if cache_limit is None else parse_bytes(cache_limit)
+        with stream(
+            model, sites, parts, machine, house, interrupts, weight_bytes, cache_limit=allowed, directory=directory
+        ) as session:
+            yield session
+
+
+@contextmanager
+def stream(
+    model: nn.Module,
+    sites: Sequence[Site],
+    blocks: Sequence[BlockWeights],
+    machine: Machine,
+    house: House,
+    interrupts: Interrupts,
+    weight_bytes: int,
+    *,
+    cache_limit: int | None,
+    directory: str | Path | None,
+) -> Iterator[Inference]:
+    """Forward passes of the user's own inside the limit: evaluation mode, no gradients, weights streamed, interrupts between two visits.
+
+    Raises:
+        LimitBreachError: the limit. DoesNotFitError: `cache_limit` is more than weights leave of it.
+    """
+    travelling = sum(block.nbytes for block in blocks if block.travels)
+    resident = sum(block.nbytes for block in blocks) - travelling
+    if machine.armed_bytes is not None:
+        coming = max(0, weight_bytes - resident)
+        left = max(0, machine.armed_bytes - machine.meter.live_bytes() - coming)
+        cache_limit = left // 2 if cache_limit is None else cache_limit
+        _check_caches_fit(machine, cache_limit, left)
+    with ExitStack() as stack:
+        stack.enter_context(interrupts.held())
+        stack.enter_context(machine.phase("inference"))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        caches = None
+        if cache_limit is not None:
+            caches = TravellingCaches(_cache_rests(machine, directory, stack), cache_limit)
+        weights = WeightStream(sites, blocks, caches=caches, observe=interrupts.check)
+        try:
+            with weights:
+                yield Inference(model, weight_bytes, machine, house, weights, caches)
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
+            raise LimitBreachError(
+                _breach_text(error, machine, weights.at, weight_bytes, caches),
+                phase="inference",
+                where=weights.at,
+                torn=False,
+            ) from error
+
+
+def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HostStore | ScratchStore:
+    """Host memory beside a device, else a scratch file."""
+    if machine.has_host:
+        side = devices.of(machine.device).new_stream(machine.device) if devices.is_accelerator(machine.device) else None
+        host = HostStore(machine.device, stream=side, ledger=machine.host_ledger)
+        stack.callback(host.close)
+        return host
+    io = DiskIO()
+    stack.callback(io.close)
+    return ScratchStore(stack.enter_context(ScratchFile(machine.disk_directory(directory), io, tag="cache")))
+
+
+def _check_caches_fit(machine: Machine, cache_limit: int, left: int) -> None:
+    limit = machine.limits.device_bytes
+    if limit is None or cache_limit <= left:
+        return
+    needed = limit + cache_limit - left
+    raise DoesNotFitError(
+        f"cache_limit={format_bytes(cache_limit)} does not fit: beside weights, process and reserve {format_bytes(left)} are left of the limit of "
+        f"{format_bytes(limit)}, for caches and activations. Give less ({format_bytes(left // 2)} is what is taken where nothing is given), or a limit of "
+        f"at least {format_bytes(needed)} and what activations take",
+        smallest_limit_bytes=needed,
+    )
+
+
+def _breach_text(
+    error: BaseException, machine: Machine, at: str, weight_bytes: int, caches: TravellingCaches | None
+) -> str:
+    limit = machine.limits.device_bytes
+    held = f"weights {format_bytes(weight_bytes)} at most"
+    if caches is not None:
+        held += f", caches of keys and values {format_bytes(caches.here_bytes)}"
+    return (
+        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at {at}: {refusal_words(error)} Weights take two blocks at most "
+        f"({held}); the rest is activations. {_way_out(shortfall_bytes(error), limit, caches)}"
+    )
+
+
+def _way_out(missing: int | None, limit: int | None, caches: TravellingCaches | None) -> str:
+    """What would have let the allocation pass that was refused, in figures where they are known."""
+    ways = ["Try fewer rows or tokens at a time"]
+    can_shrink = caches is not None and caches.here_bytes > caches.least_bytes
+    if missing is None or limit is None:
+        ways += ["a smaller cache_limit"] if can_shrink else []
+        return ", or ".join([*ways, "a larger limit"])
+    if caches is not None and caches.here_bytes - missing >= caches.least_bytes:
+        ways.append(f"a cache_limit of at most {format_bytes(caches.here_bytes - missing)}")
+    return ", or ".join([*ways, f"a limit of at least {format_bytes(limit + missing)}"])
+
+
+def _cache_bytes_per_token(model: Any) -> int | None:
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "get_text_config", None)):
+        return None
+    text: Any = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_decoder_layers", None) or getattr(text, "num_hidden_layers", None)
+    heads = getattr(text, "num_attention_heads", None)
+    width = getattr(text, "hidden_size", None)
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)):
+        return None
+    size = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or width // heads
+    kept = getattr(text, "num_key_value_heads", None) or heads
+    return 2 * layers * kept * size * next(p for p in model.parameters() if p.is_floating_point()).dtype.itemsize
+
+
+def most_weights(sites: Sequence[Site], parts: Sequence[BlockWeights], stays: Collection[int]) -> int:
+    """Bytes of the blocks that stay, and of the two calls that need most together.
+
+    Args:
+        sites: the call sites.
+        parts: by the sites' block indices.
+        stays: indices of blocks that live on the device.
+    """
+    needs = {frozenset(site.blocks) - frozenset(stays) for site in sites}
+    pairs = [a | b for a, b in combinations(needs, 2)] or list(needs)
+    return sum(parts[i].nbytes for i in stays) + max((sum(parts[i].nbytes for i in pair) for pair in pairs), default=0)
+
+
+def _check_fits(machine: Machine, model: nn.Module, weight_bytes: int) -> None:
+    limit = machine.limits.device_bytes
+    if limit is None:
+        return
+    budget = machine.budget((p for p in model.parameters() if not is_away(p)), model.buffers())
+    needed = budget.base_bytes + budget.reserve_bytes + weight_bytes
+    if needed > limit:
+        held = "of the process" if machine.counts_process else "of other tensors"
+        raise DoesNotFitError(
+            f"streaming needs {format_bytes(needed)} before any activation: {format_bytes(weight_bytes)} of weights, "
+            f"{format_bytes(budget.base_bytes)} {held}, {format_bytes(budget.reserve_bytes)} for scratch of kernels; the limit is "
+            f"{format_bytes(limit)}. Raise it, or name smaller modules in blocks=",
+            smallest_limit_bytes=needed,
+        )

@@ -1,0 +1,454 @@
+"""The machine a job runs on: its allocator, its meters, its budget.
+
+In: a limit and a device. Out: `Machine`: what is left to tensors, the hard limit armed, peaks measured.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from memfit import devices
+from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
+from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
+from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
+from memfit.core.hardware import Hardware, Link
+from memfit.core.limits import (
+    DEVICE_RESERVE_BYTES,
+    EMULATED_RESERVE_BYTES,
+    RESERVE_BYTES,
+    RESERVE_BYTES_PER_THREAD,
+    Budget,
+    Limits,
+)
+from memfit.core.units import MIB, format_bytes
+from memfit.homes.state_codecs import probe_codecs
+from memfit.job.room import Room
+from memfit.store import probe_disk
+from memfit.tensors.guard import is_away
+from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, PhaseRecord, Phases, ProcessMeter
+
+_PROBE_DISK_S = 0.6
+_PROBE_FILE_BYTES = 64 * MIB
+_PROBE_SIZE = 768
+# On an accelerator two such matrices take 45 MiB: they are made under the armed limit, inside the reserve of every plan, so that no limit is refused and no proof
+# is spoilt for the probe's sake.
+_PROBE_DEVICE_SIZE = 2432
+_PROBE_LINK_BYTES = 32 * MIB
+# An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
+_PROBE_EMULATED_LINK_BYTES = 4 * MIB
+# Two matrices of the probe, tracing, and a block that moves home.
+_EMULATED_LOAD_SCRATCH_BYTES = 8 * MIB
+# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 62 MiB seen.
+_LOAD_SCRATCH_BYTES = 64 * MIB
+# Where less than that is left, weights are put aside first: more than was seen, since other models are larger.
+_LOAD_ROOM_BYTES = 128 * MIB
+# Putting weights aside stages a piece for each of the disk's workers.
+_ASIDE_SCRATCH_BYTES = 8 * MIB
+
+
+def prepare_process(*, seed: int | None = None) -> ProcessMeter:
+    """Puts memfit's allocator under torch now, so that what is built before `fit` is given back to the system when it is freed.
+
+    Args:
+        seed: of torch's default generators; None: they stay as they are.
+
+    Returns:
+        A meter of this process and its children.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    try:
+        install()
+    except TierUnavailableError:
+        tame_malloc()
+    return ProcessMeter(with_children=True)
+
+
+class Machine:
+    """One device, with its limit.
+
+    Without a GPU the device is this process: the limit counts everything the operating system charges to it, interpreter and
+    libraries included. `is_emulated` makes it a device of its own inside the process: only tensors count, host homes apart. With `uses_kernel` the
+    kernel's limit on the process is armed as well, once a step has been made; see [Note: the kernel's limit] in `allocator.kernel`.
+
+    Memory: none.
+    """
+
+    def __init__(self, device: torch.device, limits: Limits, *, is_emulated: bool, uses_kernel: bool = False) -> None:
+        self.device = device
+        self.limits = limits
+        self.is_emulated = is_emulated
+        self.allocator: Allocator | FallbackAllocator | None = None
+        self.meter: DeviceMeter
+        if devices.is_accelerator(device):
+            devices.of(device).new_stream(
+                device
+            )  # a backend without streams is refused before it is measured and emptied
+            self.meter = AcceleratorMeter(device)
+            self.meter.release()  # what building the model left in the pool
+        else:
+            try:
+                self.allocator = install()
+            except TierUnavailableError:
+                if is_emulated:
+                    raise
+                self.allocator = FallbackAllocator.create()
+            self.meter = CpuMeter(self.allocator)
+            self.allocator.trim()  # what building the model left in the pool
+        self.counts_process = device.type == "cpu" and not is_emulated
+        self.process = ProcessMeter(with_children=True) if self.counts_process else None
+        self.phases = Phases(self.meter, self.process)
+        self.armed_bytes: int | None = None
+        # Without a compiler the allocator's limit is the kernel's already.
+        self._kernel = KernelLimit() if uses_kernel and isinstance(self.allocator, Allocator) else None
+        self._room: Room | None = None
+        self._planned_outside_bytes: int | None = None
+        self._lift = weakref.finalize(self, _lift_limit, self.meter, -1)
+        if self._kernel is not None:
+            weakref.finalize(self, self._kernel.lift)
+
+    def base_bytes(self) -> int:
+        """Resident bytes of the process that our allocator did not give: interpreter, libraries, what was allocated before. 0 elsewhere."""
+        return 0 if self.process is None or self.allocator is None else _outside_bytes(self.process, self.allocator)
+
+    def budget(self, weights: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()) -> Budget:
+        """What is left to tensors: the limit without what is there and not the job's own (a teacher, another job, data).
+
+        Args:
+            weights: of the model, as far as they are there; they will live in homes. Those that our allocator did not give are part of the base until then.
+            beside: what else of the job is there and in every prediction: batch, buffers, gradients, optimizer states. What is sparse is not weighed.
+        """
+        live, weight_bytes = self.meter.live_bytes(), sum(p.nbytes for p in weights)
+        storages = {
+            id(t.untyped_storage()): t.untyped_storage()
+            for t in beside
+            if t.layout is torch.strided and t.device == self.device
+        }
+        others = max(
+            live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
+        )
+        outside = self.base_bytes()
+        if self._room is None:
+            # Without weights that another allocator gave: they are outside now, and not when they have moved home.
+            self._planned_outside_bytes = max(0, outside + min(0, live - weight_bytes))
+        base = max(0, outside + others)
+        reserve = self.reserve_bytes() if self._room is None else self._room.reserve_left_bytes
+        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
+
+    @property
+    def lacks_room(self) -> bool:
+        """What is there leaves no room below the limit for the scratch of planning."""
+        limit = self.limits.device_bytes
+        room = _LOAD_ROOM_BYTES if self.counts_process else _LOAD_SCRATCH_BYTES
+        return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + room
+
+    def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
+        """What is there when `fit` begins to move weights home.
+
+        Of a process all that is resident, scratch, and the largest weight that is still to be made; of a device what it holds, with scratch where it is
+        emulated and small.
+
+        Args:
+            model: still whole, or built empty: then its weights come one at a time.
+            leaves: its weights are put aside before there is scratch (see `deferred.aside`).
+        """
+        if not self.counts_process:
+            return self.meter.live_bytes() + (_EMULATED_LOAD_SCRATCH_BYTES if self.is_emulated else 0)
+        # Not only weights: some optimizers make their states when they are built.
+        here = self.base_bytes() + self._mapped_bytes()
+        to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
+        return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
+
+    def reserve_bytes(self) -> int:
+        """Scratch of kernels and libraries that no trace sees; little of it on an emulated device, whose meter counts tensors alone."""
+        if not self.counts_process:
+            return EMULATED_RESERVE_BYTES if self.is_emulated else DEVICE_RESERVE_BYTES
+        return RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
+
+    @property
+    def room_bytes(self) -> int | None:
+        """What plans may take under the armed limit: without the reserve, as at `fit`; None while no limit is armed."""
+        if self.armed_bytes is None:
+            return None
+        return self.armed_bytes - self.reserve_bytes() if self._room is None else self._room.planned_bytes
+
+    def arm(self) -> None:
+        """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError` before the limit is passed.
+
+        Raises:
+            DoesNotFitError: the process is above the limit already.
+        """
+        limit = self.limits.device_bytes
+        if limit is None:
+            return
+        if self.process is None:
+            self._set_limit(limit)
+            return
+        assert self.allocator is not None
+        if self._room is None:
+            # Without the machine: in a cycle it would be collected late, and its limit lifted late.
+            outside = partial(_outside_bytes, self.process, self.allocator)
+            # Where planning had no room below the limit, it is armed after it: what that took of the process is the reserve's all the same.
+            self._room = Room(
+                limit,
+                self.reserve_bytes(),
+                outside,
+                self.allocator,
+                kernel=self._kernel,
+                planned_bytes=self._planned_outside_bytes,
+            )
+        left = self._room.begin_plan()
+        if left <= 0:
+            self._room = None
+            raise DoesNotFitError(
+                f"the process already holds {format_bytes(limit - left)} outside of memfit's tensors, above the limit of "
+                f"{format_bytes(limit)}: start from a fresh process, free what is not needed, or raise the limit",
+                smallest_limit_bytes=None,
+            )
+        self._set_limit(left)
+
+    @contextmanager
+    def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
+        """Measures a call of the job, inside the limit as what the process holds outside of tensors leaves it now. See [Note: memory outside of tensors]."""
+        room = self._room
+        if room is not None:
+            left = max(0, room.begin())
+            if left != self.armed_bytes:
+                self._set_limit(left)
+        try:
+            with self.phases(name):
+                yield
+        finally:
+            if room is not None and room is self._room:
+                last = self.phases.last
+                room.end(_scratch_bytes(last, self.base_bytes()) if is_step and last is not None else None)
+
+    def excess(self, peak_bytes: int) -> str | None:
+        """Why a step of that predicted peak does not fit beside what the process holds now, in words; None if it does, or no limit is armed."""
+        return None if self._room is None else self._room.excess(peak_bytes)
+
+    def refuse(self, peak_bytes: int, step: int) -> None:
+        """Refuses a step of that predicted peak that does not fit beside what the process holds now. Raises `LimitBreachError`."""
+        if self._room is not None:
+            self._room.refuse(peak_bytes, step)
+
+    def _set_limit(self, limit_bytes: int) -> None:
+        self.meter.set_limit(limit_bytes)
+        self.armed_bytes = limit_bytes
+        # A job that is dropped without `close` must not leave its limit on the process.
+        self._lift.detach()
+        self._lift = weakref.finalize(self, _lift_limit, self.meter, limit_bytes)
+
+    @contextmanager
+    def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
+        """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
+        limit = self.limits.device_bytes
+        # Where planning has no room, it says what would be needed.
+        if enforces and limit is not None and not self.lacks_room:
+            self.arm()
+        try:
+            yield
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
+            self.disarm()
+            raise LimitBreachError(
+                f"the limit of {format_bytes(self.limits.device_bytes or 0)} was hit in phase {phase!r}: {refusal_words(error)} Nothing was changed "
+                "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
+                phase=phase,
+                where=phase,
+                torn=False,
+            ) from error
+
+    def disarm(self) -> None:
+        """Takes the hard limit off."""
+        if self._room is not None:
+            self._room.lift()
+            self._room = None
+        if self.armed_bytes is not None:
+            self.meter.set_limit(None)
+            self.armed_bytes = None
+            self._lift.detach()
+
+    @contextmanager
+    def host_ledger(self) -> Iterator[None]:
+        """What is allocated inside counts as host memory (emulated device only)."""
+        context = (
+            self.allocator.ledger("host")
+            if self.is_emulated and isinstance(self.allocator, Allocator)
+            else nullcontext()
+        )
+        with context:
+            yield
+
+    @property
+    def has_host(self) -> bool:
+        """There is host memory beside the device."""
+        return devices.is_accelerator(self.device) or self.is_emulated
+
+    def probe(
+        self, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False
+    ) -> Hardware:
+        """Measures what plans are priced with: matrix products and the disk, and what else is asked for. About a second; rough on a busy machine.
+
+        The rate of updates is not measured: it is `Hardware`'s default.
+
+        Args:
+            directory: on the disk that homes would use; the temporary directory's if None.
+            probes_bf16: matrix products in bf16 too.
+            probes_codecs: decoding and encoding of optimizer states.
+        """
+        where = self.disk_directory(directory)
+        speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
+        free = shutil.disk_usage(where).free
+        accelerator = devices.of(self.device) if devices.is_accelerator(self.device) else None
+        link = self._probe_host_link() if self.has_host else None
+        codecs = {"codec_elements_per_s": probe_codecs(self.device)} if probes_codecs else {}
+        flops_per_s = _probe_flops(self.device, torch.float32)
+        bf16_flops_per_s = _probe_flops(self.device, torch.bfloat16) if probes_bf16 else None
+        if isinstance(self.meter, AcceleratorMeter):
+            self.meter.release()  # the probes' matrices
+        return Hardware(
+            device="cpu" if accelerator is None else accelerator.name(self.device),
+            flops_per_s=flops_per_s,
+            bf16_flops_per_s=bf16_flops_per_s,
+            device_bytes=_memory_bytes() if accelerator is None else accelerator.total_bytes(self.device),
+            disk=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
+            disk_bytes=free if self.limits.disk_bytes is None else min(free, self.limits.disk_bytes),
+            host=link,
+            host_bytes=None if link is None else (self.limits.host_bytes or _memory_bytes()),
+            **codecs,
+        )
+
+    @staticmethod
+    def disk_directory(directory: str | Path | None) -> Path:
+        """An existing directory on the disk that homes would use: that for temporary files, or the parent of the given one."""
+        return Path(tempfile.gettempdir()) if directory is None else Path(directory).absolute().parent
+
+    def forget_peak(self) -> None:
+        """What was used until now is no measure for what comes: the pool of freed memory goes back and starts anew."""
+        if self.allocator is not None:
+            self.allocator.trim()
+        if isinstance(self.meter, AcceleratorMeter):
+            self.meter.release()  # else the pool of loading counts as held in every phase after
+
+    def last_peak_bytes(self) -> int:
+        """The peak of the phase that ended last, that time alone."""
+        last = self.phases.last
+        if last is None:
+            return 0
+        return (last.process_peak_bytes or 0) if self.counts_process else last.held_peak_bytes
+
+    def passed(self, peak_bytes: int) -> str | None:
+        """What took the process past its limit where no allocation of a tensor did, in words; None while it is below.
+
+        The armed limit counts what tensors take; what else the process holds is what it held when the step began.
+
+        Args:
+            peak_bytes: what was measured.
+        """
+        limit = self.limits.device_bytes
+        if limit is None or self.armed_bytes is None or not self.counts_process or peak_bytes <= limit:
+            return None
+        outside = self.base_bytes()
+        return (
+            f"the process took {format_bytes(peak_bytes)}, above the limit of {format_bytes(limit)}: {format_bytes(outside)} are outside of tensors now, and "
+            f"{format_bytes(limit - self.armed_bytes)} were when the step began. What comes in between is not memfit's to refuse (NumPy's arrays, mapped "
+            'files, workers, libraries): fit(enforce="kernel") lets the kernel refuse it. Have it before memfit.fit, free it, or raise the limit'
+        )
+
+    def measured_peak_bytes(self) -> int:
+        """The largest peak over all phases: of the process, or of the device."""
+        peaks = [(r.process_peak_bytes or 0) if self.counts_process else r.held_peak_bytes for r in self.phases.records]
+        return max(peaks, default=0)
+
+    def _probe_host_link(self) -> Link:
+        """Copies between the device and (pinned) host memory, each way."""
+        is_accelerator = devices.is_accelerator(self.device)
+        nbytes = _PROBE_LINK_BYTES if is_accelerator else _PROBE_EMULATED_LINK_BYTES
+        with self.host_ledger():
+            on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator)
+        on_device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        rates: list[float] = []
+        for source, to in ((on_host, on_device), (on_device, on_host)):
+            best = float("inf")
+            for _ in range(3):
+                _synchronize(self.device)
+                began = time.perf_counter()
+                to.copy_(source, non_blocking=True)
+                _synchronize(self.device)
+                best = min(best, time.perf_counter() - began)
+            rates.append(nbytes / best)
+        return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
+
+    def _mapped_bytes(self) -> int:
+        return self.allocator.stats().mapped_bytes if self.allocator is not None else 0
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The one device of all parameters.
+
+    Raises:
+        UsageError: there are several, or no parameters, or they are on meta.
+    """
+    found = {p.device for p in model.parameters()}
+    if len(found) != 1:
+        raise UsageError(
+            f"the model must lie on one device, not on {sorted(map(str, found)) or 'none (it has no parameters)'}: move it with model.to(...)"
+        )
+    device = found.pop()
+    if device.type == "meta":
+        raise UsageError(
+            "the model is on the device meta: its weights have no values and none to come. Build it with memfit.empty(lambda: Model(...)), which takes no memory "
+            "either, or on the CPU"
+        )
+    return device
+
+
+def _lift_limit(meter: DeviceMeter, limit_bytes: int) -> None:
+    """Lifts a limit, unless another job has set its own since."""
+    if meter.limit_bytes() == limit_bytes:
+        meter.set_limit(None)
+
+
+def _outside_bytes(process: ProcessMeter, allocator: Allocator | FallbackAllocator) -> int:
+    return max(0, process.resident_bytes().whole_bytes - allocator.stats().mapped_bytes)
+
+
+def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:
+    """Bytes that the process held at the peak of a step beside its tensors, and gave back before its end. Peaks need not coincide: it is at least that."""
+    return (step.process_peak_bytes or 0) - step.held_peak_bytes - base_bytes
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _probe_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of square matrix products: best of several, since other work can only slow one down."""
+    size = _PROBE_DEVICE_SIZE if devices.is_accelerator(device) else _PROBE_SIZE
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    best = float("inf")
+    for _ in range(5):
+        _synchronize(device)
+        began = time.perf_counter()
+        torch.mm(a, a, out=out)
+        _synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if devices.is_accelerator(device):
+        devices.of(device).synchronize(device)

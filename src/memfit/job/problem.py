@@ -1,0 +1,411 @@
+"""What is to be trained, as `fit`, `profile` and `advise` are asked it.
+
+In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which gives profiles of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.allocator import install
+from memfit.batches.batch import RowPlaces, UncuttableError
+from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, ways_of
+from memfit.core.documents import read_document
+from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
+from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
+from memfit.core.hardware import Hardware
+from memfit.core.numerics import Wish, check_wish
+from memfit.core.plan import Plan
+from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
+from memfit.core.profile import BlockProfile, Profile, UpdateProfile
+from memfit.core.state_formats import StateFormat
+from memfit.core.units import MIB
+from memfit.deferred.aside import WeightsAside
+from memfit.engine.inputs import cast_dtype, casting_inputs
+from memfit.engine.loss_scaling import in_half
+from memfit.engine.seeding import check_result
+from memfit.homes.optimizer_states import StoredStates, embedding_names, stored_states
+from memfit.homes.weights import PIECE_ELEMENTS
+from memfit.huggingface.forgetful import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
+from memfit.huggingface.vision import vision_way
+from memfit.job.machine import device_of
+from memfit.job.setting import training_setting
+from memfit.optimizers import AwayStates, OptimizerDriver, UpdateKind
+from memfit.profiling.blocks import BlockMap
+from memfit.profiling.measuring import Watch, Workspaces
+from memfit.profiling.trace import profile_step
+from memfit.tensors.trees import tensors_in
+
+STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
+_PLAN_LIMIT_BYTES = 64 * MIB
+
+# The user's model is of the user's class, which their function may name.
+Loss = Callable[[Any, Any], Any]
+
+
+def encodes_states(allow: Collection[str]) -> bool:
+    """Optimizer states may rest in fewer bits."""
+    return any(one.allowance in allow for one in STATE_FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is to be trained, as profiles see it."""
+
+    model: nn.Module
+    loss: Loss
+    driver: OptimizerDriver
+    block_map: BlockMap
+    aside: WeightsAside | None = None
+    caches: CacheChoice = field(default_factory=CacheChoice)
+    numerics: Wish = "auto"
+    workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
+    cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
+
+    def counts(self, batch: Any) -> tuple[int, ...]:
+        """Into how many microbatches a batch may be cut, as plans are looked for."""
+        rows, counts = 1 if self.numerics == "exact" else self.cut.rows(batch), [1]
+        while 2 * counts[-1] <= min(rows, MOST_MICROBATCHES):
+            counts.append(2 * counts[-1])
+        return tuple(counts)
+
+    def ways(self, sample: Any, split: UserSplit | None) -> list[Cut]:
+        """How a sample's batches may be cut, likelier ways first; the last is not to cut them."""
+        if split is not None:
+            return [ByUser(split), Whole("its parts, as fit(split=...) makes them, cannot be trained one by one")]
+        try:
+            vision = vision_way(self.model, sample)
+        except UncuttableError as error:
+            return [Whole(str(error))]
+        if vision is not None:
+            return [vision, Whole("what belongs to its rows was not found")]
+        ways = list(ways_of(sample))
+        why = None if ways else ByRows(lambda _: RowPlaces()).why_whole(sample)
+        return [*ways, Whole(why or "what counts its rows was not found")]
+
+    @property
+    def casts(self) -> list[nn.Module]:
+        """Modules whose floating arguments are cast where weights compute in another dtype: the model and its layers."""
+        layers = [site.module for site in self.block_map.sites if site.is_repeated and site.module is not self.model]
+        return [self.model, *layers]
+
+    def check_rows(self, sample: Any) -> None:
+        """Refuses a cut into single rows that cuts something else as well, of two entries by accident: a weight for each of two classes.
+
+        Of one entry it would be broadcast, and nothing would fail. The model is traced on three rows, where it was traced on two.
+
+        Raises:
+            UnsupportedError: it does not run on them.
+        """
+        grown = self.cut.grown(sample) if isinstance(self.cut, ByRows) and self.cut.rows(sample) == 2 else None
+        if grown is None:
+            return
+        with training_setting(self.model, None, self.caches.use):
+            try:
+                profile_step(
+                    self.model, FirstOf(self.loss), grown, self.block_map, parts={3: grown}, whole_rows=3, trace="fake"
+                )
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"the loss takes 2 rows, but not 3 ({error}): something in the batch has as many entries as it has rows. Give fit(split=...), which cuts it"
+                ) from error
+
+    def profile_for(self, plan: Plan, batch: Any) -> Profile:
+        """The profile of a batch under a plan."""
+        counts, compute = (plan.microbatches,), plan.compute_dtype
+        traced = self.profile(batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute)
+        return self.with_states(traced, compute, plan.state_format)
+
+    def profile(
+        self,
+        batch: Any,
+        counts: Sequence[int],
+        *,
+        chunk_tokens: int | None,
+        compute: ComputeDtype = ComputeDtype.GIVEN,
+    ) -> Profile:
+        """The profile of a batch, with a trace for each of the given numbers of microbatches.
+
+        The first one finds out what the model's key-value caches may be.
+        """
+        traced = partial(self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute)
+        if self.caches.is_settled or not asks_for_caches(self.model):
+            return traced(self.loss)
+        noted = Noted()
+        try:
+            found = traced(noted.watching(self.loss))
+            keeps = any(call.changes_arguments for trace in found.traces.values() for call in trace.calls)
+            # What it makes, or keeps in its modules, is of another kind.
+            is_other = keeps or noted.keeps_elsewhere or not noted.made
+            use = CacheUse.OFF if is_other else CacheUse.FORGETFUL
+        except HandedBackError:
+            found, use = None, CacheUse.REAL
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            # Either it does more with caches than to update them, or this has nothing to do with them and comes again.
+            found, use = None, CacheUse.OFF
+        if found is None or use is not self.caches.use:
+            self.caches.use = use
+            found = traced(self.loss)
+        self.caches.is_settled = True
+        return found
+
+    def _profile(
+        self, batch: Any, counts: Sequence[int], loss: Loss, *, chunk_tokens: int | None, compute: ComputeDtype
+    ) -> Profile:
+        rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
+        parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
+        sizes_of_states = self._state_sizes(compute, StateFormat.GIVEN)
+        states = {name: found.nbytes for name, found in sizes_of_states.items()}
+        updates = self._updates(compute, sizes_of_states)
+        if compute is ComputeDtype.FLOAT16:
+            loss = in_half(loss, device_of(self.model).type)
+        first = FirstOf(loss)
+        arguments = (self.model, first, batch, self.block_map)
+        options: dict[str, Any] = {
+            "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces
+        }  # fmt: skip
+        with (
+            training_setting(self.model, chunk_tokens, self.caches.use),
+            casting_inputs(self.casts, cast_dtype(compute)),
+        ):
+            try:
+                found = profile_step(*arguments, **options)
+            except AwayError:
+                if self.aside is None:
+                    raise
+                self.aside.bring(self.model.parameters())  # the trace must run on real tensors
+                found = profile_step(*arguments, **options)
+        at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
+        return replace(found, updates=updates, state_home_bytes=at_home, counts_losses=first.is_counted)
+
+    def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
+        """The same profile, with states that rest in a format."""
+        if chosen is StateFormat.GIVEN:
+            return profile
+        sizes = self._state_sizes(compute, chosen)
+        return replace(
+            profile,
+            state_bytes={b.name: _sum_of(b, sizes, lambda one: one.nbytes) for b in profile.blocks},
+            state_home_bytes={b.name: _sum_of(b, sizes, lambda one: one.home_bytes) for b in profile.blocks},
+            encoded_elements={b.name: _sum_of(b, sizes, lambda one: one.encoded) for b in profile.blocks},
+            updates=self._updates(compute, sizes),
+        )
+
+    def encodes(self, chosen: StateFormat) -> bool:
+        """A state of the optimizer would rest in this format."""
+        return any(one.encoded for one in self._state_sizes(ComputeDtype.GIVEN, chosen).values())
+
+    def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, StoredStates]:
+        """By parameter, how its states rest."""
+        master = _master_dtype(compute)
+        kept = embedding_names(self.model)
+        driver = self.driver
+        return {name: stored_states(chosen, kept, name, driver.state_layout(name, master)) for name in driver.names}
+
+    def _updates(self, compute: ComputeDtype, sizes: Mapping[str, StoredStates]) -> dict[str, UpdateProfile]:
+        """By parameter, what its update works on at once.
+
+        Args:
+            compute: of the plan.
+            sizes: as `_state_sizes` gives them.
+        """
+        driver, master = self.driver, _master_dtype(compute)
+        numels = {name: p.numel() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        found: dict[str, UpdateProfile] = {}
+        for name, states in sizes.items():
+            is_cut = driver.verdict(name, master).kind is UpdateKind.ELEMENTWISE
+            elements = min(PIECE_ELEMENTS, numels[name]) if is_cut else numels[name]
+            found[name] = UpdateProfile(
+                piece_elements=elements,
+                scratch_bytes=driver.scratch_bytes(name, elements, master),
+                state_bytes=states.nbytes,
+                encoded_elements=states.encoded,
+            )
+        return found
+
+
+def _sum_of(block: BlockProfile, sizes: Mapping[str, StoredStates], figure: Callable[[StoredStates], int]) -> int:
+    """A figure of the states of a block's parameters."""
+    return sum(figure(sizes[p.name]) for p in block.parameters if p.name in sizes)
+
+
+def _watch() -> Watch | None:
+    """Memfit's allocator, as what operations take is measured with; None on a machine without a compiler."""
+    try:
+        return install().hidden_bytes
+    except TierUnavailableError:
+        return None
+
+
+def _largest(parts: Sequence[Any]) -> Any:
+    """The part with most bytes, the first of several: what it takes, the others take at most."""
+    return max(parts, key=lambda part: sum(t.numel() * t.element_size() for t in tensors_in(part)))
+
+
+def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:
+    """Of what is updated, where it is not the weight itself."""
+    return torch.float32 if compute.has_masters else None
+
+
+class FirstOf:
+    """A loss that returns (sum, count), as its sum: what is differentiated, up to a factor.
+
+    Attributes:
+        is_counted: it has returned such a pair.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self.is_counted = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """The loss, or its sum."""
+        result = self._loss(model, batch)
+        check_result(result)
+        if not isinstance(result, tuple):
+            return result
+        self.is_counted = True
+        return result[0]
+
+
+def check_arguments(
+    model: Any, loss: Any, allow: Collection[str], max_grad_norm: float | None, numerics: str = "auto"
+) -> None:
+    """Raises `UsageError` for arguments that cannot be."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not callable(loss):
+        raise UsageError(f"loss must be a function loss(model, batch) -> scalar tensor, not {type(loss).__name__}")
+    if isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss":
+        name = type(loss).__name__
+        raise UsageError(
+            f"loss is called as loss(model, batch), which {name} is not: give lambda model, batch: criterion(model(batch[0]), batch[1]), with it as criterion"
+        )
+    if isinstance(allow, str):
+        raise UsageError(f'allow takes a set of names, such as allow={{"{allow}"}}')
+    check_wish(numerics, allow)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm must be above 0, not {max_grad_norm}")
+
+
+def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDriver:
+    """The driver of an optimizer.
+
+    Raises:
+        UnsupportedError: its step needs all parameters at once. UsageError: a live job has it.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, AwayStates):
+        raise UsageError(
+            "a live job has this optimizer, and its model, in hand: close that job first (job.close()); then they are ordinary ones again, and can be fitted anew"
+        )
+    driver = OptimizerDriver(optimizer, dict(model.named_parameters()))
+    for name in driver.names:
+        verdict = driver.verdict(name)
+        if verdict.kind is UpdateKind.JOINT:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} must see all parameters at once ({verdict.reason}), but memfit updates block by block: use an optimizer "
+                "that treats each parameter on its own"
+            )
+    return driver
+
+
+def beside(model: nn.Module, optimizer: torch.optim.Optimizer, sample: Any) -> Iterator[torch.Tensor]:
+    """What is there of a job beside its weights, and counted in every prediction of it: batch, buffers, gradients, optimizer states."""
+    yield from tensors_in(sample)
+    yield from model.buffers()
+    yield from (p.grad for p in model.parameters() if p.grad is not None)
+    yield from tensors_in(dict(optimizer.state))
+
+
+def read_plan(plan: Plan | str | Path) -> Plan:
+    """A plan, from its JSON text or file where it is none yet.
+
+    Raises:
+        PlanError: not a plan, or a file that cannot be read. UsageError: something else.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str) and plan.lstrip().startswith("{"):
+        return Plan.from_json(plan)
+    if not isinstance(plan, str | Path):
+        raise UsageError(f"plan must be a Plan, its JSON text or a path to it, not {type(plan).__name__}")
+    try:
+        return Plan.from_json(read_document(Path(plan), limit_bytes=_PLAN_LIMIT_BYTES))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the plan {str(plan)[:200]!r} cannot be read: {error}") from error
+
+
+def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
+    """A machine, from its JSON text or file where it is none yet; None stays None.
+
+    Raises:
+        UsageError: not a machine, or a file that cannot be read.
+    """
+    if hardware is None or isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str | Path):
+        raise UsageError(f"hardware must be a Hardware, its JSON text or a path to it, not {type(hardware).__name__}")
+    if isinstance(hardware, str) and hardware.lstrip().startswith("{"):
+        return Hardware.from_json(hardware)
+    try:
+        return Hardware.from_json(read_document(Path(hardware), limit_bytes=HARDWARE_LIMIT_BYTES))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the hardware file {str(hardware)[:200]!r} cannot be read: {error}") from error
+
+
+def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:
+    """Raises `UsageError` or `UnsupportedError` where a plan computes or keeps states in a format that is not allowed, or that the model cannot have."""
+    if plan.state_format is not StateFormat.GIVEN and plan.state_format.allowance not in allow:
+        raise UsageError(
+            f"the plan keeps optimizer states in {plan.state_format}, which changes the arithmetic: "
+            f'fit(..., allow={{"{plan.state_format.allowance}"}}) permits it'
+        )
+    if plan.compute_dtype is ComputeDtype.GIVEN:
+        return
+    needed, how = {
+        ComputeDtype.FLOAT16: ("fp16", "fp16"),
+        ComputeDtype.FLOAT16_WEIGHTS: (FP16_WEIGHTS, "fp16 weights"),
+    }.get(plan.compute_dtype, (WITHOUT_MASTERS, "bf16 without masters") if plan.drops_masters else ("bf16", "bf16"))
+    if needed not in allow:
+        raise UsageError(
+            f'the plan computes in {how}, which changes the arithmetic: fit(..., allow={{"{needed}"}}) permits it'
+        )
+    problem = unfit_for(plan.compute_dtype, model)
+    if problem is not None:
+        raise UnsupportedError(problem)
+
+
+def unfit_for(compute: ComputeDtype, model: nn.Module) -> str | None:
+    """Why the model cannot compute so; None if it can."""
+    if compute.has_masters:
+        return _unfit_for_masters(model, compute)
+    return _unfit_for_autocast(model) if compute is ComputeDtype.FLOAT16 else None
+
+
+def _unfit_for_autocast(model: nn.Module) -> str | None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            return f"the parameter {name!r} is fp16: loss scaling needs fp32 weights, whose gradients are fp32 (model.float() first)"
+    return None
+
+
+def _unfit_for_masters(model: nn.Module, compute: ComputeDtype) -> str | None:
+    is_bf16 = compute is ComputeDtype.BFLOAT16
+    short = "bf16" if is_bf16 else "fp16"
+    taken = (torch.float32, torch.bfloat16) if is_bf16 else (torch.float32, torch.float16)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in taken:
+            return f"the parameter {name!r} is {parameter.dtype}: {short} training takes models in fp32 or {short}, whose masters are fp32"
+        if parameter.grad is not None:
+            return f"the parameter {name!r} has a gradient, whose dtype would not be that of {short} weights: model.zero_grad() first"
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return f"the embedding {name!r} bounds its rows in the forward (max_norm), of which fp32 masters would not hear: set max_norm=None"
+    return None

@@ -1,0 +1,190 @@
+"""One training step on an assembly: whole, or not at all.
+
+In: an assembly and a batch. Out: losses and new weights at home; or an error, and the weights of before, or words for what is torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memfit.allocator.kernel import is_refusal, refusal_words
+from memfit.batches.splitting import shares
+from memfit.core.errors import LimitBreachError, StoreError
+from memfit.core.units import format_bytes
+from memfit.engine.engine import Outcome, Work
+from memfit.homes.gradients import clip_factor
+from memfit.job.assembly import Assembly
+from memfit.job.journaling import StepJournal
+from memfit.job.parts import Prepared
+from memfit.job.results import StepResult
+from memfit.tensors.random_streams import draw_streams
+from memfit.tensors.trees import tensors_in
+
+
+def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], factors: Sequence[float] | None) -> Outcome:
+    """Forward, backward and update.
+
+    Args:
+        assembly: everything at home.
+        prepared: for the batch's shapes.
+        parts: its microbatches.
+        factors: what each one's loss is multiplied with; None for a single one.
+
+    Raises:
+        LimitBreachError: the limit was hit; `assembly.torn` says whether the step can be repeated.
+    """
+    model, loss, scaler, driver = assembly.parts.model, assembly.loss, assembly.scaler, assembly.parts.driver
+    for _, slot in assembly.place.values():
+        slot.parameter.grad = None
+    assembly.updates.updated_blocks.clear()
+    assembly.noise.step = assembly.steps
+    numbers = {index: dict(states.numbers) for index, states in assembly.states.items()}
+    try:
+        if scaler is None:
+            driver.begin_step()
+        else:
+            scaler.begin_step()
+        assembly.house.gradients.begin_step()
+        if assembly.journal is not None:
+            assembly.journal.begin_step()
+        assembly.frames.begin_step(prepared.plan, prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
+        work = Work(
+            run=lambda m: loss(model, parts[m]),
+            shares=factors,
+            streams=draw_streams(prepared.microbatches),
+            max_norm=assembly.parts.max_grad_norm,
+            scale=None if scaler is None else scaler.scale,
+            begin_updates=None if scaler is None else driver.begin_step,
+            settle=None if assembly.journal is None else assembly.journal.decide,
+        )
+        with assembly.setting():
+            outcome = assembly.engine.run(prepared.schedule, work, tail=prepared.plan.cut_tail)
+        if scaler is not None:
+            scaler.update(has_overflowed=outcome.is_skipped)
+        assembly.house.note_changed(assembly.updates.updated_blocks)
+        assembly.house.commit()
+    except BaseException as error:
+        _fail(assembly, error, numbers)
+        raise
+    if not outcome.is_skipped:
+        driver.end_step()
+    _note_clip(assembly, outcome)
+    return outcome
+
+
+def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
+    """The step that was decided before, in this process or another. See [Note: a step from its journal] in `job.journaling`."""
+    journal.finish()
+    scaler = assembly.scaler
+    if scaler is not None:
+        scaler.begin_step()
+    assembly.parts.driver.begin_step()
+    outcome = journal.give()
+    if scaler is not None:
+        scaler.update(has_overflowed=False)
+    assembly.house.note_changed(assembly.states)
+    assembly.house.commit()
+    assembly.parts.driver.end_step()
+    _note_clip(assembly, outcome)
+    return outcome
+
+
+def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float) -> StepResult:
+    """What the user is told of a step."""
+    losses = tuple(float(loss) for loss in outcome.losses)
+    total = sum(x * share for x, share in zip(losses, outcome.shares, strict=True))
+    norm = None if outcome.norm is None else float(outcome.norm)
+    return StepResult(
+        loss=total,
+        losses=losses,
+        norm=norm,
+        rows=assembly.parts.cut.rows(batch),
+        tokens=_tokens(batch),
+        seconds=seconds,
+        peak_bytes=assembly.machine.last_peak_bytes(),
+        departures=tuple(outcome.departures),
+        is_skipped=outcome.is_skipped,
+        is_finite=_is_finite(total) and (norm is None or _is_finite(norm)),
+    )
+
+
+def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], list[float] | None]:
+    """The microbatches of a batch, and what each one's loss is multiplied with."""
+    way = assembly.parts.cut
+    parts = way.parts(batch, prepared.microbatches)
+    return parts, shares(batch, parts, way, assembly.parts.weight)
+
+
+def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
+    max_norm = assembly.parts.max_grad_norm
+    if assembly.commits is not None and max_norm is not None and outcome.norm is not None:
+        assembly.commits.clip = float(clip_factor(outcome.norm, max_norm))
+
+
+def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
+    """A step did not end: forget it, or say that it tore the weights. Allocation failures become breaches."""
+    # An update that was under way must not write when the step is forgotten.
+    assembly.updates.close()
+    assembly.parts.driver.abandon_step()
+    try:
+        assembly.house.gradients.wait()
+    except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
+        error.add_note(f"a gradient could not be written either: {other}")
+    is_decided = assembly.journal is not None and assembly.journal.is_waiting
+    if not is_decided and assembly.house.forget_step():
+        error.add_note(f"step {assembly.steps} had been committed when this came: it counts")
+        return
+    for block in assembly.blocks:
+        block.release()
+    updated = assembly.updates.updated_blocks
+    is_torn = not is_decided and bool(updated) and not assembly.is_undoable
+    if is_decided:
+        error.add_note(
+            f"step {assembly.steps + 1} had been decided: its gradients are durable, and the next call finishes its updates; job.step(batch) then gives its result"
+        )
+    if assembly.scaler is not None:
+        assembly.scaler.forget_update()
+    if not is_torn and not is_decided:
+        for index, states in assembly.states.items():
+            states.numbers = numbers[index]
+    if is_torn:
+        names = [assembly.blocks[b].name for b in updated]
+        assembly.torn = (
+            f"step {assembly.steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
+            + (f" and {len(names) - 1} more blocks" if len(names) > 1 else "")
+        )
+    if is_refusal(error):
+        raise LimitBreachError(
+            _breach_text(assembly, error, torn=is_torn, is_decided=is_decided),
+            phase="step",
+            where=assembly.engine.at,
+            torn=is_torn,
+        ) from error
+
+
+def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_decided: bool) -> str:
+    limit = assembly.machine.limits.device_bytes
+    largest = sorted(assembly.residents(), key=lambda item: -item[1])[:5]
+    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest)
+    after = (
+        "The step had begun to update in place and is torn: load a saved state or fit again"
+        if torn
+        else "The step is decided, and finished by the next call"
+        if is_decided
+        else "Nothing was updated"
+        if assembly.parts.replan is not None  # whether the job goes on is found out then
+        else "Nothing was updated: the job goes on with the weights of before"
+    )
+    return (
+        f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{assembly.engine.at}': {refusal_words(error)} "
+        f"Largest residents: {held or 'none of memfit'}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
+    )
+
+
+def _tokens(batch: Any) -> int | None:
+    return next((t.numel() for t in tensors_in(batch) if not t.is_floating_point() and t.dim() > 1), None)
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0

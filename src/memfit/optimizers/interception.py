@@ -1,0 +1,263 @@
+"""Keeping the user's optimizer object truthful while memfit owns its states.
+
+In: the live optimizer and the owner's callbacks. Out: an object that still is what the user made (same class, same
+`param_groups`), whose `state_dict()` and pickling gather the states from their homes, whose `load_state_dict()` sends
+them there, and whose `step()`, `add_param_group()` and `state[...]` refuse with the reason instead of working on states
+that are not there.
+
+[Note: interception] Everything is an attribute of the one instance (Python looks there before the class), so the class,
+other instances and `isinstance` are untouched, and `remove()` takes it all away. `Optimizer.__getstate__` pickles only
+`defaults`, `state` and `param_groups`: the attributes never reach a pickle or a deep copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.optimizers.shadow import INTERCEPTED_METHODS, State
+from memfit.optimizers.step_hooks import mark_stepped
+from memfit.optimizers.validation import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerCallbacks:
+    """How the user's object reaches the states while they rest in memfit's homes.
+
+    All are called on the user's thread, between steps.
+    """
+
+    gather_state: Callable[[str], State]
+    """Name to the parameter's whole state in its own shapes, as copies that the caller may keep; `{}` before its first
+    step."""
+    scatter_state: Callable[[str, State], None]
+    """Takes a loaded state into the homes. Must copy: the tensors may be the ones in the user's dict."""
+    zero_grad: Callable[[bool], None]
+    """`set_to_none` to forgetting (or zeroing) the gradients that memfit holds."""
+
+
+class AwayStates(defaultdict[Any, Any]):
+    """Stands in for `optimizer.state` while the states are away: as long as what is away, and refuses to be read."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(dict)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise AwayError(
+            "optimizer.state was read while its tensors rest in memfit's homes. Use optimizer.state_dict(), which "
+            "gathers copies, or close the job first."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __missing__ = _refuse
+    keys = values = items = get = pop = popitem = setdefault = update = clear = copy = __copy__ = _refuse  # pyright: ignore[reportAssignmentType]
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<states of {self._count} parameters, resting in memfit's homes>"
+
+
+class _RefusedStep:
+    """`optimizer.step` while adopted.
+
+    An LR scheduler looks for `_wrapped_by_lr_sched` on it, to know whether `step` tells schedulers that it was called
+    (the driver does). That question is remembered, so that a scheduler made meanwhile finds what it expects after the
+    release.
+    """
+
+    def __init__(self) -> None:
+        self.asked_by_scheduler = False
+
+    @property
+    def _wrapped_by_lr_sched(self) -> bool:
+        self.asked_by_scheduler = True
+        return True
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise UsageError(
+            "optimizer.step() was called while memfit owns the weights and states. Call job.step(batch): it runs "
+            "forward, backward and the update. After job.close() the optimizer steps by itself again."
+        )
+
+
+def _telling_step(optimizer: Optimizer) -> Callable[..., object]:
+    """What `LRScheduler` puts over `step` (torch/optim/lr_scheduler.py): says that it was called, then calls it."""
+
+    def step(*args: Any, **kwargs: Any) -> object:
+        mark_stepped(optimizer)
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    vars(step)["_wrapped_by_lr_sched"] = True
+    return step
+
+
+class Interception:
+    """Installs the stand-ins on one optimizer and takes them away.
+
+    Memory: none of its own; `state_dict()` costs a copy of all states, `load_state_dict()` holds one parameter's cast
+    copy at a time beyond what torch's own loading makes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        entries: Mapping[str, Entry],
+        callbacks: OwnerCallbacks,
+        check_loaded: Callable[[Mapping[Any, State]], None],
+        *,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Prepare; changes nothing yet.
+
+        Args:
+            optimizer: the live optimizer.
+            entries: its parameters by name.
+            callbacks: the owner of the states.
+            check_loaded: raises `UsageError` for loaded groups and states that do not fit the homes.
+            master_dtype: of what is updated, where it is not the parameters' own: states are loaded in it.
+        """
+        self._master_dtype = master_dtype
+        self._check_loaded = check_loaded
+        self._optimizer = optimizer
+        self._entries = entries
+        self._callbacks = callbacks
+        self.kept_state: defaultdict[Any, State] = optimizer.state
+        """The user's own `optimizer.state` object, emptied parameter by parameter and put back by `remove`."""
+        self._before: dict[str, Any] = {}
+        self._step = _RefusedStep()
+
+    def install(self) -> None:
+        """Put the stand-ins in place."""
+        attributes = vars(self._optimizer)
+        self._before = {name: attributes[name] for name in INTERCEPTED_METHODS if name in attributes}
+        attributes.update(
+            step=self._step,
+            state_dict=self._state_dict,
+            load_state_dict=self._load_state_dict,
+            add_param_group=self._add_param_group,
+            zero_grad=self._zero_grad,
+            __getstate__=self._getstate,
+        )
+        self._hide_state()
+
+    def remove(self) -> None:
+        """Give the object back: its own methods, its own `state` object (with whatever `restore` put into it)."""
+        attributes = vars(self._optimizer)
+        for name in INTERCEPTED_METHODS:
+            attributes.pop(name, None)
+        attributes.update(self._before)
+        if "step" not in self._before and self._step.asked_by_scheduler:
+            attributes["step"] = _telling_step(self._optimizer)
+        self._optimizer.state = self.kept_state
+
+    def _hide_state(self) -> None:
+        self._optimizer.state = AwayStates(len(self._entries))
+
+    def _gathered(self) -> defaultdict[Any, State]:
+        """All states, as copies, in the order of the groups; keys without a parameter as they are."""
+        full: defaultdict[Any, State] = defaultdict(dict)
+        for name, entry in self._entries.items():
+            state = self._callbacks.gather_state(name)
+            if state:
+                full[entry.parameter] = state
+        own = {id(entry.parameter) for entry in self._entries.values()}
+        full.update({key: value for key, value in self.kept_state.items() if id(key) not in own})
+        return full
+
+    def _state_dict(self) -> dict[str, Any]:
+        """The class's own `state_dict`, with its hooks, over gathered states. Costs a copy of all states."""
+        self._optimizer.state = self._gathered()
+        try:
+            return type(self._optimizer).state_dict(self._optimizer)
+        finally:
+            self._hide_state()
+
+    def _getstate(self) -> dict[str, Any]:
+        self._optimizer.state = self._gathered()
+        try:
+            return type(self._optimizer).__getstate__(self._optimizer)
+        finally:
+            self._hide_state()
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The class's own `load_state_dict` (checks, casts, hooks, new groups); its states then go home one by one."""
+        optimizer = self._optimizer
+        groups_before = optimizer.param_groups
+        optimizer.state = defaultdict(dict)
+        try:
+            with self._masters_in_place():
+                type(optimizer).load_state_dict(optimizer, state_dict)
+            loaded = optimizer.state
+            try:
+                self._check_loaded(loaded)
+            except UsageError:
+                optimizer.param_groups = groups_before  # nothing went home yet: the refusal leaves everything as it was
+                raise
+            for name, entry in self._entries.items():
+                self._callbacks.scatter_state(name, loaded.pop(entry.parameter, {}))
+            for key, value in loaded.items():
+                self.kept_state[key] = value
+        finally:
+            self._hide_state()
+
+    @contextmanager
+    def _masters_in_place(self) -> Iterator[None]:
+        """Loading casts states to the dtype of the parameters in the groups: for the time, empty ones of the masters' dtype stand there."""
+        if self._master_dtype is None:
+            yield
+            return
+        optimizer, dtype = self._optimizer, self._master_dtype
+        real = [list(group["params"]) for group in optimizer.param_groups]
+        own: dict[Any, Any] = {torch.empty(0, dtype=dtype, device=p.device): p for params in real for p in params}
+        placed = iter(own)
+        for group in optimizer.param_groups:
+            group["params"] = [next(placed) for _ in group["params"]]
+        groups = optimizer.param_groups
+        try:
+            yield
+        finally:
+            for found in {id(groups): groups, id(optimizer.param_groups): optimizer.param_groups}.values():
+                for group, params in zip(found, real, strict=True):
+                    group["params"] = params
+            state: defaultdict[Any, State] = defaultdict(dict)
+            state.update({own.get(key, key): value for key, value in optimizer.state.items()})
+            optimizer.state = state
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+        parameters = list(_parameters(given))
+        by_id = {id(entry.parameter): name for name, entry in self._entries.items()}
+        known = [by_id[id(p)] for p in parameters if id(p) in by_id]
+        if known:
+            raise UsageError(
+                f"add_param_group: the optimizer updates {known[0]!r} already; a parameter belongs to one group."
+            )
+        raise UnsupportedError(
+            f"add_param_group with {len(parameters)} parameters that the plan does not know: memfit planned homes and "
+            "memory for the parameters that the optimizer had. Close the job, add the group, and call memfit.fit again."
+        )
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's own signature)
+        self._callbacks.zero_grad(set_to_none)
+        type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+
+
+def _parameters(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what `add_param_group` takes: one tensor, tensors, or pairs of name and tensor."""
+    for item in [given] if isinstance(given, torch.Tensor) else given:
+        yield item[1] if isinstance(item, tuple) else item

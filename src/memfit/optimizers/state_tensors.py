@@ -1,0 +1,227 @@
+"""Which states an optimizer keeps for a parameter, learned without allocating the parameter's size.
+
+In: an optimizer, one of its parameters and the verdict on its group. Out: a tuple of `StateTensor`.
+
+The class itself is run for a few steps on tiny tensors (some states appear at the first step only, so all steps are
+looked at). Elementwise classes run on flat vectors, where a state is either as long as the vector or a scalar. Other
+classes run on two small tensors with as many dimensions as the parameter, and each state dimension is explained by a
+parameter dimension; a third, larger run must confirm the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from memfit.core.errors import MemfitError, UnsupportedError
+from memfit.optimizers.kinds import UpdateKind
+from memfit.optimizers.shadow import Part, Shadow, State
+from memfit.optimizers.validation import Entry
+
+ShapeKind = Literal["like", "scalar", "other"]
+
+# Distinct small primes: equal state dimensions in two runs mean a constant, different ones name the parameter's
+# dimension.
+_CAPS_A = (5, 7, 3, 2)
+_CAPS_B = (7, 5, 2, 3)
+_CAPS_LARGE = (61, 67, 3, 2)
+_DRY_RUN_STEPS = 3
+_FLAT_ELEMENTS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTensor:
+    """One state of one parameter, as it is after the first steps.
+
+    `like` has the parameter's shape and is cut with it; `scalar` is one value a parameter (a step count) that every
+    piece of a step reads alike; `other` is a tensor of a shape of its own (Adafactor's rows and columns), only ever
+    used whole.
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    """None for a plain Python number."""
+    shape_kind: ShapeKind
+    shape: tuple[int, ...]
+    numel: int
+    nbytes: int
+    """Bytes of the whole state; 0 for a Python number."""
+
+
+def state_tensor(key: str, dtype: torch.dtype | None, shape_kind: ShapeKind, shape: Sequence[int]) -> StateTensor:
+    """A `StateTensor` with its sizes filled in."""
+    numel = math.prod(shape)
+    return StateTensor(
+        key=key,
+        dtype=dtype,
+        shape_kind=shape_kind,
+        shape=tuple(shape),
+        numel=numel,
+        nbytes=numel * dtype.itemsize if dtype else 0,
+    )
+
+
+def learn_layout(
+    optimizer: Optimizer, entry: Entry, kind: UpdateKind, dtype: torch.dtype, live: State
+) -> tuple[StateTensor, ...]:
+    """The states of one parameter, when its weight is kept in `dtype`.
+
+    Args:
+        optimizer: the live optimizer; only read.
+        entry: the parameter; its bytes are not touched, so they may be away.
+        kind: how far its group may be cut.
+        dtype: of the weight that is updated (a float32 master of a bfloat16 parameter, say).
+        live: the states that exist already; they win over the dry run where both know a key, and complete it.
+
+    Raises:
+        UnsupportedError: the class cannot be run on a small copy, or a state's shape cannot be explained by the
+            parameter's.
+    """
+    shape = tuple(entry.parameter.shape)
+    try:
+        learned = (
+            _flat_layout(optimizer, entry, dtype, shape)
+            if kind is UpdateKind.ELEMENTWISE
+            else _shaped_layout(optimizer, entry, dtype, shape)
+        )
+    except MemfitError:
+        raise
+    except Exception as error:
+        if not live:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} could not be run for a step on a small copy of {entry.name!r} to learn "
+                f"its states ({type(error).__name__}: {error})."
+            ) from error
+        learned = {}  # states made in __init__ (Adagrad before torch 2.12): the live ones tell everything
+    for key, value in live.items():
+        if value is not None:
+            learned[key] = _from_live(type(optimizer).__name__, entry, key, value, dtype, learned.get(key))
+    return tuple(learned.values())
+
+
+def _from_live(
+    class_name: str, entry: Entry, key: str, value: Any, dtype: torch.dtype, learned: StateTensor | None
+) -> StateTensor:
+    """A state that exists: its shape and dtype, and the dry run's kind (a 0-d weight's state looks like a scalar)."""
+    if isinstance(value, torch.Tensor):
+        shape = tuple(value.shape)
+        guess: ShapeKind = (
+            "like" if shape == tuple(entry.parameter.shape) and shape else "scalar" if value.numel() == 1 else "other"
+        )
+        kind = learned.shape_kind if learned is not None and learned.shape == shape else guess
+        # torch keeps such states in the parameter's dtype; with a master of another dtype they follow the master.
+        own = dtype if kind != "scalar" and value.dtype == entry.parameter.dtype else value.dtype
+        return state_tensor(key, own, kind, shape)
+    _check_number(class_name, entry.name, key, value)
+    return state_tensor(key, None, "scalar", ())
+
+
+def _check_number(class_name: str, name: str, key: str, value: Any) -> None:
+    if not isinstance(value, (bool, int, float)):
+        raise UnsupportedError(
+            f"{class_name} keeps state {key!r} of {name!r} as a {type(value).__name__}; memfit can keep tensors and "
+            "numbers."
+        )
+
+
+def small_shape(shape: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:
+    """A shape with as many dimensions, none larger than the cap of its place (the last cap holds further on)."""
+    return tuple(min(size, caps[min(place, len(caps) - 1)]) for place, size in enumerate(shape))
+
+
+def _dry_run(optimizer: Optimizer, entry: Entry, shape: Sequence[int], dtype: torch.dtype) -> State:
+    """States after a few steps on a small random tensor of this shape; keys that went meanwhile are kept."""
+    device = entry.parameter.device
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(tuple(shape), generator=generator).to(device, dtype)
+    shadow = Shadow(optimizer)
+    state: State = {}
+    seen: State = {}
+    for _ in range(_DRY_RUN_STEPS):
+        gradient = torch.randn(tuple(shape), generator=generator).to(device, dtype)
+        part = Part(
+            group=entry.group, name=entry.name, parameter=entry.parameter, weight=weight, gradient=gradient, state=state
+        )
+        state = shadow.run([part])[0]
+        seen.update({key: value for key, value in state.items() if value is not None})
+    for key, value in seen.items():
+        if not isinstance(value, torch.Tensor):
+            _check_number(type(optimizer).__name__, entry.name, key, value)
+        elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps state {key!r} of {entry.name!r} as a {type(value).__name__}; memfit "
+                "keeps plain tensors."
+            )
+    return seen
+
+
+def _flat_layout(
+    optimizer: Optimizer, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]
+) -> dict[str, StateTensor]:
+    layout: dict[str, StateTensor] = {}
+    for key, value in _dry_run(optimizer, entry, (_FLAT_ELEMENTS,), dtype).items():
+        if not isinstance(value, torch.Tensor):
+            layout[key] = state_tensor(key, None, "scalar", ())
+        elif value.shape == (_FLAT_ELEMENTS,):
+            layout[key] = state_tensor(key, value.dtype, "like", shape)
+        elif value.numel() == 1:
+            layout[key] = state_tensor(key, value.dtype, "scalar", tuple(value.shape))
+        else:
+            raise AssertionError(f"an elementwise optimizer with state {key} of shape {tuple(value.shape)}")
+    return layout
+
+
+def _shaped_layout(
+    optimizer: Optimizer, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]
+) -> dict[str, StateTensor]:
+    sizes = [small_shape(shape, caps) for caps in (_CAPS_A, _CAPS_B, _CAPS_LARGE)]
+    small_a, small_b, large = (_dry_run(optimizer, entry, size, dtype) for size in sizes)
+    layout: dict[str, StateTensor] = {}
+    for key, value in small_a.items():
+        if not isinstance(value, torch.Tensor):
+            layout[key] = state_tensor(key, None, "scalar", ())
+            continue
+        others = (small_b.get(key), large.get(key))
+        shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in (value, *others)]
+        real = _explained_shape(shapes, sizes, shape)
+        if real is None or any(isinstance(v, torch.Tensor) and v.dtype != value.dtype for v in others):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps state {key!r} in shapes {shapes} for parameters of shapes {sizes}: "
+                f"memfit cannot tell its shape for {entry.name!r} {shape} without allocating it."
+            )
+        kind: ShapeKind = "like" if real == shape and real else "scalar" if math.prod(real) == 1 else "other"
+        layout[key] = state_tensor(key, value.dtype, kind, real)
+    if small_b.keys() != small_a.keys() or large.keys() != small_a.keys():
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} keeps other states for larger parameters ({sorted(small_a)} and "
+            f"{sorted(large)}); memfit cannot tell which ones {entry.name!r} will have."
+        )
+    return layout
+
+
+def _explained_shape(
+    shapes: Sequence[tuple[int, ...] | None], sizes: Sequence[tuple[int, ...]], real: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The state's shape at the real size, if each of its dimensions is a constant or one of the parameter's."""
+    dimensions = {len(s) if s is not None else -1 for s in shapes}
+    if len(dimensions) != 1 or -1 in dimensions:
+        return None
+    known = [s for s in shapes if s is not None]
+    answer: list[int] = []
+    for place in range(dimensions.pop()):
+        seen = [s[place] for s in known]
+        matches = [i for i in range(len(real)) if [s[i] for s in sizes] == seen]
+        if place in matches:
+            matches = [place]
+        if len({*seen}) == 1 and not (matches and place in matches):
+            answer.append(seen[0])
+        elif len({real[i] for i in matches}) == 1:
+            answer.append(real[matches[0]])
+        else:
+            return None
+    return tuple(answer)

@@ -1,0 +1,133 @@
+"""What one step of an optimizer's class makes for itself, beside the memory that it is lent.
+
+In: an optimizer, one of its parameters, the layout of its states. Out: bytes an element of what is updated at once.
+
+The class itself runs for a few steps on small tensors while every storage that an operation gives is counted until it dies: what a step holds is a
+multiple of what it updates, so that a small run tells it. Elementwise classes run on a flat vector, others on a tensor with as many dimensions as the
+parameter; there, what grows with a row or a column only (Adafactor's factors) weighs more than it will, never less. Not seen: what a kernel takes for
+itself (`profiling.workspaces`).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memfit.optimizers.kinds import UpdateKind
+from memfit.optimizers.shadow import Part, Shadow, State
+from memfit.optimizers.state_tensors import StateTensor, small_shape
+from memfit.optimizers.validation import Entry
+
+_STEPS = 3
+_FLAT_ELEMENTS = 4096
+_CAPS = {1: (4096,), 2: (64, 67), 3: (16, 17, 19)}
+_CAPS_OF_MORE = (8, 9, 10, 11)
+# Of a class that cannot be counted (its states are made in its __init__, or its step is compiled): as many copies as the hungriest of torch's own makes.
+_UNKNOWN_COPIES = 4
+
+
+def scratch_per_element(
+    optimizer: Optimizer, entry: Entry, kind: UpdateKind, dtype: torch.dtype, layout: Sequence[StateTensor]
+) -> float:
+    """Most bytes, for each element that is updated at once, that a step has alive of its own: no weight, gradient or state.
+
+    Args:
+        optimizer: the live optimizer; only read.
+        entry: the parameter; its bytes are not touched.
+        kind: how far its group may be cut.
+        dtype: of the weight that is updated.
+        layout: of the parameter's states.
+    """
+    shape = tuple(entry.parameter.shape)
+    if not math.prod(shape):
+        return 0.0
+    small = (_FLAT_ELEMENTS,) if kind is UpdateKind.ELEMENTWISE else _small(shape)
+    has_live = bool(optimizer.state.get(entry.parameter))
+    try:
+        most = _run(optimizer, entry, small, dtype, {})
+    except Exception:  # noqa: BLE001  (it has run on small tensors before: what fails here is the counting, of a compiled step for example)
+        given = _states_like(layout, shape, small) if has_live else None
+        if given is None:
+            return float(_UNKNOWN_COPIES * dtype.itemsize)
+        most = _run(optimizer, entry, small, dtype, given)
+    return most / math.prod(small)
+
+
+def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return small_shape(shape, _CAPS.get(len(shape), _CAPS_OF_MORE))
+
+
+def _states_like(layout: Sequence[StateTensor], shape: tuple[int, ...], small: tuple[int, ...]) -> State | None:
+    """States of a small tensor, for a class that does not make them in its step; None where their shapes are their own."""
+    states: State = {}
+    for tensor in layout:
+        if tensor.shape_kind == "other":
+            return None
+        is_like = tensor.shape_kind == "like" and tensor.shape == shape
+        states[tensor.key] = (
+            1 if tensor.dtype is None else torch.ones(small if is_like else tensor.shape, dtype=tensor.dtype)
+        )
+    return states
+
+
+def _run(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], dtype: torch.dtype, state: State) -> int:
+    """Most bytes alive beside what is lent and what becomes state, over a few steps."""
+    device = entry.parameter.device
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).to(device, dtype)
+    shadow = Shadow(optimizer)
+    most = 0
+    for _ in range(_STEPS):
+        gradient = torch.randn(shape, generator=generator).to(device, dtype)
+        part = Part(
+            group=entry.group, name=entry.name, parameter=entry.parameter, weight=weight, gradient=gradient, state=state
+        )
+        lent = [weight, gradient, *(value for value in state.values() if isinstance(value, torch.Tensor))]
+        # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
+        with torch.compiler.set_stance("force_eager"), _Counting(lent) as counting:
+            new = shadow.run([part])[0]
+        most = max(most, counting.peak_bytes - counting.bytes_of(new.values()))
+        state = new
+    return most
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, until they die."""
+
+    def __init__(self, lent: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._bytes = 0
+        self._lent = {tensor.untyped_storage()._cdata for tensor in lent}
+        self._made: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._note(value.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._lent or key in self._made:
+            return
+        self._made[key] = storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key))
+        self._bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+    def _forget(self, key: int) -> None:
+        self._bytes -= self._made.pop(key)[0]
+
+    def bytes_of(self, values: Iterable[Any]) -> int:
+        """Of what was made, the part that lives on in these."""
+        keys = {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+        return sum(self._made[key][0] for key in keys if key in self._made)

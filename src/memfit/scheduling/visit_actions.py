@@ -1,0 +1,95 @@
+"""Visits of weights: when a block's bytes come to the device and when they go.
+
+In: `ComputeOrder`. Out: `Visit`s (a block is there from the first to the last of neighbouring uses) and the placed
+fetches and releases.
+
+[Note: how far a fetch is moved forward]
+A *group* is the blocks that one compute action finds missing. Its fetch moves before earlier compute actions while, at
+each of them, at most `prefetch` groups are on the device that this action does not use: groups fetched ahead, and
+groups that only wait for their update. It never passes the release of one of its own blocks, and it moves over at
+most `prefetch` runs (a run is the same segment in the same direction, all microbatches), so that a lone visiting
+block does not sit on the device for half of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memfit.core.schedule import Fetch, Release
+from memfit.scheduling.gradient_actions import waiting_gap
+from memfit.scheduling.orders import ComputeOrder, Phase, Placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A block is used by the compute actions `first` to `last` (ordinals); released in `release_gap`."""
+
+    block: int
+    first: int
+    last: int
+    release_gap: int
+
+
+def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) -> list[Visit]:
+    """Joins neighbouring uses into visits, ordered by their first use.
+
+    Args:
+        order: of computing.
+        updates: by block, the position after which it is updated in backward; such a visit ends when the update has.
+        prefetch: of the plan.
+    """
+    uses: dict[int, list[int]] = {}
+    for ordinal, compute in enumerate(order.computes):
+        for block in order.shape.needs[compute.segment]:
+            if block in order.shape.visiting:
+                uses.setdefault(block, []).append(ordinal)
+    visits: list[Visit] = []
+    for block, ordinals in uses.items():
+        first = ordinals[0]
+        for ordinal, following in zip(ordinals, [*ordinals[1:], None], strict=True):
+            if following is not None and order.stays(ordinal, following):
+                continue
+            is_updated = updates.get(block) == order.computes[ordinal].position
+            gap = waiting_gap(order, ordinal, prefetch) if is_updated else order.gap_after(ordinal)
+            visits.append(Visit(block=block, first=first, last=ordinal, release_gap=gap))
+            first = following if following is not None else first
+    return sorted(visits, key=lambda v: (v.first, v.block))
+
+
+def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) -> list[Placed]:
+    """Places fetches and releases. See [Note: how far a fetch is moved forward]."""
+    placed = [Placed(gap=v.release_gap, phase=Phase.RELEASE, action=Release(v.block)) for v in visits]
+    runs = _runs(order)
+    # Groups on the device at a compute action that does not use them, by its ordinal; a group's name is its first use.
+    unused: list[set[tuple[int, bool]]] = [set() for _ in order.computes]
+    for visit in visits:
+        if visit.release_gap > order.gap_after(visit.last):
+            unused[visit.last + 1].add((visit.first, True))
+    released: dict[int, int] = {}
+    groups: dict[int, list[Visit]] = {}
+    for visit in visits:
+        groups.setdefault(visit.first, []).append(visit)
+    for first, group in groups.items():
+        free_gap = max(released.get(v.block, 0) for v in group)
+        earliest = first
+        while earliest > 0 and (
+            runs[earliest - 1] >= runs[first] - prefetch
+            and order.gap_before(earliest - 1) >= free_gap
+            and len(unused[earliest - 1]) < prefetch
+        ):
+            earliest -= 1
+            unused[earliest].add((first, False))
+        phase = Phase.FETCH if earliest == first else Phase.PREFETCH
+        placed += [Placed(gap=order.gap_before(earliest), phase=phase, action=Fetch(v.block)) for v in group]
+        released.update({v.block: v.release_gap for v in group})
+    return placed
+
+
+def _runs(order: ComputeOrder) -> list[int]:
+    runs: list[int] = []
+    for ordinal, compute in enumerate(order.computes):
+        previous = order.computes[ordinal - 1] if ordinal else compute
+        is_same = (previous.segment, previous.is_backward) == (compute.segment, compute.is_backward)
+        runs.append(0 if not ordinal else runs[-1] + (not is_same))
+    return runs

@@ -1,0 +1,291 @@
+"""One direction of the disk: a queue of tickets and the threads that serve it, piece by piece.
+
+In: tickets. Out: the same, ended. The threads know the channel, never the `DiskIO` in front of it, so that dropping
+that object ends them.
+
+[Note: order]
+Threads take pieces from the ticket at the head of the queue until it is used up, then go on with the next: first in,
+first out, several threads on one big ticket, urgent tickets before the others at the next piece. A ticket may have to
+come after others, in either direction; it enters the queue when the last of them has ended. Tickets only ever wait for
+older ones: no cycles.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from memfit.core.errors import StoreError
+from memfit.core.units import round_up
+from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory, aligned_memory
+from memfit.store.os_errors import explain, store_error
+from memfit.store.ticket import Ticket
+from memfit.store.transfer import ShortReadError, move
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went through a channel for one purpose."""
+
+    moved_bytes: int = 0
+    cached_bytes: int = 0
+    busy_s: float = 0.0
+    tickets: int = 0
+    failed_tickets: int = 0
+
+
+class Channel:
+    """Tickets of one direction and the threads that serve them.
+
+    Args:
+        is_write: the direction.
+        threads: how many pieces are under way at once.
+        piece_bytes: largest piece, in whole blocks.
+        staging_bytes: bounce buffer of each thread, in whole blocks; held from construction to the end of the thread.
+    """
+
+    def __init__(self, *, is_write: bool, threads: int, piece_bytes: int, staging_bytes: int) -> None:
+        self._is_write = is_write
+        self._piece_bytes = piece_bytes
+        # Condition's own lock is reentrant: a finalizer may run in a thread that is inside this lock and ask for the
+        # end.
+        self._condition = threading.Condition()
+        self._urgent: deque[Ticket] = deque()
+        self._background: deque[Ticket] = deque()
+        self._unfinished = 0
+        self._is_closing = False
+        self._is_cancelling = False
+        self._pid = os.getpid()
+        self._traffic: dict[str, Traffic] = {}
+        self.staging_bytes = threads * staging_bytes
+        name = "memfit-disk-write" if is_write else "memfit-disk-read"
+        self._threads = [
+            # Daemon threads: ordinary ones would be joined at interpreter exit before anyone has told them to end.
+            threading.Thread(
+                target=self._serve, args=(aligned_memory(staging_bytes),), name=f"{name}-{number}", daemon=True
+            )
+            for number in range(threads)
+        ]
+        started: list[threading.Thread] = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except RuntimeError as error:
+            self._threads = started
+            self.request_end(cancel=True)
+            self.join()
+            raise store_error(
+                f"could not start {threads} threads for the disk: {error}; raise `ulimit -u` or use fewer threads"
+            ) from error
+
+    # ---- for the owner
+
+    def submit(self, ticket: Ticket, after: tuple[Ticket, ...]) -> None:
+        """Takes a ticket, to be served after others have ended. Its handle is acquired; its end releases it.
+
+        Raises:
+            StoreError: the channel is closed, or this process is a fork of the one that has the threads.
+        """
+        if os.getpid() != self._pid:
+            raise store_error(
+                f"disk transfer of {ticket.label} in a forked process: the worker threads live in process {self._pid}; "
+                "open the store in the process that uses it"
+            )
+        with self._condition:
+            if self._is_closing:
+                raise store_error(f"disk transfer of {ticket.label} after the disk was closed; make a new DiskIO")
+            self._unfinished += 1
+            # One blocker more than there are: the ticket must not start before all of them are counted.
+            ticket.blockers = len(after) + 1
+        for other in after:
+            other.call_when_done(functools.partial(self._unblock, ticket))
+        self._unblock(ticket, None)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Gives up what has not been started of a ticket; True if there was something."""
+        with self._condition:
+            if ticket.is_over or ticket.has_failed or ticket.cursor == ticket.nbytes:
+                return False
+            ticket.fail(_cancelled(ticket))
+            is_over = self._is_over(ticket)
+        if is_over:
+            ticket.finish()
+        return True
+
+    def request_end(self, *, cancel: bool) -> None:
+        """Tells the threads to end: after all tickets, or, with `cancel`, after the pieces under way."""
+        if os.getpid() != self._pid:
+            return  # A fork: no threads here, and the lock may have been copied in a locked state.
+        with self._condition:
+            self._is_closing = True
+            self._is_cancelling = self._is_cancelling or cancel
+            self._condition.notify_all()
+
+    def join(self) -> None:
+        """Waits for the threads to end; call `request_end` first. A worker that gets here does not wait for itself."""
+        if os.getpid() != self._pid:
+            return
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def traffic(self) -> dict[str, Traffic]:
+        """A copy of the counters by purpose."""
+        with self._condition:
+            return {
+                tag: Traffic(
+                    moved_bytes=found.moved_bytes,
+                    cached_bytes=found.cached_bytes,
+                    busy_s=found.busy_s,
+                    tickets=found.tickets,
+                    failed_tickets=found.failed_tickets,
+                )
+                for tag, found in self._traffic.items()
+            }
+
+    # ---- the life of a ticket
+
+    def _unblock(self, ticket: Ticket, earlier: Ticket | None) -> None:
+        """Counts one ticket that had to come first as ended; the last one lets this ticket into the queue.
+
+        It ends no ticket itself, not even one that has failed: it runs inside the end of another ticket, and a long row
+        of tickets that wait for each other would nest as deep.
+        """
+        with self._condition:
+            ticket.blockers -= 1
+            if ticket.is_over or ticket.has_failed:
+                return
+            if earlier is not None and earlier.is_write and not ticket.is_write and earlier.has_failed:
+                # A read of what was not written would give old bytes as new ones. A write may follow anything.
+                ticket.fail(store_error(f"{ticket.label} was not read because it was not written: {earlier.failure}"))
+            elif ticket.blockers:
+                return
+            (self._urgent if ticket.is_urgent else self._background).append(ticket)
+            # All: a waiter that an exception of a signal handler took away would swallow the wake-up that was meant for another.
+            self._condition.notify_all()
+
+    def _is_over(self, ticket: Ticket) -> bool:
+        """With the lock held: nothing is left to do or under way. True once only: who sees it finishes the ticket."""
+        if ticket.is_over or ticket.in_flight or (ticket.cursor < ticket.nbytes and not ticket.has_failed):
+            return False
+        ticket.is_over = True
+        self._unfinished -= 1
+        counted = self._traffic.setdefault(ticket.tag, Traffic())
+        counted.tickets += 1
+        counted.failed_tickets += ticket.has_failed
+        if self._is_closing:
+            self._condition.notify_all()
+        return True
+
+    def _take(self) -> tuple[Ticket, int, int] | None:
+        """The next piece (ticket, position, length), when there is one; None when the thread shall end."""
+        while True:
+            with self._condition:
+                while not self._urgent and not self._background:
+                    if self._is_closing and not self._unfinished:
+                        return None
+                    self._condition.wait()
+                queue = self._urgent or self._background
+                ticket = queue[0]
+                if self._is_cancelling:
+                    ticket.fail(_cancelled(ticket))
+                if not ticket.has_failed and ticket.cursor < ticket.nbytes:
+                    start = ticket.cursor
+                    # Pieces end on blocks of the file, so that only the first and the last can have edges.
+                    end = (ticket.offset + start + self._piece_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    ticket.cursor = min(ticket.nbytes, end - ticket.offset)
+                    ticket.in_flight += 1
+                    if ticket.cursor == ticket.nbytes:
+                        queue.popleft()
+                    return ticket, start, ticket.cursor - start
+                queue.popleft()
+                is_over = self._is_over(ticket)
+            # Outside of the lock: the tickets that wait for this one may belong to the other channel, which has a lock
+            # of its own.
+            if is_over:
+                ticket.finish()
+            # This thread may now wait for work, and must not keep the ticket alive meanwhile.
+            del ticket, queue
+
+    def _serve(self, staging: Memory) -> None:
+        while (work := self._take()) is not None:
+            self._perform(*work, staging)
+            # While this thread waits for work it must not keep the last ticket alive.
+            del work
+
+    def _perform(self, ticket: Ticket, position: int, nbytes: int, staging: Memory) -> None:
+        started_s = time.perf_counter()
+        ticket.note_start()
+        failure: StoreError | None = None
+        try:
+            move(
+                ticket.handle,
+                is_write=self._is_write,
+                offset=ticket.offset + position,
+                address=ticket.memory.address + position,
+                nbytes=nbytes,
+                staging=staging,
+                pads=ticket.pads and position + nbytes == ticket.nbytes,
+            )
+            if ticket.watcher is not None:
+                ticket.watcher(position, ticket.memory.address + position, nbytes)
+        except BaseException as error:  # noqa: BLE001
+            # Whatever happens is raised where the ticket is waited for; the thread must live on for the next one.
+            failure = _explain_transfer(error, ticket, position, nbytes)
+        with self._condition:
+            counted = self._traffic.setdefault(ticket.tag, Traffic())
+            counted.busy_s += time.perf_counter() - started_s
+            if failure is None:
+                counted.moved_bytes += nbytes
+                counted.cached_bytes += 0 if ticket.handle.is_direct else nbytes
+            else:
+                ticket.fail(failure)
+            ticket.in_flight -= 1
+            is_over = self._is_over(ticket)
+        if is_over:
+            ticket.finish()
+
+
+def check_sizes(*, threads: int, piece_bytes: int, staging_bytes: int) -> str | None:
+    """What is wrong with the sizes of a channel, in words; None if nothing is."""
+    if threads < 1 or threads > 64:
+        return f"threads must be 1 to 64, not {threads}"
+    for name, size in (("piece_bytes", piece_bytes), ("staging_bytes", staging_bytes)):
+        if size < ALIGNMENT_BYTES or round_up(size, ALIGNMENT_BYTES) != size or size > 1 << 30:
+            return f"{name} must be a multiple of {ALIGNMENT_BYTES} up to 1 GiB, not {size}"
+    return None
+
+
+def _cancelled(ticket: Ticket) -> StoreError:
+    return store_error(f"the {'write' if ticket.is_write else 'read'} of {ticket.label} in {ticket.path} was cancelled")
+
+
+def _explain_transfer(error: BaseException, ticket: Ticket, position: int, nbytes: int) -> StoreError:
+    """A `StoreError` that names the block, the file and the range."""
+    if isinstance(error, StoreError):
+        # A watcher's own words; frames of this thread would keep the ticket and its memory alive.
+        return error.with_traceback(None)
+    start = ticket.offset + position
+    verb = "write" if ticket.is_write else "read"
+    doing = f"{verb} {ticket.label} (bytes {start} to {start + nbytes} of the file)"
+    if isinstance(error, ShortReadError):
+        failure = store_error(
+            f"could not {doing} at {ticket.path}: the file ends {error.missing_bytes} bytes too early; it was cut or "
+            "replaced from outside: go back to a saved state, or start the store anew",
+            error.errno,
+        )
+    elif isinstance(error, OSError):
+        failure = explain(error, doing=doing, path=ticket.path)
+    else:
+        failure = store_error(
+            f"could not {doing} at {ticket.path}: {type(error).__name__}: {error}; this is a bug of memfit"
+        )
+    # Frames of this thread would keep the ticket and its memory alive.
+    failure.__cause__ = error.with_traceback(None)
+    error.__context__ = None
+    return failure

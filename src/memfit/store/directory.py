@@ -1,0 +1,288 @@
+"""The files of a store's directory: made, found, checked and removed.
+
+In: a directory and file lengths. Out: open files and a held lock, or a `StoreError` and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from memfit.core.errors import StoreError
+from memfit.core.units import format_bytes
+from memfit.store.file_operations import FileHandle, FileOperations, open_file, sync_directory, write_small_file
+from memfit.store.lock import DirectoryLock
+from memfit.store.manifest import (
+    LIMIT_BYTES,
+    MANIFEST_NAME,
+    NEW_MANIFEST_NAME,
+    Manifest,
+    file_name,
+    read_manifest,
+    state_file_name,
+)
+from memfit.store.os_errors import explain, store_error
+
+_DATA_FILE = re.compile(r"homes-[0-9]{1,5}\.bin")
+
+
+def create_files(
+    directory: Path, files: Mapping[str, int], manifest: bytes, *, durable: bool, operations: FileOperations
+) -> tuple[bool, DirectoryLock, tuple[FileHandle, ...]]:
+    """Makes the directory, the lock, the files (name to bytes) with their blocks claimed, and last the manifest.
+
+    Returns:
+        Whether the directory was made, the lock, the open files.
+
+    Raises:
+        StoreInUseError: a live job owns the directory.
+        StoreError: no parent, no permission, no room, or a store is there. What was made is removed again.
+    """
+    made_directory = _make_directory(directory, operations)
+    lock: DirectoryLock | None = None
+    handles: list[FileHandle] = []
+    try:
+        lock = DirectoryLock(directory, operations=operations)
+        _refuse_store(directory)
+        # Data files without a manifest are what a crash in this function left behind.
+        _remove_data_files(directory, operations)
+        _claim(directory, files, handles, operations)
+        _write_first_manifest(directory, manifest, handles, durable=durable, operations=operations)
+    except BaseException:
+        for handle in handles:
+            handle.close()
+            with contextlib.suppress(OSError):
+                operations.unlink(handle.path)
+        if lock is not None:
+            # What went wrong first is what the user must hear.
+            with contextlib.suppress(StoreError):
+                lock.release(remove=True)
+        if made_directory:
+            with contextlib.suppress(OSError):
+                operations.rmdir(directory)
+        raise
+    return made_directory, lock, tuple(handles)
+
+
+def is_there(path: Path) -> bool:
+    """True if the name exists, be it as a link that leads nowhere."""
+    return path.is_symlink() or path.exists()
+
+
+def _refuse_store(directory: Path) -> None:
+    if is_there(directory / MANIFEST_NAME):
+        raise store_error(
+            f"{directory} holds a store already: open it, choose another directory, or remove it", errno.EEXIST
+        )
+
+
+def _make_directory(directory: Path, operations: FileOperations) -> bool:
+    parent = directory.parent
+    if not directory.is_dir():
+        if not is_there(parent):
+            raise store_error(
+                f"could not create the directory {directory}: its parent {parent} does not exist; "
+                "create it or choose another",
+                errno.ENOENT,
+            )
+        try:
+            operations.mkdir(directory)
+        except FileExistsError as error:
+            if not directory.is_dir():
+                raise explain(error, doing="create the directory", path=directory) from error
+        except OSError as error:
+            raise explain(error, doing="create the directory", path=directory) from error
+        else:
+            return True
+    return False
+
+
+def _claim(directory: Path, files: Mapping[str, int], handles: list[FileHandle], operations: FileOperations) -> None:
+    """Makes the files and has all their blocks reserved; a full disk is found before the first byte is written."""
+    needed_bytes = sum(files.values())
+    try:
+        free_bytes = operations.free_bytes(directory)
+    except OSError as error:
+        raise explain(error, doing="ask for the free space", path=directory) from error
+    if needed_bytes > free_bytes:
+        raise explain(
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            doing="claim the disk space of the store",
+            path=directory,
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )
+    for name, size_bytes in files.items():
+        handle = open_file(directory / name, create=True, direct=_is_direct(name), operations=operations)
+        handles.append(handle)
+        if size_bytes:
+            try:
+                handle.allocate(0, size_bytes)
+            except OSError as error:
+                raise explain(
+                    error,
+                    doing="claim the disk space of the store",
+                    path=directory,
+                    needed_bytes=needed_bytes,
+                    free_bytes=free_bytes,
+                ) from error
+
+
+def _write_first_manifest(
+    directory: Path, manifest: bytes, handles: list[FileHandle], *, durable: bool, operations: FileOperations
+) -> None:
+    target = directory / MANIFEST_NAME
+    fresh = directory / NEW_MANIFEST_NAME
+    try:
+        if durable:
+            for handle in handles:
+                operations.fsync(handle.descriptor)
+            # Before the manifest that speaks of them: a file system may make a later name durable first.
+            sync_directory(directory, operations=operations)
+        write_small_file(fresh, manifest, operations=operations, durable=durable)
+        operations.rename(fresh, target)
+        if durable:
+            sync_directory(directory, operations=operations)
+            # The directory's own name, for the case that it is new.
+            sync_directory(directory.parent, operations=operations)
+    except OSError as error:
+        for name in (fresh, target):
+            with contextlib.suppress(OSError):
+                operations.unlink(name)
+        raise explain(error, doing="write the manifest", path=target) from error
+
+
+def read_manifest_file(directory: Path, *, operations: FileOperations) -> Manifest:
+    """Reads and checks the manifest of a directory.
+
+    Raises:
+        StoreError: there is none, or it cannot be used.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        # Without waiting: a pipe in the place of the manifest would hang the reader.
+        descriptor = operations.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise store_error(
+            f"there is no store at {directory}: it has no {MANIFEST_NAME}; check the path, or create one", errno.ENOENT
+        ) from error
+    except OSError as error:
+        raise explain(error, doing="open the manifest", path=path) from error
+    try:
+        size_bytes = operations.size_bytes(descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or size_bytes > LIMIT_BYTES:
+            raise store_error(
+                f"the manifest {path} is damaged: not a plain file of at most "
+                f"{format_bytes(LIMIT_BYTES)}; restore it from a copy"
+            )
+        content = bytearray(size_bytes)
+        read_bytes = 0
+        while read_bytes < size_bytes:
+            count = operations.pread(descriptor, memoryview(content)[read_bytes:], read_bytes)
+            if count <= 0:
+                break
+            read_bytes += count
+        return read_manifest(bytes(content[:read_bytes]), path=path, data_bytes=_data_bytes(directory))
+    except StoreError:
+        raise
+    except OSError as error:
+        raise explain(error, doing="read the manifest", path=path) from error
+    finally:
+        operations.close(descriptor)
+
+
+def _data_bytes(directory: Path) -> int:
+    return sum(path.lstat().st_size for path in directory.iterdir() if _DATA_FILE.fullmatch(path.name))
+
+
+def open_files(
+    directory: Path, manifest: Manifest, *, operations: FileOperations, reads_only: bool = False
+) -> tuple[FileHandle, ...]:
+    """Opens the files that a manifest speaks of: the data, then the small state.
+
+    Raises:
+        StoreError: one is missing, not a plain file (of this directory alone, unless it is only read), or not as long as the manifest says.
+    """
+    handles: list[FileHandle] = []
+    try:
+        for name, size_bytes in files_of(manifest).items():
+            handle = open_file(directory / name, direct=_is_direct(name), operations=operations, reads_only=reads_only)
+            handles.append(handle)
+            if not reads_only:
+                _check_single(handle)
+            if _is_direct(name):
+                _check_length(handle, size_bytes)
+    except BaseException:
+        for handle in handles:
+            handle.close()
+        raise
+    return tuple(handles)
+
+
+def files_of(manifest: Manifest, state_bytes: int = 0) -> dict[str, int]:
+    """Names and lengths of the files of a store: the data, then the small state (of any length, `state_bytes` at first)."""
+    files = {file_name(number): size for number, size in enumerate(manifest.file_bytes)}
+    if manifest.has_state_files:
+        files |= dict.fromkeys((state_file_name(0), state_file_name(1)), state_bytes)
+    return files
+
+
+def _is_direct(name: str) -> bool:
+    # The small state is written and read whole, of any length, through the cache.
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def _check_single(handle: FileHandle) -> None:
+    try:
+        found = os.fstat(handle.descriptor)
+    except OSError as error:
+        raise explain(error, doing="look at the file", path=handle.path) from error
+    if found.st_nlink > 1:
+        # Writing here would change the file under its other name: a backup made of links, or worse.
+        raise store_error(
+            f"{handle.path} has another name too (a hard link), and what is behind that would change with it: "
+            "make real copies"
+        )
+
+
+def _check_length(handle: FileHandle, size_bytes: int) -> None:
+    try:
+        found_bytes = handle.size_bytes()
+    except OSError as error:
+        raise explain(error, doing="ask for the length of the file", path=handle.path) from error
+    if found_bytes != size_bytes:
+        raise store_error(
+            f"the data file {handle.path} has {found_bytes} bytes and its manifest says {size_bytes}: it was cut or "
+            "replaced from outside; restore it from a copy, or remove the directory and start again"
+        )
+
+
+def remove_files(directory: Path, files: Iterable[str], *, operations: FileOperations) -> None:
+    """Removes the manifest, then the data: data without a manifest is rubbish, the reverse is a broken store.
+
+    Raises:
+        StoreError: something cannot be removed.
+    """
+    for name in (MANIFEST_NAME, NEW_MANIFEST_NAME, *files):
+        path = directory / name
+        try:
+            operations.unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise explain(error, doing="remove the file", path=path) from error
+
+
+def _remove_data_files(directory: Path, operations: FileOperations) -> None:
+    for name in sorted(found.name for found in directory.iterdir()):
+        if _DATA_FILE.fullmatch(name) or name in (state_file_name(0), state_file_name(1)):
+            path = directory / name
+            try:
+                operations.unlink(path)
+            except OSError as error:
+                raise explain(error, doing="remove what an interrupted start left", path=path) from error

@@ -1,0 +1,568 @@
+"""A store: one directory that holds regions and always has the last committed step, whole.
+
+In: a directory, regions with sizes. Out: regions to read and write, and commits that make new versions current all at
+once.
+
+Disk: each slot of each region, in whole blocks, claimed at creation, so that a full disk is known then and not in the
+middle of a run.
+
+The order of a commit, and what each of its failures means, is [Note: commit] in `publish`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from memfit.core.errors import StoreError, UsageError
+from memfit.core.layout import Scheme
+from memfit.store.directory import create_files, files_of, open_files, read_manifest_file, remove_files
+from memfit.store.file_operations import FileHandle, FileOperations
+from memfit.store.io import DiskIO
+from memfit.store.lock import DirectoryLock
+from memfit.store.manifest import (
+    Manifest,
+    RegionEntry,
+    check_identity,
+    check_piece_bytes,
+    check_room_for_sums,
+    check_step,
+    write_manifest,
+)
+from memfit.store.os_errors import explain, store_error
+from memfit.store.placement import RegionSpec, lay_out, lay_out_moving
+from memfit.store.publish import DoubtError, publish, settle, sync_files
+from memfit.store.region import Region, RegionState, check_complete, share_room
+from memfit.store.sealing import JournalNote, check_in_place, complete_sums, filled_at_first, next_manifest
+from memfit.store.state_files import read_state, write_state
+from memfit.store.tensor_tables import differences, in_words
+
+
+class DiskStore:
+    """An open store. Made by `create` or `open`; one at a time for a directory, over all processes.
+
+    Dropping it without `close` frees the lock and the files and loses what was not committed.
+
+    Attributes:
+        directory: where it lies.
+        identity: whose it is, as given at creation.
+        io: the threads that move its bytes.
+        previous_owner_died: the lock file showed that the owner before did not close the store.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        manifest: Manifest,
+        handles: tuple[FileHandle, ...],
+        lock: DirectoryLock,
+        io: DiskIO | None,
+        durable: bool,
+        made_directory: bool,
+        operations: FileOperations,
+        verifies: bool = False,
+        is_new: bool = False,
+        reads_only: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.identity = dict(manifest.identity)
+        self.previous_owner_died = lock.dead_owner is not None
+        self.io = DiskIO() if io is None else io
+        self._owns_io = io is None
+        self._manifest = manifest
+        self._handles = handles[: len(manifest.file_bytes)]
+        self._state_handles = handles[len(manifest.file_bytes) :]
+        self._directory_lock = lock
+        self._durable = durable
+        self._made_directory = made_directory
+        self._operations = operations
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._in_doubt: str | None = "it was opened to be looked at" if reads_only else None
+        self._texts: dict[str, tuple[RegionEntry, str]] = {}
+        self._verifies = verifies
+        self._states = {
+            name: RegionState(
+                entry.spec,
+                entry.places,
+                list(entry.steps),
+                entry.current,
+                manifest.piece_bytes if manifest.keeps_sums_of(entry.spec) else None,
+            )
+            for name, entry in manifest.regions.items()
+        }
+        if manifest.scheme == "journal":
+            share_room(self._states)
+        for name, entry in manifest.regions.items():
+            sums = self._states[name].sums
+            if sums is not None and entry.sums is not None:
+                sums[entry.current].load(entry.sums)
+            elif sums is not None and is_new:
+                for slot_sums in sums:
+                    slot_sums.know_zeros()
+
+    @classmethod
+    def create(
+        cls,
+        directory: str | os.PathLike[str],
+        regions: Mapping[str, RegionSpec],
+        *,
+        identity: Mapping[str, str],
+        durable: bool = True,
+        piece_bytes: int | None = None,
+        state_bytes: int | None = None,
+        verifies: bool = False,
+        units: Sequence[Sequence[str]] | None = None,
+        io: DiskIO | None = None,
+        operations: FileOperations | None = None,
+    ) -> DiskStore:
+        """Makes a store, with all its disk space claimed.
+
+        Args:
+            directory: made if it does not exist; its parent must. It may hold other files, but no store.
+            regions: what it shall hold.
+            identity: text to find again at `open`.
+            durable: wait for stable storage at each commit. Without it a crash of the process is survived, a power cut
+                is not: right for a temporary home.
+            piece_bytes: keep a checksum for each so many bytes of regions with two slots, a multiple of 4096 (1 MiB is
+                `PIECE_BYTES`); none by default. Costs 8 bytes of manifest a piece, and the summing of all that is written.
+            state_bytes: claim two files of this length for a small state beside the regions; none by default.
+            verifies: check each visit by default, see `Region.read`.
+            units: makes a store with a journal: names of regions with two slots that move together, through one spare room for all of
+                them, see [Note: journal]. None: every region has its rooms for itself.
+            io: threads to share with others; else the store has its own and ends them.
+            operations: the system calls.
+
+        Raises:
+            UsageError: a region or identity that cannot be.
+            StoreInUseError: a live job owns the directory.
+            StoreError: no parent, no permission, no room, or a store is there already.
+        """
+        used = FileOperations() if operations is None else operations
+        where = Path(directory).absolute()
+        check_identity(identity)
+        check_piece_bytes(piece_bytes)
+        layout = lay_out(regions) if units is None else lay_out_moving(regions, units)
+        manifest = Manifest(
+            identity=dict(identity),
+            file_bytes=layout.file_bytes,
+            regions={
+                name: RegionEntry(spec=spec, places=layout.places[name], steps=(None,) * spec.slots, current=0)
+                for name, spec in regions.items()
+            },
+            generation=0,
+            step=None,
+            piece_bytes=piece_bytes,
+            has_state_files=state_bytes is not None,
+            scheme="generations" if units is None else "journal",
+        )
+        content = write_manifest(manifest)
+        check_room_for_sums(content, manifest)
+        made_directory, lock, handles = create_files(
+            where, files_of(manifest, state_bytes or 0), content, durable=durable, operations=used
+        )
+        return cls(
+            directory=where,
+            manifest=manifest,
+            handles=handles,
+            lock=lock,
+            io=io,
+            durable=durable,
+            made_directory=made_directory,
+            operations=used,
+            verifies=verifies,
+            is_new=True,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        identity: Mapping[str, str] | None = None,
+        regions: Mapping[str, RegionSpec] | None = None,
+        durable: bool = True,
+        verifies: bool = False,
+        reads_only: bool = False,
+        io: DiskIO | None = None,
+        operations: FileOperations | None = None,
+    ) -> DiskStore:
+        """Opens a store at its last commit. Arguments as `create`; what was written after that commit is gone.
+
+        Args:
+            directory: where it lies.
+            identity: what must be found in it; keys that are not named are not compared.
+            regions: the regions, with their tensors, that it must hold, no more and no fewer; any by default.
+            durable: as in `create`. What is found is made durable first, see [Note: commit].
+            verifies: as in `create`.
+            reads_only: to be looked at, by others too: nothing is written, not even what makes durable what is found.
+            io: as in `create`.
+            operations: as in `create`.
+
+        Raises:
+            StoreInUseError: a live job owns it.
+            StoreError: there is none, it is damaged, of another format version, another's, or holds something else.
+        """
+        used = FileOperations() if operations is None else operations
+        where = Path(directory).absolute()
+        if not where.is_dir():
+            raise store_error(
+                f"there is no store at {where}: no such directory; check the path, or create one", errno.ENOENT
+            )
+        lock = DirectoryLock(where, operations=used, reads_only=reads_only)
+        try:
+            manifest = read_manifest_file(where, operations=used)
+            check_same(manifest.identity, identity or {}, where)
+            if regions is not None:
+                check_regions({name: entry.spec for name, entry in manifest.regions.items()}, regions, where)
+            handles = open_files(where, manifest, operations=used, reads_only=reads_only)
+            if durable and not reads_only:
+                try:
+                    settle(where, handles, manifest, operations=used)
+                except StoreError:
+                    for handle in handles:
+                        handle.close()
+                    raise
+        except BaseException:
+            lock.release()
+            raise
+        return cls(
+            directory=where,
+            manifest=manifest,
+            handles=handles,
+            lock=lock,
+            io=io,
+            durable=durable,
+            made_directory=False,
+            operations=used,
+            verifies=verifies,
+            reads_only=reads_only,
+        )
+
+    @property
+    def step(self) -> int | None:
+        """The committed step; None before the first commit."""
+        return self._manifest.step
+
+    @property
+    def scheme(self) -> Scheme:
+        """How it keeps a whole step at every instant."""
+        return self._manifest.scheme
+
+    def is_free(self, name: str, moved: Collection[str] = ()) -> bool:
+        """The next version of a region with two slots may be written: no committed version lies there.
+
+        Args:
+            name: of the region.
+            moved: asked as if the next versions of these were committed.
+        """
+        with self._lock:
+            state = self._state(name)
+            return state.is_free(state.spare, [self._state(other) for other in moved])
+
+    def shares_room(self, name: str) -> bool:
+        """Slots of other regions overlap those of this one."""
+        with self._lock:
+            return any(self._state(name).under)
+
+    @property
+    def generation(self) -> int:
+        """Number of commits since creation."""
+        return self._manifest.generation
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk that the data files take; the small state, a few KiB, aside."""
+        return sum(self._manifest.file_bytes)
+
+    @property
+    def has_advanced(self) -> bool:
+        """Reads see versions that are not committed yet; see `advance`."""
+        return any(state.current != state.committed for state in self._states.values())
+
+    @property
+    def piece_bytes(self) -> int | None:
+        """How many bytes a checksum covers; None without checksums."""
+        return self._manifest.piece_bytes
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the file system takes direct I/O for all files."""
+        return all(handle.is_direct for handle in self._handles)
+
+    @property
+    def regions(self) -> Mapping[str, RegionSpec]:
+        """What the store holds."""
+        return {name: state.spec for name, state in self._states.items()}
+
+    def region(self, name: str) -> Region:
+        """A region, to read and write.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        return Region(
+            name=name,
+            state=self._state(name),
+            handles=self._handles,
+            io=self.io,
+            lock=self._lock,
+            check_usable=self._check_usable,
+            verifies=self._verifies,
+        )
+
+    def read_state(self) -> bytes | None:
+        """The small state of the committed step; None if it has none.
+
+        Raises:
+            StoreError: it is damaged, or cannot be read.
+        """
+        with self._lock:
+            self._check_usable(is_write=False)
+            entry = self._manifest.state
+            return None if entry is None else read_state(self._state_handles, entry)
+
+    def advance(self, flips: Iterable[str]) -> None:
+        """Lets reads see the spare slots of regions, which stay uncommitted: a crash goes back to the last commit.
+
+        Further versions are written over them, in place, until `commit` makes them current or `roll_back` gives them up.
+        Costs no transfer and no sync.
+
+        Args:
+            flips: regions whose next version is written.
+
+        Raises:
+            UsageError: as `commit`.
+            StoreError: a write failed, or the store is closed or in doubt. Reads see what they saw.
+        """
+        with self._lock:
+            for state in self._ready(flips).values():
+                state.current = state.spare
+
+    def roll_back(self) -> None:
+        """Goes back to the last commit: reads see it, and what was written since is no version.
+
+        Raises:
+            StoreError: the store is closed or in doubt.
+        """
+        with self._lock:
+            self._check_usable(is_write=True)
+            for state in self._states.values():
+                state.current = state.committed
+                if state.spec.slots == 2 and state.steps[state.committed] is not None:
+                    for ticket in state.logs[state.spare].pending():
+                        ticket.join()
+                    state.logs[state.spare].forget_writes()
+
+    def commit(
+        self,
+        step: int,
+        flips: Iterable[str] = (),
+        *,
+        state: bytes | None = None,
+        journal: JournalNote | None = None,
+    ) -> None:
+        """Makes the spare slots of regions current, all at once, as a step. See [Note: commit].
+
+        Waits for all writes under way. Regions that have advanced are among those that flip. Slots written in place belong
+        to the step too, without protection.
+
+        Args:
+            step: number of the step; any, so that training can go back to an earlier one.
+            flips: regions whose next version is written.
+            state: the small state of the step, in a store that has files for it.
+            journal: says about a step under way what belongs into the manifest; then the small state stays, and `step` must be the store's.
+
+        Raises:
+            UsageError: a bad step, an unknown or repeated region, one without a spare slot, one whose spare slot is
+                not whole, or a state where there is no room for one.
+            StoreError: a write failed, or the commit itself. Unless the message says otherwise the step before is whole
+                and current, what was written is kept, and the commit can be repeated when the cause is gone.
+        """
+        check_step(step)
+        if journal is not None and (self.scheme != "journal" or step != self.step or state is not None):
+            raise UsageError("only a store with a journal notes a step under way, and its own step and state stay then")
+        if state is not None and not self._manifest.has_state_files:
+            raise UsageError("this store keeps no state beside its regions: create it with `state_bytes`")
+        with self._lock:
+            named = list(flips)
+            advanced = [name for name, found in self._states.items() if found.current != found.committed]
+            flipped = self._ready([*named, *(name for name in advanced if name not in named)])
+            if self.scheme == "journal":
+                self._end_transfers()  # reads too: what lies under a version that moved may be written next
+            check_in_place(self._states)
+            self._directory_lock.check_held()
+            filled = self._filled(journal)
+            try:
+                entry = None if journal is None else self._manifest.state
+                if state is not None:
+                    entry = write_state(self._state_handles, state, current=self._manifest.state)
+                complete_sums(self._states, flipped, filled, self._handles, self.io)
+                manifest = next_manifest(
+                    self._manifest,
+                    self._states,
+                    step=step,
+                    flipped=flipped,
+                    filled=filled,
+                    state=entry,
+                    journal=journal,
+                )
+                content = write_manifest(manifest, self._texts)
+                if self._durable:
+                    written = () if entry is None or state is None else (self._state_handles[entry.file],)
+                    sync_files((*self._handles, *written), step=self._manifest.step)
+                publish(self.directory, content, step=step, operations=self._operations, durable=self._durable)
+            except DoubtError as error:
+                self._in_doubt = error.doubt
+                raise
+            self._adopt(manifest, flipped)
+
+    def forget_writes(self, names: Iterable[str]) -> None:
+        """What was written to regions with one slot that are not committed is no version: writes that failed are not asked for any more.
+
+        Raises:
+            UsageError: there is none of that name, or it is committed.
+        """
+        with self._lock:
+            for name in names:
+                state = self._state(name)
+                if state.spec.slots != 1 or (state.sums is not None and state.is_whole):
+                    raise UsageError(f"region {name!r} holds the committed step {state.steps[state.committed]}")
+                for ticket in state.logs[0].pending():
+                    ticket.join()
+                state.logs[0].forget_writes()
+
+    def close(self, *, delete: bool = False) -> None:
+        """Ends the transfers under way, closes the files and gives the directory back. Repeating it does nothing.
+
+        What was not committed is lost, as after a crash; failures stay in their tickets.
+
+        Args:
+            delete: also remove the store's files, and the directory if `create` made it and nothing else is in it.
+
+        Raises:
+            StoreError: something could not be removed. The store is closed even so.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if os.getpid() != self._pid:
+                # A forked data loader that cleans up: its threads and files are copies, the store is the parent's.
+                self._let_go()
+                return
+            self._end_transfers()
+            if self._owns_io:
+                self.io.close()
+            try:
+                if delete:
+                    remove_files(self.directory, files_of(self._manifest), operations=self._operations)
+            except StoreError:
+                self._let_go()
+                raise
+            self._let_go(remove_lock=delete)
+            if delete and self._made_directory:
+                try:
+                    self._operations.rmdir(self.directory)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                        raise explain(error, doing="remove the directory", path=self.directory) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
+        self.close()
+
+    def _let_go(self, *, remove_lock: bool = False) -> None:
+        for handle in (*self._handles, *self._state_handles):
+            handle.close()
+        self._directory_lock.release(remove=remove_lock)
+
+    # ---- parts of a commit
+
+    def _end_transfers(self) -> None:
+        for state in self._states.values():
+            for log in state.logs:
+                for ticket in log.pending():
+                    ticket.join()
+
+    def _filled(self, journal: JournalNote | None) -> frozenset[str]:
+        """The regions with one slot and checksums that this commit makes whole."""
+        if journal is None:
+            return filled_at_first(self._states) if self.step is None else frozenset()
+        for name in (*journal.fills, *journal.frees):
+            state = self._state(name)
+            if state.spec.slots != 1 or state.sums is None:
+                raise UsageError(f"region {name!r} is none with one slot and checksums")
+            failure = state.logs[0].failure() if name in journal.fills else None
+            if failure is not None:
+                raise store_error(f"{name!r} was not written: {failure}", failure.errno) from failure
+        return journal.fills
+
+    def _state(self, name: str) -> RegionState:
+        state = self._states.get(name)
+        if state is None:
+            known = ", ".join(sorted(self._states)[:5])
+            raise UsageError(f"the store has no region {name!r:.200}; it has {len(self._states)}, such as {known}")
+        return state
+
+    def _check_usable(self, *, is_write: bool) -> None:
+        if self._is_closed:
+            raise store_error(f"the store at {self.directory} is closed: open it again")
+        if is_write and self._in_doubt is not None:
+            raise store_error(f"the store at {self.directory} can only be read: {self._in_doubt}; open it again")
+
+    def _ready(self, flips: Iterable[str]) -> dict[str, RegionState]:
+        """The regions whose spare slots are whole, after the writes under way have ended."""
+        self._check_usable(is_write=True)
+        names = list(flips)
+        if len(set(names)) != len(names):
+            raise UsageError("a region is named twice in `flips`")
+        states = {name: self._state(name) for name in names}
+        for state in self._states.values():
+            for log in state.logs:
+                for ticket in log.pending_writes():
+                    ticket.join()
+        for name, state in states.items():
+            check_complete(name, state)
+        return states
+
+    def _adopt(self, manifest: Manifest, flipped: Mapping[str, RegionState]) -> None:
+        self._manifest = manifest
+        for name, state in self._states.items():
+            entry = manifest.regions[name]
+            is_new = state.steps != list(entry.steps)
+            state.steps, state.committed, state.current = list(entry.steps), entry.current, entry.current
+            if name in flipped:
+                # What was current is now the room for the next version, and none of that is written.
+                state.logs[state.spare].forget_writes()
+            if is_new or entry.steps[entry.current] == manifest.step:
+                state.logs[state.current].forget_writes()
+
+
+def check_same(found: Mapping[str, str], wanted: Mapping[str, str], directory: Path) -> None:
+    """Refuses an identity that differs in a wanted key. Raises `StoreError`."""
+    lines = [
+        f"its {key!r} is {found.get(key)!r:.200}, not {value!r:.200}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+    if lines:
+        raise store_error(f"the store at {directory} is another's: {in_words(lines)}; choose another directory")
+
+
+def check_regions(found: Mapping[str, RegionSpec], wanted: Mapping[str, RegionSpec], directory: Path) -> None:
+    """Refuses regions that are not those wanted. Raises `StoreError`, with the differences."""
+    lines = differences(wanted, found)
+    if lines:
+        raise store_error(
+            f"the store at {directory} holds another model, or another plan's blocks: {in_words(lines)}; "
+            "choose another directory, or the model that it was made with"
+        )

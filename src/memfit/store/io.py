@@ -1,0 +1,289 @@
+"""Asynchronous disk transfers: worker threads that move memory to and from files without the page cache.
+
+In: open files, file ranges, memory ranges. Out: tickets to wait for, and counters of what was moved.
+
+Memory: the bounce buffers, `(read_threads + write_threads) * staging_bytes`, held from construction to `close`. System
+calls and copies run without the interpreter lock, so that compute goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Self
+
+from memfit.core.errors import StoreError, UsageError
+from memfit.core.units import MIB
+from memfit.store.channel import Channel, Traffic, check_sizes
+from memfit.store.file_operations import FileHandle
+from memfit.store.memory_ranges import Memory
+from memfit.store.os_errors import store_error
+from memfit.store.ticket import Ticket, Watcher
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IOTraffic:
+    """What was moved for one purpose, or in all."""
+
+    read_bytes: int = 0
+    """Bytes that arrived in memory; the blocks around unaligned edges are not counted."""
+    written_bytes: int = 0
+    """Bytes that arrived in files."""
+    cached_bytes: int = 0
+    """Of both, those that went through the page cache because the file system refused direct I/O."""
+    read_busy_s: float = 0.0
+    """Seconds that threads spent reading, added over the threads."""
+    write_busy_s: float = 0.0
+    """Seconds that threads spent writing, added over the threads."""
+    tickets: int = 0
+    """Transfers that ended."""
+    failed_tickets: int = 0
+    """Of these, those that failed or were cancelled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IOStatistics:
+    """Counters since construction."""
+
+    total: IOTraffic
+    by_tag: Mapping[str, IOTraffic]
+    staging_bytes: int
+    """Bounce buffers held now."""
+
+
+class DiskIO:
+    """Reads and writes file ranges with worker threads.
+
+    Order: reads are served first in, first out, and so are writes, urgent ones first (see [Note: order] in `channel`).
+    A read and a write have no order between them unless `after` gives one; `Region` and `ScratchFile` do that for their
+    callers.
+
+    Dropping the object cancels what is not under way and ends the threads; `close` ends them in order.
+
+    Args:
+        read_threads: reads under way at once.
+        write_threads: writes under way at once.
+        piece_bytes: largest single system call. Smaller pieces let an urgent transfer in sooner.
+        staging_bytes: bounce buffer of each thread, for what is not aligned to 4096 bytes.
+
+    Raises:
+        UsageError: a size or count out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        read_threads: int = 2,
+        write_threads: int = 2,
+        piece_bytes: int = 4 * MIB,
+        staging_bytes: int = 1 * MIB,
+    ) -> None:
+        for threads in (read_threads, write_threads):
+            problem = check_sizes(threads=threads, piece_bytes=piece_bytes, staging_bytes=staging_bytes)
+            if problem is not None:
+                raise UsageError(problem)
+        self.piece_bytes = piece_bytes
+        make = functools.partial(Channel, piece_bytes=piece_bytes, staging_bytes=staging_bytes)
+        self._reads = make(is_write=False, threads=read_threads)
+        try:
+            self._writes = make(is_write=True, threads=write_threads)
+        except StoreError:
+            self._reads.request_end(cancel=True)
+            raise
+        self._is_closed = False
+        channels = (self._reads, self._writes)
+        # At interpreter exit the threads are joined; when the object is dropped they are only told, because a finalizer
+        # may run in any thread, inside any lock.
+        at_exit = functools.partial(_end_at_exit, channels)
+        atexit.register(at_exit)
+        self._finalizer = weakref.finalize(self, _tell_to_end, channels, at_exit)
+        self._finalizer.atexit = False
+
+    def read(
+        self,
+        handle: FileHandle,
+        file_offset: int,
+        memory: Memory,
+        nbytes: int | None = None,
+        *,
+        tag: str = "other",
+        label: str = "",
+        urgent: bool = False,
+        after: Iterable[Ticket] = (),
+        watcher: Watcher | None = None,
+    ) -> Ticket:
+        """Starts a read of a file range into memory.
+
+        Args:
+            handle: the file.
+            file_offset: first byte in the file.
+            memory: where the bytes go; must not be touched, freed or resized until the ticket is done.
+            nbytes: length; all of `memory` by default.
+            tag: purpose, for the counters: "weight", "state", "gradient", "activation".
+            label: what is read, for messages.
+            urgent: before all transfers of this direction that are not.
+            after: transfers that must end first. If one is a write and fails, so does this read.
+            watcher: see `Ticket`; runs in the threads of the disk.
+
+        Raises:
+            UsageError: a range that cannot be.
+            StoreError: closed, or in a forked process. Errors of the transfer itself come from `Ticket.wait`.
+        """
+        return self._start(
+            handle,
+            file_offset,
+            memory,
+            nbytes,
+            is_write=False,
+            tag=tag,
+            label=label,
+            urgent=urgent,
+            after=after,
+            watcher=watcher,
+        )
+
+    def write(
+        self,
+        handle: FileHandle,
+        file_offset: int,
+        memory: Memory,
+        nbytes: int | None = None,
+        *,
+        tag: str = "other",
+        label: str = "",
+        urgent: bool = False,
+        after: Iterable[Ticket] = (),
+        watcher: Watcher | None = None,
+        pads: bool = False,
+    ) -> Ticket:
+        """Starts a write of memory to a file range; arguments and errors as `read`, and `pads` as in `Ticket`.
+
+        The memory must not change until it is done. The range should lie inside the file's
+        allocated length: direct I/O writes whole blocks of 4096 bytes.
+        """
+        return self._start(
+            handle,
+            file_offset,
+            memory,
+            nbytes,
+            is_write=True,
+            tag=tag,
+            label=label,
+            urgent=urgent,
+            after=after,
+            watcher=watcher,
+            pads=pads,
+        )
+
+    def _start(
+        self,
+        handle: FileHandle,
+        file_offset: int,
+        memory: Memory,
+        nbytes: int | None,
+        *,
+        is_write: bool,
+        tag: str,
+        label: str,
+        urgent: bool,
+        after: Iterable[Ticket],
+        watcher: Watcher | None,
+        pads: bool = False,
+    ) -> Ticket:
+        channel = self._writes if is_write else self._reads
+        if file_offset < 0:
+            raise UsageError(f"a file offset cannot be negative: {file_offset}")
+        part = memory.narrow(0, memory.nbytes if nbytes is None else nbytes)
+        name = label or handle.path.name
+        try:
+            handle.acquire()
+        except ValueError as error:
+            raise store_error(f"could not start the transfer of {name}: {error}; open the store again") from error
+        try:
+            ticket = Ticket(
+                handle=handle,
+                offset=file_offset,
+                memory=part,
+                is_write=is_write,
+                label=name,
+                tag=tag,
+                is_urgent=urgent,
+                channel=channel,
+                watcher=watcher,
+                pads=pads,
+            )
+            channel.submit(ticket, tuple(after))
+        except BaseException:
+            handle.release()
+            raise
+        return ticket
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bounce buffers held now, in bytes."""
+        return 0 if self._is_closed else self._reads.staging_bytes + self._writes.staging_bytes
+
+    def statistics(self) -> IOStatistics:
+        """Counters so far."""
+        reads, writes = self._reads.traffic(), self._writes.traffic()
+        by_tag = {
+            tag: _merged([reads[tag]] if tag in reads else [], [writes[tag]] if tag in writes else [])
+            for tag in sorted({*reads, *writes})
+        }
+        return IOStatistics(
+            total=_merged(reads.values(), writes.values()),
+            by_tag=MappingProxyType(by_tag),
+            staging_bytes=self.staging_bytes,
+        )
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Ends the threads and waits for them. Repeating it does nothing.
+
+        Args:
+            cancel: give up what is not under way; by default all transfers are brought to their end. Failures stay in
+                the tickets.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for channel in (self._reads, self._writes):
+            channel.request_end(cancel=cancel)
+        for channel in (self._reads, self._writes):
+            channel.join()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
+        self.close(cancel=exception is not None)
+
+
+def _merged(reads: Iterable[Traffic], writes: Iterable[Traffic]) -> IOTraffic:
+    read, written = tuple(reads), tuple(writes)
+    return IOTraffic(
+        read_bytes=sum(found.moved_bytes for found in read),
+        written_bytes=sum(found.moved_bytes for found in written),
+        cached_bytes=sum(found.cached_bytes for found in read + written),
+        read_busy_s=sum(found.busy_s for found in read),
+        write_busy_s=sum(found.busy_s for found in written),
+        tickets=sum(found.tickets for found in read + written),
+        failed_tickets=sum(found.failed_tickets for found in read + written),
+    )
+
+
+def _tell_to_end(channels: tuple[Channel, ...], at_exit: functools.partial[None]) -> None:
+    atexit.unregister(at_exit)
+    for channel in channels:
+        channel.request_end(cancel=True)
+
+
+def _end_at_exit(channels: tuple[Channel, ...]) -> None:
+    for channel in channels:
+        channel.request_end(cancel=True)
+    for channel in channels:
+        channel.join()
