@@ -27,7 +27,7 @@ from pathlib import Path
 
 import common
 from memfit.core.units import KIB, MIB
-from memfit.store import CommittedStore, DiskIO, DiskStore, Memory, RegionSpec, Ticket, aligned_memory, verify
+from memfit.store import CommittedStore, DiskIO, DiskStore, DiskTransfer, Memory, RegionSpec, aligned_memory, verify
 from memfit.store.checksums import PIECE_BYTES, checksum
 from memfit.store.journal import RECORD, Journal, record_region
 
@@ -83,7 +83,7 @@ def journaled(place: Path, names: list[str], io: DiskIO) -> CommittedStore:
     )
 
 
-def wait_for(tickets: Iterable[Ticket]) -> None:
+def wait_for(tickets: Iterable[DiskTransfer]) -> None:
     for ticket in list(tickets):
         ticket.wait()
 

@@ -212,6 +212,16 @@ def test_a_file_name_is_used_once() -> None:
     assert {name for name, count in names.items() if count > 1} == set()
 
 
+def test_a_class_name_is_used_once() -> None:
+    names = Counter(
+        node.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
 def test_imports_inside_of_a_room_have_no_cycle() -> None:
     """At import; what is imported in a function or for type checkers only may point back."""
     modules = {".".join(module_name(path, SOURCE)): path for path in SOURCE.rglob("*.py")}

@@ -21,7 +21,7 @@ import memfit
 from memfit import devices
 from memfit.core.plan import BlockPlan, Order, Plan, Tier
 from memfit.core.precision import ComputeDtype
-from memfit.homes import DONE, DiskHome, MemoryHome, Ticket, Tickets
+from memfit.homes import DONE, DiskHome, MemoryHome, Tickets, TransferHandle
 from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import bytes_view
 
@@ -196,11 +196,11 @@ def test_a_visit_that_is_broken_off_ends_its_transfer_while_it_has_memory(
     ended: list[int] = []
     with block_at_home(device) as (block, _, home):
 
-        class Ticket:
+        class TransferHandle:
             def wait(self) -> None:
                 ended.append(block.storage.nbytes())
 
-        monkeypatch.setattr(home, "read", lambda *_: Ticket())
+        monkeypatch.setattr(home, "read", lambda *_: TransferHandle())
         block.fetch()
         getattr(block, end)()
     assert ended == [block.nbytes]
@@ -233,7 +233,7 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     class Noted:
-        def __init__(self, ticket: Ticket, says: str) -> None:
+        def __init__(self, ticket: TransferHandle, says: str) -> None:
             self._ticket, self._says = ticket, says
 
         def wait(self) -> None:
@@ -245,9 +245,9 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 found.append(self._says)
 
     def noting(kind: type, name: str) -> None:
-        plain: Callable[..., Ticket] = getattr(kind, name)
+        plain: Callable[..., TransferHandle] = getattr(kind, name)
 
-        def noted(home: Any, offset: int, nbytes: int, *more: Any) -> Ticket:
+        def noted(home: Any, offset: int, nbytes: int, *more: Any) -> TransferHandle:
             ticket = plain(home, offset, nbytes, *more)
             return ticket if ticket is DONE else Noted(ticket, f"{kind.__name__}.{name} of {nbytes} bytes at {offset}")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.homes import Ticket
+from memfit.homes import TransferHandle
 
 
 class Late:
     """A transfer that happens when it is waited for, and holds what it needs until then."""
 
-    def __init__(self, begin: Callable[[], Ticket]) -> None:
-        self._begin: Callable[[], Ticket] | None = begin
+    def __init__(self, begin: Callable[[], TransferHandle]) -> None:
+        self._begin: Callable[[], TransferHandle] | None = begin
 
     def wait(self) -> None:
         """Begins it and waits."""

@@ -21,7 +21,7 @@ from equivalence.late import Late
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_known
 from memfit.core.plan import UpdateTime
-from memfit.homes import DiskHome, Ticket
+from memfit.homes import DiskHome, TransferHandle
 from memfit.tensors.trees import bytes_view
 
 
@@ -30,13 +30,15 @@ def transfers_are_late() -> object:
     patch = pytest.MonkeyPatch()
     read, write = DiskHome.read, DiskHome.write
 
-    def late_read(self: DiskHome, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def late_read(
+        self: DiskHome, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0
+    ) -> TransferHandle:
         bytes_view(into, into_offset, nbytes).fill_(0xFF)  # NaN in every format
         return Late(lambda: read(self, offset, nbytes, into, into_offset))
 
     def late_write(
         self: DiskHome, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0
-    ) -> Ticket:
+    ) -> TransferHandle:
         return Late(lambda: write(self, offset, nbytes, source, source_offset))
 
     patch.setattr(DiskHome, "read", late_read)

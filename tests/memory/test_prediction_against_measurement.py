@@ -27,7 +27,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Schedule, Seed, Update
 from memfit.core.timeline import Timeline
-from memfit.homes import DiskHome, Ticket
+from memfit.homes import DiskHome, TransferHandle
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.prediction.predict import predict
@@ -394,10 +394,10 @@ def test_no_action_holds_more_than_predicted_where_the_disk_is_slow(
     """Mostly an update is through before backward comes to its highest, and what leaves has left: here both take as long as they may."""
     write, apply = DiskHome.write, PieceUpdates.apply
 
-    def write_late(self: DiskHome, *where: Any) -> Ticket:
+    def write_late(self: DiskHome, *where: Any) -> TransferHandle:
         return Late(lambda: write(self, *where))
 
-    def apply_slowly(self: PieceUpdates, *piece: Any) -> list[Ticket]:
+    def apply_slowly(self: PieceUpdates, *piece: Any) -> list[TransferHandle]:
         time.sleep(0.01)
         return apply(self, *piece)
 

@@ -10,26 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memfit.core.state_formats import Moment, StateFormat, records_of
+from memfit.core.state_formats import StateFormat, StateMoment, records_of
 from memfit.formats import BlockFormat, find_format
 from memfit.homes.state_codecs import StateCodec, codec_of
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 
 ENCODED = [f for f in StateFormat if f is not StateFormat.GIVEN]
 SCALED = [f for f in ENCODED if f is not StateFormat.BF16]
-BOTH = list(itertools.product(ENCODED, Moment))
-SCALED_BOTH = list(itertools.product(SCALED, Moment))
+BOTH = list(itertools.product(ENCODED, StateMoment))
+SCALED_BOTH = list(itertools.product(SCALED, StateMoment))
 TABLES = {
-    (StateFormat.INT8, Moment.FIRST): "dynamic8",
-    (StateFormat.INT8, Moment.SECOND): "dynamic8-unsigned",
-    (StateFormat.INT4, Moment.FIRST): "dynamic4",
-    (StateFormat.INT4, Moment.SECOND): "linear4-unsigned",
-    (StateFormat.FP8, Moment.FIRST): "fp8-block",
-    (StateFormat.FP8, Moment.SECOND): "fp8-block",
+    (StateFormat.INT8, StateMoment.FIRST): "dynamic8",
+    (StateFormat.INT8, StateMoment.SECOND): "dynamic8-unsigned",
+    (StateFormat.INT4, StateMoment.FIRST): "dynamic4",
+    (StateFormat.INT4, StateMoment.SECOND): "linear4-unsigned",
+    (StateFormat.FP8, StateMoment.FIRST): "fp8-block",
+    (StateFormat.FP8, StateMoment.SECOND): "fp8-block",
 }
 
 
-def table_of(chosen: StateFormat, moment: Moment) -> BlockFormat:
+def table_of(chosen: StateFormat, moment: StateMoment) -> BlockFormat:
     found = find_format(TABLES[chosen, moment])
     assert isinstance(found, BlockFormat)
     return found
@@ -48,12 +48,14 @@ def scales_of(values: Tensor, block: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("chosen", "moment"), SCALED_BOTH)
-def test_the_level_is_the_nearest_for_every_bf16_value_and_its_neighbours(chosen: StateFormat, moment: Moment) -> None:
+def test_the_level_is_the_nearest_for_every_bf16_value_and_its_neighbours(
+    chosen: StateFormat, moment: StateMoment
+) -> None:
     # All upper halves of fp32 values up to 1 in magnitude, each with the first, a middle and the last of its lower halves: all bins, from end to end.
     upper = torch.arange(0, 0x3F80, dtype=torch.int32) << 16
     bits = torch.cat([upper, upper | 0x8000, upper | 0xFFFF])
     values = bits.view(torch.float32)
-    if moment is Moment.FIRST:
+    if moment is StateMoment.FIRST:
         values = torch.cat([values, -values])
     codec, table = codec_of(chosen, moment), table_of(chosen, moment)
     # One value of each record is 1, so that every scale is.
@@ -65,12 +67,12 @@ def test_the_level_is_the_nearest_for_every_bf16_value_and_its_neighbours(chosen
     assert bool((found[:, 0] == 1).all())
     found = found[:, 1:].reshape(-1)[: len(values)].double()
     levels = torch.tensor(
-        [float(level) for level in table.levels if moment is Moment.FIRST or level >= 0], dtype=torch.float64
+        [float(level) for level in table.levels if moment is StateMoment.FIRST or level >= 0], dtype=torch.float64
     )
     exact = values.double()
     places = torch.searchsorted(levels, exact).clamp(1, len(levels) - 1)
     best = torch.minimum((exact - levels[places - 1]).abs(), (exact - levels[places]).abs())
-    lifted = (moment is Moment.SECOND) & (exact > 0) & (exact < levels[levels > 0][0])
+    lifted = (moment is StateMoment.SECOND) & (exact > 0) & (exact < levels[levels > 0][0])
     assert torch.equal((found - exact).abs()[~lifted], best[~lifted])
     assert bool((found[lifted] == levels[levels > 0][0]).all())
 
@@ -79,12 +81,12 @@ def test_the_level_is_the_nearest_for_every_bf16_value_and_its_neighbours(chosen
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 700), spread=st.floats(0, 6), magnitude=st.floats(-30, 30))
 def test_no_value_moves_by_more_than_the_bound_that_formats_show(
-    chosen: StateFormat, moment: Moment, seed: int, count: int, spread: float, magnitude: float
+    chosen: StateFormat, moment: StateMoment, seed: int, count: int, spread: float, magnitude: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator)
     values *= torch.exp(spread * torch.randn(count, generator=generator)) * 10.0**magnitude
-    values = values.abs() if moment is Moment.SECOND else values
+    values = values.abs() if moment is StateMoment.SECOND else values
     codec, table = codec_of(chosen, moment), table_of(chosen, moment)
     found = codec.decode(encode(codec, values), count)
     bound = float(table.block_error_bound()) * scales_of(values, table.block_size).double()
@@ -92,7 +94,7 @@ def test_no_value_moves_by_more_than_the_bound_that_formats_show(
     assert bool(
         ((found.double() - values.double()).abs() <= bound + 2**-23 * scales_of(values, table.block_size)).all()
     )
-    if moment is Moment.SECOND:
+    if moment is StateMoment.SECOND:
         assert not bool(((found == 0) & (values > 0)).any())
         assert bool((found >= 0).all())
 
@@ -101,25 +103,25 @@ def test_no_value_moves_by_more_than_the_bound_that_formats_show(
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 700), magnitude=st.floats(-30, 30))
 def test_encoding_what_was_decoded_gives_the_same_bytes(
-    chosen: StateFormat, moment: Moment, seed: int, count: int, magnitude: float
+    chosen: StateFormat, moment: StateMoment, seed: int, count: int, magnitude: float
 ) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 10.0**magnitude
-    values = values.abs() if moment is Moment.SECOND else values
+    values = values.abs() if moment is StateMoment.SECOND else values
     codec = codec_of(chosen, moment)
     stored = encode(codec, values)
     assert torch.equal(encode(codec, codec.decode(stored, count), seed=1), stored)
 
 
 @pytest.mark.parametrize(("chosen", "moment"), SCALED_BOTH)
-def test_every_code_comes_back(chosen: StateFormat, moment: Moment) -> None:
+def test_every_code_comes_back(chosen: StateFormat, moment: StateMoment) -> None:
     codec, table = codec_of(chosen, moment), table_of(chosen, moment)
-    levels = [float(v) for v in table.levels if moment is Moment.FIRST or v >= 0]
+    levels = [float(v) for v in table.levels if moment is StateMoment.FIRST or v >= 0]
     values = torch.tensor([1.0, *levels])
     assert torch.equal(codec.decode(encode(codec, values), len(values)), values)
 
 
 @pytest.mark.parametrize(("chosen", "moment"), BOTH)
-def test_records_take_the_bytes_that_are_planned_and_lie_apart(chosen: StateFormat, moment: Moment) -> None:
+def test_records_take_the_bytes_that_are_planned_and_lie_apart(chosen: StateFormat, moment: StateMoment) -> None:
     codec, records = codec_of(chosen, moment), records_of(chosen)
     values = torch.rand(4 * records.elements + 1) + 0.1
     whole = encode(codec, values)
@@ -131,7 +133,7 @@ def test_records_take_the_bytes_that_are_planned_and_lie_apart(chosen: StateForm
 
 
 @pytest.mark.parametrize(("chosen", "moment"), BOTH)
-def test_zeros_stay_and_what_is_no_number_is_not_hidden(chosen: StateFormat, moment: Moment) -> None:
+def test_zeros_stay_and_what_is_no_number_is_not_hidden(chosen: StateFormat, moment: StateMoment) -> None:
     codec = codec_of(chosen, moment)
     assert torch.equal(codec.decode(encode(codec, torch.zeros(300)), 300), torch.zeros(300))
     for strange in (float("nan"), float("inf")):
@@ -142,7 +144,7 @@ def test_zeros_stay_and_what_is_no_number_is_not_hidden(chosen: StateFormat, mom
 
 def test_a_block_of_one_sign_keeps_its_largest_value_exactly() -> None:
     values = -torch.rand(256)
-    found = codec_of(StateFormat.INT8, Moment.FIRST)
+    found = codec_of(StateFormat.INT8, StateMoment.FIRST)
     assert found.decode(encode(found, values), 256).min() == values.min()
 
 

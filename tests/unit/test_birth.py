@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memfit
 from memfit.core.errors import UnsupportedError
 from memfit.deferred import Origin, build_empty, find_origins
-from memfit.deferred.recording import Recorder
+from memfit.deferred.recording import BuildRecorder
 from memfit.tensors.guard import is_away
 
 
@@ -99,14 +99,14 @@ def test_the_default_dtype_of_the_building_holds_when_it_is_played_again() -> No
 
 def test_an_operation_that_changes_a_weight_and_an_ordinary_tensor_at_once_is_refused() -> None:
     with (
-        Recorder(draws=True, least_bytes=1024),
+        BuildRecorder(draws=True, least_bytes=1024),
         pytest.raises(UnsupportedError, match="with and without bytes at once"),
     ):
         torch._foreach_add_([torch.zeros(32, 32), torch.zeros(3)], 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_what_a_weight_says_to_an_ordinary_tensor_is_computed_there_and_then() -> None:
-    with Recorder(draws=True, least_bytes=1024) as recorder:
+    with BuildRecorder(draws=True, least_bytes=1024) as recorder:
         weight = torch.full((32, 32), 4.0)
         ordinary = torch.zeros(32)
         ordinary.copy_(weight.sum(0))

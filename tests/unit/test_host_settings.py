@@ -22,14 +22,14 @@ from memfit.host.cgroups import Ceiling
 from memfit.host.file_systems import BlockDevice, Disk
 from memfit.host.measure import DiskRates, FirstTouch, ThreadTime, Waiting
 from memfit.host.processors import Processors
-from memfit.host.read import SET_BY_MEMFIT, HugePages, Malloc, Memory
+from memfit.host.read import SET_BY_MEMFIT, HostMemory, HugePages, Malloc
 from memfit.host.settings import compute_threads
 
 GIB = 2**30
 SOURCE = Path(cli.__file__).parents[1]
 
 CORES = Processors(logical=8, allowed=tuple(range(8)), physical_cores=4, machine_cores=4, quota=None, load=0.5)
-MEMORY = Memory(
+MEMORY = HostMemory(
     total_bytes=64 * GIB,
     available_bytes=32 * GIB,
     ceiling=None,

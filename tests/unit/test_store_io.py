@@ -24,12 +24,12 @@ from memfit.core.errors import StoreError, UsageError
 from memfit.store import (
     DiskIO,
     DiskStore,
+    DiskTransfer,
     FileHandle,
     FileOperations,
     Memory,
     RegionSpec,
     ScratchFile,
-    Ticket,
     aligned_memory,
     memory_of_storage,
     memory_of_tensor,
@@ -480,7 +480,7 @@ def test_a_new_version_is_seen_after_its_commit_and_not_before(tmp_path: Path) -
 def test_transfers_of_one_region_happen_in_the_order_asked_for(tmp_path: Path) -> None:
     with DiskStore.create(tmp_path / "s", {"g": RegionSpec(nbytes=MIB)}, identity={}, durable=False) as store:
         region = store.region("g")
-        reads: list[tuple[int, Memory, Ticket]] = []
+        reads: list[tuple[int, Memory, DiskTransfer]] = []
         for number in range(40):
             region.write(0, MIB, filled(bytes([number]) * MIB), slot="current")
             memory = aligned_memory(MIB)

@@ -21,7 +21,7 @@ import torch
 from memfit.activations.offload import Offloader, Parcel
 from memfit.activations.reads import ReadWatcher
 from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, AstrayError, Geometry, Stays, plain_storage, version_of
-from memfit.activations.structure import Slot, direct_tensors, replace_tensors
+from memfit.activations.structure import Placeholder, direct_tensors, replace_tensors
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
 from memfit.core.plan import Tier
@@ -93,10 +93,10 @@ class HeldArguments:
         self._hollow: list[torch.Tensor] = []
         givens: list[torch.Tensor] = []
 
-        def hold(tensor: Any) -> Slot:
+        def hold(tensor: Any) -> Placeholder:
             givens.append(tensor)
             self._held.append(self._hold(tensor, made_by(tensor)))
-            return Slot(len(self._held) - 1)
+            return Placeholder(len(self._held) - 1)
 
         self._template = replace_tensors((args, dict(kwargs)), hold)
         direct = {id(tensor) for tensor in direct_tensors((args, kwargs))}

@@ -36,7 +36,7 @@ from memfit.activations.call_arguments import HeldArguments
 from memfit.activations.handles import KeptHandle, RemadeHandle, unpack
 from memfit.activations.offload import MovedHandle, Offloader, Parcel
 from memfit.activations.reads import is_compiled
-from memfit.activations.recompute import CallRecord, SegmentGroup, pack_for_recompute
+from memfit.activations.recompute import ReplayedCall, SegmentGroup, pack_for_recompute
 from memfit.activations.saved_tensors import Stays, plain_storage
 from memfit.activations.select import Selection
 from memfit.activations.surroundings import Surroundings
@@ -181,7 +181,7 @@ class RecomputedFrame(_HookedFrame):
         self._offloader = offloader
         self._is_alone = group is None
         self._segment = SegmentGroup() if group is None else group
-        self._record: CallRecord | None = None
+        self._record: ReplayedCall | None = None
         self._parcels: list[weakref.ref[Parcel]] = []
 
     def enter(self) -> None:
@@ -194,7 +194,7 @@ class RecomputedFrame(_HookedFrame):
         if not torch.is_grad_enabled():
             return
         site = self._site
-        record = CallRecord(
+        record = ReplayedCall(
             place=site.name,
             call=site.call,
             surroundings=Surroundings(site.module, site.device),
@@ -214,7 +214,7 @@ class RecomputedFrame(_HookedFrame):
         self._segment.add(record)
         self._push(*self._modes_of(record))
 
-    def _modes_of(self, record: CallRecord) -> list[TorchDispatchMode]:
+    def _modes_of(self, record: ReplayedCall) -> list[TorchDispatchMode]:
         modes: list[TorchDispatchMode] = []
         compiled = is_compiled(self._site.module)
         assert record.arguments is not None
@@ -255,7 +255,7 @@ class RecomputedFrame(_HookedFrame):
         elif not self._is_alone:
             self._segment.note_outputs(outputs)
 
-    def _settle(self, record: CallRecord) -> None:
+    def _settle(self, record: ReplayedCall) -> None:
         assert record.surroundings is not None
         assert record.arguments is not None
         record.surroundings.settle()

@@ -27,11 +27,11 @@ import torch
 
 from memfit.activations.handles import refuse_again
 from memfit.activations.saved_tensors import ORDINARY, Geometry, plain_storage, raise_changed, version_of
-from memfit.activations.writes import Extent, Watched, Writes, Written
+from memfit.activations.writes import ByteRange, Watched, Writes, Written
 from memfit.core.errors import MemfitError, UsageError
 from memfit.core.leaving import MINIMUM_LEAVING_BYTES, is_movable, leaves
 from memfit.core.plan import Tier
-from memfit.homes.home import Ticket
+from memfit.homes.home import TransferHandle
 from memfit.tensors.trees import new_storage
 
 
@@ -50,7 +50,7 @@ class TierStore(Protocol):
         """Returns when the storage that was put may be given up."""
         ...
 
-    def get(self, rest: Any, into: torch.UntypedStorage) -> Ticket:
+    def get(self, rest: Any, into: torch.UntypedStorage) -> TransferHandle:
         """Starts to read into a storage of the same length, which lives until the ticket was waited for."""
         ...
 
@@ -81,7 +81,7 @@ class Parcel:
         self._place = place
         self._rest: Any = None
         self._free: weakref.finalize[Any, Any] | None = None
-        self._ticket: Ticket | None = None
+        self._ticket: TransferHandle | None = None
         self._storage: torch.UntypedStorage | None = None
         self._lock = threading.RLock()
 
@@ -97,7 +97,7 @@ class Parcel:
 
     def watched(self, geometry: Geometry) -> Watched:
         """Some of its elements since it was made."""
-        return Watched(self._written, self._mark, Extent.of(geometry))
+        return Watched(self._written, self._mark, ByteRange.of(geometry))
 
     def leave(self) -> None:
         """Starts writing. Repeating it does nothing."""

@@ -47,7 +47,7 @@ class _EnoughError(BaseException):
 
 
 @dataclass(kw_only=True, slots=True)
-class CallRecord:
+class ReplayedCall:
     """What is needed to run one call again.
 
     Attributes:
@@ -102,7 +102,7 @@ class SegmentGroup:
     """
 
     def __init__(self) -> None:
-        self._records: list[CallRecord] = []
+        self._records: list[ReplayedCall] = []
         # Weak: an output's graph holds handles that hold this segment.
         self._outputs: list[tuple[weakref.ref[torch.Tensor], int, Watched | None, Position]] = []
         self._was_run = False
@@ -121,7 +121,7 @@ class SegmentGroup:
                 return position
         return None
 
-    def add(self, record: CallRecord) -> None:
+    def add(self, record: ReplayedCall) -> None:
         """The next call begins."""
         assert not self._was_run, "a call was added to a segment that was run again already"
         self._records.append(record)
@@ -170,7 +170,7 @@ class SegmentGroup:
 class _Capture:
     """The saved-tensor hooks of a second run."""
 
-    def __init__(self, record: CallRecord, wanted: dict[int, RemadeHandle], *, stops: bool) -> None:
+    def __init__(self, record: ReplayedCall, wanted: dict[int, RemadeHandle], *, stops: bool) -> None:
         self._place = record.place
         self._writes = record.writes
         self._packs_at_first = len(record.handles)
@@ -219,7 +219,7 @@ class _Capture:
 
 
 def run_again(
-    record: CallRecord, wanted: dict[int, RemadeHandle], made: Mapping[Position, torch.Tensor], *, needs_outputs: bool
+    record: ReplayedCall, wanted: dict[int, RemadeHandle], made: Mapping[Position, torch.Tensor], *, needs_outputs: bool
 ) -> object | None:
     """Runs one call again and fills `wanted`.
 
@@ -292,7 +292,7 @@ def _sample(tensor: torch.Tensor, writes: Writes) -> bytes | None:
 
 
 def pack_for_recompute(
-    segment: SegmentGroup, record: CallRecord, tensor: torch.Tensor, *, stays: bool
+    segment: SegmentGroup, record: ReplayedCall, tensor: torch.Tensor, *, stays: bool
 ) -> KeptHandle | RemadeHandle:
     """What autograd gets for a tensor of a recomputed call: the tensor itself if it stays anyway, else a handle."""
     if stays:

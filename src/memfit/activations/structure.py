@@ -34,7 +34,7 @@ _SHARED = (
 """Never copied: their identity is their meaning, or they are code."""
 
 
-class Slot:
+class Placeholder:
     """Stands where a tensor was."""
 
     __slots__ = ("index",)
@@ -89,7 +89,7 @@ class _Copier:
         known = self._copies.get(id(value))
         if known is not None:
             return known[1]
-        if isinstance(value, torch.Tensor | Slot):
+        if isinstance(value, torch.Tensor | Placeholder):
             return self._note(value, self._replace(value))
         if isinstance(value, tuple):
             return self._note(value, self._copy_tuple(value))

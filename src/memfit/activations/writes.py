@@ -35,7 +35,7 @@ from memfit.core.operators import has_schema, only_relabels, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ByteRange:
     """Elements in a storage, in bytes.
 
     Attributes:
@@ -49,7 +49,7 @@ class Extent:
     width: int
 
     @classmethod
-    def of(cls, geometry: Geometry) -> Extent | None:
+    def of(cls, geometry: Geometry) -> ByteRange | None:
         """The elements of a tensor; None if it has none."""
         if 0 in geometry.shape:
             return None
@@ -63,7 +63,7 @@ class Extent:
         """Behind the last."""
         return self.begin + sum(stride * (size - 1) for stride, size in self.dims) + self.width
 
-    def overlaps(self, other: Extent) -> bool:
+    def overlaps(self, other: ByteRange) -> bool:
         """Whether they have an element in common. May be True where they only interlock in some irregular way."""
         if self.end <= other.begin or other.end <= self.begin:
             return False
@@ -76,9 +76,9 @@ class Extent:
             return True
         return inner.overlaps(others)
 
-    def _within(self, period: int) -> Extent:
+    def _within(self, period: int) -> ByteRange:
         dims = self.dims[1:] if self.dims and self.dims[0][0] == period else self.dims
-        return Extent(self.begin % period, dims, self.width)
+        return ByteRange(self.begin % period, dims, self.width)
 
 
 class Written:
@@ -89,17 +89,17 @@ class Written:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         # Pins the address of the storage object (not its bytes): no later storage can be taken for this one.
         self._identity = StorageWeakRef(storage)
-        self._log: list[tuple[Extent, bool]] = []
+        self._log: list[tuple[ByteRange, bool]] = []
 
     def mark(self) -> int:
         """Now, for `since`."""
         return len(self._log)
 
-    def note(self, extent: Extent, *, is_certain: bool) -> None:
+    def note(self, extent: ByteRange, *, is_certain: bool) -> None:
         """These elements were written, or may have been."""
         self._log.append((extent, is_certain))
 
-    def since(self, mark: int, extent: Extent | None = None, *, doubts: bool = False) -> bool:
+    def since(self, mark: int, extent: ByteRange | None = None, *, doubts: bool = False) -> bool:
         """Whether something has been written since a mark.
 
         Args:
@@ -118,7 +118,7 @@ class Watched:
 
     written: Written
     mark: int
-    extent: Extent | None
+    extent: ByteRange | None
 
     @property
     def has_changed(self) -> bool:
@@ -162,14 +162,14 @@ class Writes:
         if storage is None:
             return None
         written = self.of(storage)
-        return Watched(written, written.mark(), Extent.of(Geometry.of(tensor)))
+        return Watched(written, written.mark(), ByteRange.of(Geometry.of(tensor)))
 
     def note(self, value: Any, *, is_certain: bool) -> None:
         """An operation writes a tensor, or each of a list."""
         if isinstance(value, torch.Tensor):
             storage = storage_of(value)
             found = None if storage is None else self._written.get(storage._cdata)
-            if found is not None and (extent := Extent.of(Geometry.of(value))) is not None:
+            if found is not None and (extent := ByteRange.of(Geometry.of(value))) is not None:
                 found.note(extent, is_certain=is_certain)
         elif isinstance(value, list | tuple):
             for item in value:

@@ -15,9 +15,9 @@ from memfit.cli.output import open_console, print_table
 from memfit.core.units import format_bytes
 from memfit.host import (
     NOT_MEASURED,
-    Change,
     Measurements,
     Setting,
+    SettingChange,
     advise_changes,
     choose_settings,
     describe_host,
@@ -133,7 +133,7 @@ def _disk_rows(measured: Measurements) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _print_changes(console: Console, changes: tuple[Change, ...]) -> None:
+def _print_changes(console: Console, changes: tuple[SettingChange, ...]) -> None:
     if not changes:
         console.print("Nothing to change: the machine gives what it has.", markup=False)
         return

@@ -1,6 +1,6 @@
 """What a command is about: a built-in recipe, a transformers configuration, or a function of the user's.
 
-In: the options that name it. Out: `Source`: model, optimizer, loss, sample.
+In: the options that name it. Out: `CommandSource`: model, optimizer, loss, sample.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def given_plan(path: Path | None) -> Path | str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CommandSource:
     """What the user would hand to `memfit.fit`; `name` for headings."""
 
     name: str
@@ -70,7 +70,9 @@ class Source:
     sample: Any
 
 
-def find_source(function: str | None, recipe: str | None, model: Path | None, batch: int, sequence: int) -> Source:
+def find_source(
+    function: str | None, recipe: str | None, model: Path | None, batch: int, sequence: int
+) -> CommandSource:
     """Builds what the options name.
 
     Raises:
@@ -89,14 +91,14 @@ def find_source(function: str | None, recipe: str | None, model: Path | None, ba
     return _from_function(function)
 
 
-def _from_recipe(name: str) -> Source:
+def _from_recipe(name: str) -> CommandSource:
     from memfit.job.machine import prepare_process
     from memfit.recipes import find_recipe
 
     recipe = find_recipe(name)
     prepare_process()
     model = recipe.build_model(0)
-    return Source(
+    return CommandSource(
         name=recipe.description,
         model=model,
         optimizer=recipe.build_optimizer(model),
@@ -105,13 +107,13 @@ def _from_recipe(name: str) -> Source:
     )
 
 
-def _from_config(path: Path, batch: int, sequence: int) -> Source:
+def _from_config(path: Path, batch: int, sequence: int) -> CommandSource:
     from memfit.job.machine import prepare_process
     from memfit.recipes.configured import build_configured
 
     prepare_process()
     run = build_configured(path, batch_size=batch, sequence_length=sequence)
-    return Source(
+    return CommandSource(
         name=f"{type(run.model).__name__} of {path}, {batch} sequences of {sequence} tokens, AdamW",
         model=run.model,
         optimizer=run.optimizer,
@@ -131,10 +133,10 @@ class Parts:
     batches: Any
 
 
-def _from_function(text: str) -> Source:
+def _from_function(text: str) -> CommandSource:
     function = find_function(text)
     parts = read_parts(text, function())
-    return Source(name=text, model=parts.model, optimizer=parts.optimizer, loss=parts.loss, sample=parts.sample)
+    return CommandSource(name=text, model=parts.model, optimizer=parts.optimizer, loss=parts.loss, sample=parts.sample)
 
 
 def find_function(text: str) -> Callable[[], Any]:

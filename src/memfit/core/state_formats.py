@@ -48,7 +48,7 @@ class StateFormat(StrEnum):
         return f"{self}-state"
 
 
-class Moment(StrEnum):
+class StateMoment(StrEnum):
     """FIRST: a running mean of gradients, of either sign. SECOND: of their squares or magnitudes, never negative."""
 
     FIRST = "first"
@@ -58,13 +58,13 @@ class Moment(StrEnum):
 # Names in torch.optim (2.11 to 2.13). Not here: Adagrad's sum (it only grows: what is below half a step would be lost for good), Rprop's signs and step
 # sizes, ASGD's averaged weights.
 _MOMENTS = {
-    "exp_avg": Moment.FIRST,
-    "momentum_buffer": Moment.FIRST,
-    "exp_avg_sq": Moment.SECOND,
-    "max_exp_avg_sq": Moment.SECOND,
-    "square_avg": Moment.SECOND,
-    "acc_delta": Moment.SECOND,
-    "exp_inf": Moment.SECOND,
+    "exp_avg": StateMoment.FIRST,
+    "momentum_buffer": StateMoment.FIRST,
+    "exp_avg_sq": StateMoment.SECOND,
+    "max_exp_avg_sq": StateMoment.SECOND,
+    "square_avg": StateMoment.SECOND,
+    "acc_delta": StateMoment.SECOND,
+    "exp_inf": StateMoment.SECOND,
 }
 _SUBTRACTED = "grad_avg"
 
@@ -99,7 +99,7 @@ def records_of(chosen: StateFormat) -> RecordLayout:
     return _RECORDS[chosen]
 
 
-def moment_of(key: str, keys: Collection[str], numel: int, dtype: str) -> Moment | None:
+def moment_of(key: str, keys: Collection[str], numel: int, dtype: str) -> StateMoment | None:
     """What an encoded state is a mean of; None for a state that is kept as it is. See [Note: state formats].
 
     Args:

@@ -22,7 +22,7 @@ CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging
 """Sorts of bytes, as timelines and reports show them."""
 
 
-class Change(NamedTuple):
+class ByteChange(NamedTuple):
     """Bytes that come to a tier (above zero) or leave it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
     nbytes: int
 
 
-class Work(StrEnum):
+class WorkKind(StrEnum):
     """Kinds of computing, each with a rate of its own.
 
     FLOPS: floating point operations of matrix products. CALLS: entries of calls. UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes, that it
@@ -88,15 +88,15 @@ class Operation(NamedTuple):
     """
 
     action: Action
-    changes: tuple[Change, ...] = ()
-    during: tuple[Change, ...] = ()
+    changes: tuple[ByteChange, ...] = ()
+    during: tuple[ByteChange, ...] = ()
     waits: tuple[Token, ...] = ()
     waits_after: tuple[Token, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     is_chain: bool = True
     after: tuple[Token, ...] = ()
     gives: Token | None = None
-    work: tuple[tuple[Work, float], ...] = ()
+    work: tuple[tuple[WorkKind, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +113,14 @@ class Step:
 
     names: tuple[str, ...]
     sites: tuple[str, ...]
-    resting: tuple[Change, ...]
+    resting: tuple[ByteChange, ...]
     operations: tuple[Operation, ...]
     sealing: tuple[Transfer, ...] = ()
 
     def __iter__(self) -> Iterator[Operation]:
         return iter(self.operations)
 
-    def owner_name(self, change: Change) -> str:
+    def owner_name(self, change: ByteChange) -> str:
         """The owner of a change as a person knows it."""
         return owner_name(change.owner, self.names, self.sites)
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from memfit.core.errors import UsageError
-from memfit.deferred.program import Place, Program
-from memfit.deferred.recording import LEAST_BYTES, Recorder
+from memfit.deferred.program import Program, RegionPlace
+from memfit.deferred.recording import LEAST_BYTES, BuildRecorder
 from memfit.tensors.guard import mark_present, mark_unborn
 
 _ATTRIBUTE = "_memfit_origin"
@@ -31,13 +31,13 @@ class Origin:
         model: holds this object until the last of them is given.
     """
 
-    def __init__(self, program: Program, places: Iterable[tuple[nn.Parameter, Place]], model: nn.Module) -> None:
+    def __init__(self, program: Program, places: Iterable[tuple[nn.Parameter, RegionPlace]], model: nn.Module) -> None:
         self._program = program
         self._model = weakref.ref(model)
         object.__setattr__(model, _ATTRIBUTE, self)
-        self._unborn: dict[int, list[tuple[nn.Parameter, Place]]] = {}
+        self._unborn: dict[int, list[tuple[nn.Parameter, RegionPlace]]] = {}
         self._keys: dict[int, int] = {}
-        self._given: dict[int, tuple[nn.Parameter, Place]] = {}
+        self._given: dict[int, tuple[nn.Parameter, RegionPlace]] = {}
         for parameter, place in places:
             self._unborn.setdefault(place.key, []).append((parameter, place))
             self._keys[id(parameter)] = place.key
@@ -123,18 +123,18 @@ def build_empty(build: Callable[[], nn.Module], *, draws: bool, least_bytes: int
     Raises:
         UsageError: what was built is no module. Whatever `build` raises.
     """
-    recorder = Recorder(draws=draws, least_bytes=least_bytes)
+    recorder = BuildRecorder(draws=draws, least_bytes=least_bytes)
     with recorder:
         model: Any = build()
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the function given to memfit.empty must return a torch.nn.Module, not {type(model).__name__}"
         )
-    places: dict[int, list[tuple[str, nn.Parameter, Place]]] = {}
+    places: dict[int, list[tuple[str, nn.Parameter, RegionPlace]]] = {}
     for name, parameter in model.named_parameters():
         key = recorder.key(parameter)
         if key is not None:
-            places.setdefault(key, []).append((name, parameter, Place.of(key, parameter)))
+            places.setdefault(key, []).append((name, parameter, RegionPlace.of(key, parameter)))
     for key in tuple(recorder.storages):
         # Who holds a storage beside parameters and the recorder (a buffer, an attribute, a closure) will read it.
         if torch._C._storage_Use_Count(key) > len(places.get(key, ())) + 1:

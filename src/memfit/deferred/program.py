@@ -26,7 +26,7 @@ from memfit.tensors.trees import new_storage, typed_view
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RegionPlace:
     """A tensor as a view of a deferred storage: `offset` in elements."""
 
     key: int
@@ -36,7 +36,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, key: int, tensor: torch.Tensor) -> Place:
+    def of(cls, key: int, tensor: torch.Tensor) -> RegionPlace:
         """Where a tensor lies in its storage."""
         return cls(
             key=key,
@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Region:
+class TensorRegion:
     """A deferred storage's size and device."""
 
     nbytes: int
@@ -60,12 +60,12 @@ class Region:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class RecordedOperation:
     """One noted operation.
 
     Attributes:
         function: what to call.
-        args: with `Place` where a deferred tensor stood; other tensors are copies.
+        args: with `RegionPlace` where a deferred tensor stood; other tensors are copies.
         kwargs: the same.
         reads: keys whose earlier contents matter.
         writes: keys that it changes.
@@ -83,7 +83,7 @@ class Operation:
     reads: frozenset[int]
     writes: frozenset[int]
     overwrites: frozenset[int]
-    makes: tuple[Place | None, ...]
+    makes: tuple[RegionPlace | None, ...]
     generator: torch.Generator | None
     state: torch.Tensor | None
     serial: int
@@ -94,7 +94,7 @@ class Operation:
         """Keys of the storages that it makes."""
         return frozenset(place.key for place in self.makes if place is not None)
 
-    def run(self, get: Callable[[Place], torch.Tensor], *, may_invent: bool) -> list[torch.Tensor]:
+    def run(self, get: Callable[[RegionPlace], torch.Tensor], *, may_invent: bool) -> list[torch.Tensor]:
         """Calls the function on real tensors; its tensor outputs in order.
 
         Args:
@@ -104,7 +104,7 @@ class Operation:
         Raises:
             UsageError: it draws random numbers, and the model was built without drawing.
         """
-        args, kwargs = tree_map_only(Place, get, (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map_only(RegionPlace, get, (self.args, dict(self.kwargs)))
         with torch.no_grad(), _default_dtype(self.default_dtype):
             if self.generator is None:
                 return flat_outputs(self.function(*args, **kwargs))
@@ -126,14 +126,14 @@ class Program:
     """
 
     def __init__(self) -> None:
-        self.regions: dict[int, Region] = {}
-        self._operations: list[Operation] = []
+        self.regions: dict[int, TensorRegion] = {}
+        self._operations: list[RecordedOperation] = []
         self._writers: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._operations)
 
-    def note(self, operation: Operation) -> None:
+    def note(self, operation: RecordedOperation) -> None:
         """Adds an operation at the end."""
         index = len(self._operations)
         self._operations.append(operation)
@@ -159,7 +159,7 @@ class Program:
 
         Args:
             keys: of the storages.
-            may_invent: see `Operation.run`.
+            may_invent: see `RecordedOperation.run`.
 
         Raises:
             UsageError: random numbers are needed and none were drawn.
@@ -172,7 +172,7 @@ class Program:
                 last[key] = index
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def get(place: Place) -> torch.Tensor:
+        def get(place: RegionPlace) -> torch.Tensor:
             if place.key not in storages:
                 storages[place.key] = self.blank(place.key)
             return place.view(storages[place.key])
@@ -195,14 +195,14 @@ class Program:
         return new_storage(region.nbytes, region.device)
 
     def _laid_out(
-        self, operation: Operation, outputs: Sequence[torch.Tensor]
+        self, operation: RecordedOperation, outputs: Sequence[torch.Tensor]
     ) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """(key, storage) of what an operation made, in the layout that was foreseen."""
         for place, output in zip(operation.makes, outputs, strict=True):
             if place is None:
                 continue
             storage = output.untyped_storage()
-            if Place.of(place.key, output) != place or storage.nbytes() != self.regions[place.key].nbytes:
+            if RegionPlace.of(place.key, output) != place or storage.nbytes() != self.regions[place.key].nbytes:
                 storage = self.blank(place.key)
                 place.view(storage).copy_(output)
             yield place.key, storage

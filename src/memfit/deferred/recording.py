@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memfit import devices
 from memfit.core.errors import UnsupportedError
 from memfit.core.units import round_up
-from memfit.deferred.program import Operation, Place, Program, Region, flat_outputs
+from memfit.deferred.program import Program, RecordedOperation, RegionPlace, TensorRegion, flat_outputs
 
 LEAST_BYTES = 64 << 10
 
@@ -44,7 +44,7 @@ _FILLS = frozenset({
 _META_FAILURES = (RuntimeError, NotImplementedError)
 
 
-class Recorder(TorchDispatchMode):
+class BuildRecorder(TorchDispatchMode):
     """See the module's notes.
 
     Memory: the largest tensor whose random numbers are drawn, for a moment; address space of all deferred tensors, on a GPU of one at a time.
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self.key(tensor)
-        return tensor if key is None else Place.of(key, tensor).view(self._values(key))
+        return tensor if key is None else RegionPlace.of(key, tensor).view(self._values(key))
 
     def _values(self, key: int) -> torch.UntypedStorage:
         # A program that looks at numbers it has drawn (to draw some again, say) must find some, even where none count.
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         device = next((t.device for t in self._deferred(args, kwargs)), _device_of(kwargs))
         device = device if kwargs.get("device") is None else _device_of(kwargs)  # it is moved there
         outputs, originals = _on_meta(func, args, kwargs, self.key)
-        made: list[Place | None] = []
+        made: list[RegionPlace | None] = []
 
         def wrap(output: torch.Tensor) -> torch.Tensor:
             original = originals.get(id(output))
@@ -137,8 +137,8 @@ class Recorder(TorchDispatchMode):
             fresh = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=device)
             storage = fresh.untyped_storage()
             self.storages[storage._cdata] = storage
-            self.program.regions[storage._cdata] = Region(nbytes=storage.nbytes(), device=device)
-            made.append(Place.of(storage._cdata, fresh))
+            self.program.regions[storage._cdata] = TensorRegion(nbytes=storage.nbytes(), device=device)
+            made.append(RegionPlace.of(storage._cdata, fresh))
             _untouch(storage)
             return fresh
 
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
         result = tree_map_only(torch.Tensor, wrap, outputs)
         noted_args, noted_kwargs = tree_map_only(torch.Tensor, self._noted, (args, kwargs))
         self.program.note(
-            Operation(
+            RecordedOperation(
                 function=func,
                 args=noted_args,
                 kwargs=noted_kwargs,
@@ -195,9 +195,9 @@ class Recorder(TorchDispatchMode):
         """The tensor is all of its storage."""
         return tensor.numel() * tensor.element_size() == self.program.regions[self._known(tensor)].nbytes
 
-    def _noted(self, tensor: torch.Tensor) -> Place | torch.Tensor:
+    def _noted(self, tensor: torch.Tensor) -> RegionPlace | torch.Tensor:
         key = self.key(tensor)
-        return tensor.detach().clone() if key is None else Place.of(key, tensor)
+        return tensor.detach().clone() if key is None else RegionPlace.of(key, tensor)
 
     def _known(self, tensor: torch.Tensor) -> int:
         key = self.key(tensor)

@@ -63,7 +63,7 @@ from memfit.tensors.random_streams import RandomStream
 from memfit.tensors.trees import tensors_in
 
 
-class Phase(Enum):
+class EnginePhase(Enum):
     """What autograd may be doing now."""
 
     IDLE = "idle"
@@ -92,7 +92,7 @@ class Outcome:
 
 
 @dataclass(kw_only=True)
-class Work:
+class StepInput:
     """One step's input to the engine.
 
     Attributes:
@@ -134,7 +134,7 @@ def _nothing(_outcome: Outcome) -> None:
 
 
 @dataclass
-class _Open:
+class _OpenCall:
     """A site that is running now."""
 
     site: int
@@ -201,14 +201,14 @@ class Engine:
         self._hooks = SiteHooks(self.sites, self)
         self._serial = 0
         self._recomputing = 0
-        self._opened: list[_Open] = []
+        self._opened: list[_OpenCall] = []
         self._looks_away = False
         self.at = ""
         self._reset()
 
     # --- a run ------------------------------------------------------------------------------------------------------------------
 
-    def run(self, schedule: Schedule, work: Work, *, tail: int | None) -> Outcome:
+    def run(self, schedule: Schedule, work: StepInput, *, tail: int | None) -> Outcome:
         """Does a schedule from its first action to its last.
 
         Raises:
@@ -230,7 +230,7 @@ class Engine:
         self._aliases = self._make_aliases()
         trains = any(isinstance(a, Seed) for a in schedule.actions)
         self._leaves = self._own_leaves if self._interleaves and trains else None
-        self._phase = Phase.FORWARD
+        self._phase = EnginePhase.FORWARD
         if self.gradients is not None:
             self.gradients.is_receiving = trains
         try:
@@ -247,7 +247,7 @@ class Engine:
             self._recover()
             raise
         finally:
-            self._phase = Phase.IDLE
+            self._phase = EnginePhase.IDLE
             if self.gradients is not None:
                 self.gradients.is_receiving = False
             self._visits.end_on_demand()
@@ -256,7 +256,7 @@ class Engine:
             self._reset()
             self.outcome = outcome
 
-    def evaluate(self, schedule: Schedule, work: Work) -> list[Any]:
+    def evaluate(self, schedule: Schedule, work: StepInput) -> list[Any]:
         """Does a forward-only schedule and gives what the user's function returned, a microbatch each."""
         results: dict[int, Any] = {}
         plain = work.run
@@ -264,7 +264,7 @@ class Engine:
         def run(m: int) -> None:
             results[m] = plain(m)
 
-        self.run(schedule, Work(run=run, shares=None, streams=work.streams), tail=None)
+        self.run(schedule, StepInput(run=run, shares=None, streams=work.streams), tail=None)
         return [results[m] for m in sorted(results)]
 
     @contextmanager
@@ -297,7 +297,7 @@ class Engine:
         self._deferred: list[Action] = []
         self._opened.clear()
         self._recomputing = 0
-        self._work: Work | None = None
+        self._work: StepInput | None = None
         self._loss_scale: float | None = None
         self._counts = Counts(0)
         self._schedule: Schedule | None = None
@@ -306,7 +306,7 @@ class Engine:
         self._joint_done = False
         self._interleaves = False
         self._leaves: MicrobatchLeaves | None = None
-        self._phase = Phase.IDLE
+        self._phase = EnginePhase.IDLE
 
     def _recover(self) -> None:
         """After an error: ends coroutines and updates, gives back visits and gradients. The first error is already on its way."""
@@ -437,13 +437,13 @@ class Engine:
                 )
         seeds = self._seeds(microbatches)
         if self._is_cut:
-            self._phase = Phase.TAIL
+            self._phase = EnginePhase.TAIL
             began = self._tail_began.get(first, sequence_number())
             with withheld(self._hooks_before_tail):
                 self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self._aliases))
             self._aliases.forget()
             self._finish_frames()
-            self._phase = Phase.FORWARD
+            self._phase = EnginePhase.FORWARD
             deferred, self._deferred = self._deferred, []
             for action in deferred:
                 self._do(action)
@@ -451,14 +451,14 @@ class Engine:
                 self._departures.append("gradients reach calls before the tail, where the trace saw none")
                 self._run_joint()
             return
-        self._phase = Phase.BACKWARD
+        self._phase = EnginePhase.BACKWARD
         if len(microbatches) > 1 and self._has_accelerator:
             self._backward_on_device(seeds)
         else:
             torch.autograd.backward(seeds.losses, seeds.factors)
             seeds.losses.clear()
         self._finish_pass(microbatches)
-        self._phase = Phase.FORWARD
+        self._phase = EnginePhase.FORWARD
 
     @property
     def _has_accelerator(self) -> bool:
@@ -530,11 +530,11 @@ class Engine:
 
     def _run_joint(self) -> None:
         """One backward from the cut edges of all microbatches."""
-        self._phase = Phase.BACKWARD
+        self._phase = EnginePhase.BACKWARD
         cuts, self._cuts = self._cuts, []
         self._backward_from(cuts)
         self._finish_pass(range(len(self._coroutines)))
-        self._phase = Phase.FORWARD
+        self._phase = EnginePhase.FORWARD
 
     # --- calls ------------------------------------------------------------------------------------------------------------------
 
@@ -544,12 +544,12 @@ class Engine:
             return
         if self._recomputing or self._opened:
             if not self._recomputing:
-                self._opened.append(_Open(site, None, None))  # inside another call: part of it
+                self._opened.append(_OpenCall(site, None, None))  # inside another call: part of it
             return
         coroutine = self._running
         if coroutine is None or not coroutine.is_current:
             self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
-            self._opened.append(_Open(site, None, None))
+            self._opened.append(_OpenCall(site, None, None))
             return
         call = self._next_call(coroutine, site)
         if call is None:
@@ -557,7 +557,7 @@ class Engine:
                 f"microbatch {coroutine.microbatch} calls {self.sites[site].name!r} where the trace did not"
             )
             self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
-            self._opened.append(_Open(site, -1, None, self._put_leaves(site)))
+            self._opened.append(_OpenCall(site, -1, None, self._put_leaves(site)))
             return
         is_own = self._own.are_here(site)
         if self._interleaves and not is_own:
@@ -580,7 +580,7 @@ class Engine:
         replaced = self._put_leaves(site)
         if self._tail is not None and call >= self._tail:
             self._aliases.enter(self.sites[site].module)
-        self._opened.append(_Open(site, call, frame, replaced))
+        self._opened.append(_OpenCall(site, call, frame, replaced))
 
     def _refused_substitutes(self, site: int, why: str) -> UnsupportedError:
         return UnsupportedError(
@@ -607,7 +607,7 @@ class Engine:
         m = self._running.microbatch if self._running is not None else -1
         if output is not None and torch.is_grad_enabled():
             self._watch(output, opened.call, m, site)
-        if self._phase is Phase.IDLE:
+        if self._phase is EnginePhase.IDLE:
             self._visits.end_on_demand()
 
     def _next_call(self, coroutine: Coroutine, site: int) -> int | None:
@@ -646,20 +646,20 @@ class Engine:
         """The first gradient has reached an output of a call: autograd is about to run it backward."""
         if call is None or call < 0:  # served: weights must be here until autograd is through
             self._visits.ensure(self.sites[site].blocks, is_foreseen=True)
-            if self._phase is Phase.IDLE:
+            if self._phase is EnginePhase.IDLE:
                 torch.autograd.Variable._execution_engine.queue_callback(self._visits.end_on_demand)
             return
-        if serial != self._serial or self._phase is Phase.IDLE:
+        if serial != self._serial or self._phase is EnginePhase.IDLE:
             raise UnsupportedError(
                 "backward was called on a graph of a step that memfit has already run back: job.step(batch) computes the gradients itself; "
                 "return the loss from the loss function and use the result's .loss only as a number"
             )
-        if self._phase is Phase.FORWARD:
+        if self._phase is EnginePhase.FORWARD:
             raise UnsupportedError(
                 f"the loss function differentiates through {self.sites[site].name!r} itself (autograd.grad or backward inside the loss): "
                 "double backward is not supported, because a block's weights travel with the one backward that the schedule foresees"
             )
-        if self._phase is Phase.TAIL and self._tail is not None and call < self._tail:
+        if self._phase is EnginePhase.TAIL and self._tail is not None and call < self._tail:
             return  # the cut's edge: this call's own backward comes with the joint one
         first, last = self._segment_of[call]
         if (first, m) in self._begun:
@@ -682,7 +682,7 @@ class Engine:
                 self._next += 1
                 if isinstance(passed, Backward):
                     continue
-                if self._phase is Phase.TAIL and isinstance(passed, Accumulate | Update | Clear | Release):
+                if self._phase is EnginePhase.TAIL and isinstance(passed, Accumulate | Update | Clear | Release):
                     # A tail's gradients reach the parameters when its whole backward returns (see `differentiate_tail`).
                     self._deferred.append(passed)
                 else:
@@ -715,7 +715,7 @@ class Engine:
     # --- weights ----------------------------------------------------------------------------------------------------------------
 
     def _ensure(self, blocks: Sequence[int]) -> None:
-        self._visits.ensure(blocks, is_foreseen=self._phase is Phase.IDLE)
+        self._visits.ensure(blocks, is_foreseen=self._phase is EnginePhase.IDLE)
 
     @contextmanager
     def recomputing(self, blocks: Sequence[int] = ()) -> Iterator[None]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memfit.homes.gradients import GradientHomes
-from memfit.homes.weights import BlockWeights, Slot
+from memfit.homes.weights import BlockWeights, ParameterSlot
 
 Replaced = list[tuple[Any, Any, torch.nn.Parameter]]
 
@@ -86,7 +86,7 @@ def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> 
 
 
 class _Arrival:
-    def __init__(self, gradients: weakref.ref[GradientHomes], slot: Slot) -> None:
+    def __init__(self, gradients: weakref.ref[GradientHomes], slot: ParameterSlot) -> None:
         self._gradients = gradients
         self._slot = slot
 

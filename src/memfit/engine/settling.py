@@ -12,7 +12,7 @@ import torch
 from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Accumulate, Clear, Commit, Update
 from memfit.homes.gradients import GradientHomes
-from memfit.homes.home import Ticket, Tickets
+from memfit.homes.home import Tickets, TransferHandle
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
 
@@ -44,7 +44,7 @@ class Settling:
         self._updates = updates
         self._parameter_order = tuple(parameter_order)
         self._depart = depart
-        self._updating: dict[int, Ticket] = {}
+        self._updating: dict[int, TransferHandle] = {}
         self.skips = False
 
     def begin(self) -> None:

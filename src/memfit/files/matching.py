@@ -17,7 +17,7 @@ from memfit.core.errors import StoreError, UsageError
 from memfit.files.names import extra_states, keep_names
 from memfit.files.reader import TensorFile
 from memfit.huggingface.conversions import Conversion, loading_conversions
-from memfit.huggingface.moves import Piece, row_major_range
+from memfit.huggingface.moves import MovedPiece, row_major_range
 from memfit.tensors.container import TensorEntry
 from memfit.tensors.shared_elements import copy_shared, shares_elements
 
@@ -151,7 +151,7 @@ def _whole(held: Held, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-def _read_piece(held: Held, piece: Piece, into: torch.Tensor) -> None:
+def _read_piece(held: Held, piece: MovedPiece, into: torch.Tensor) -> None:
     following = row_major_range(held.entry.shape, piece.start, piece.sizes)
     if following is None:
         with torch.no_grad():

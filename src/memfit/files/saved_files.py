@@ -16,7 +16,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.files.names import keep_names, shard
 from memfit.files.tensor_bytes import HomeSource, JoinedSource, ResidentSource, TensorSource
 from memfit.homes.optimizer_states import BlockStates, DecodedState
-from memfit.homes.weights import BlockWeights, Slot
+from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.huggingface.conversions import FileTensor, file_tensors
 from memfit.tensors.container import Header, TensorSpec, lay_out
 from memfit.tensors.trees import typed_view
@@ -115,7 +115,7 @@ def pack_weights(
     return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _weight_source(block: BlockWeights, slot: Slot) -> TensorSource:
+def _weight_source(block: BlockWeights, slot: ParameterSlot) -> TensorSource:
     """Where the weight is, or its master where it has one."""
     home = block.master_home
     if block.is_here and not block.has_masters:
@@ -162,7 +162,7 @@ def pack_states(sources: Mapping[str, TensorSource]) -> SaveFile:
 
 def trained_slots(
     blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]
-) -> Iterator[tuple[BlockStates, Slot]]:
+) -> Iterator[tuple[BlockStates, ParameterSlot]]:
     """What has a state by now: states, and the slots of the parameters."""
     for block in blocks:
         own = states.get(block.index)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from memfit.homes.home import DONE, ByteHome, Ticket, Tickets
+from memfit.homes.home import DONE, ByteHome, Tickets, TransferHandle
 from memfit.tensors.trees import new_storage, typed_view
 
 # What is read at once of a tensor whose memory order is not row-major, where its slices are smaller.
@@ -24,7 +24,7 @@ class TensorSource(Protocol):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> Ticket:
+    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> TransferHandle:
         """Begins to copy elements [first, first + count), row-major, to a byte offset of a host storage.
 
         Calls come in ascending order of `first`; the storage must live until the ticket is done.
@@ -43,7 +43,7 @@ class ResidentSource:
         self.dtype = tensor.dtype
         self.shape = tuple(tensor.shape)
 
-    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> Ticket:
+    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> TransferHandle:
         """See `TensorSource`."""
         out = typed_view(into, into_offset, self.dtype, (count,))
         for part, start in row_major_parts(self._tensor, first, count):
@@ -81,7 +81,7 @@ class HomeSource:
         self._slice_numel = math.prod(self._slice_shape)
         self._group: tuple[int, int, torch.Tensor] | None = None
 
-    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> Ticket:
+    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> TransferHandle:
         """See `TensorSource`."""
         size = self.dtype.itemsize
         if not self._slice_shape:
@@ -133,9 +133,9 @@ class JoinedSource:
         self.dtype = parts[0][0].dtype
         self.shape = shape
 
-    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> Ticket:
+    def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> TransferHandle:
         """See `TensorSource`."""
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         begin = 0
         try:
             for source, start, length in self._parts:

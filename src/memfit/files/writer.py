@@ -15,7 +15,7 @@ import torch
 from memfit.core.errors import StoreError
 from memfit.core.units import MIB, round_up
 from memfit.files.tensor_bytes import TensorSource
-from memfit.homes.home import DONE, Ticket, Tickets
+from memfit.homes.home import DONE, Tickets, TransferHandle
 from memfit.store import FileOperations, aligned_memory, memory_of_storage, open_file
 from memfit.store.memory_ranges import ALIGNMENT_BYTES
 from memfit.store.os_errors import explain
@@ -27,7 +27,7 @@ PIECE_BYTES = 8 * MIB
 """Of one of the two buffers, alignment included."""
 
 
-class Pieces:
+class FilePieces:
     """The two buffers of a save.
 
     Memory: twice `PIECE_BYTES` of the host, or less for files that are smaller. They come from torch's allocator, so that a limit counts them.
@@ -54,7 +54,7 @@ def write_tensors(
     path: Path,
     header: Header,
     sources: Mapping[str, TensorSource],
-    pieces: Pieces,
+    pieces: FilePieces,
     *,
     operations: FileOperations | None = None,
 ) -> None:
@@ -73,7 +73,7 @@ def write_tensors(
     handle = open_file(path, create=True, operations=operations)
     whole_blocks = round_up(header.file_bytes, ALIGNMENT_BYTES)
     filling = _Filling(header, sources)
-    coming: Ticket = DONE
+    coming: TransferHandle = DONE
     try:
         handle.allocate(0, whole_blocks)
         edges = aligned_memory(ALIGNMENT_BYTES)
@@ -108,13 +108,13 @@ class _Filling:
         self._sources = sources
         self._waiting = deque(entry for entry in header.entries if entry.end > entry.begin)
 
-    def begin(self, start: int, nbytes: int, storage: torch.UntypedStorage, base: int) -> Ticket:
+    def begin(self, start: int, nbytes: int, storage: torch.UntypedStorage, base: int) -> TransferHandle:
         """Begins to copy bytes [start, start + nbytes) of the file to byte `base` of a storage."""
         stop = min(start + nbytes, self._header.file_bytes)
         raw = self._header.raw[start:stop]
         if raw:
             memory_of_storage(storage, base, len(raw)).view()[:] = raw
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         try:
             while self._waiting and self._waiting[0].begin < stop:
                 entry = self._waiting[0]

@@ -5,8 +5,8 @@ their tensors out in it by `core.layout`. `MemoryHome` rests in device or host m
 """
 
 from memfit.homes.disk import DiskHome
-from memfit.homes.home import DONE, ByteHome, Then, Ticket, Tickets, write_tensor
+from memfit.homes.home import DONE, ByteHome, Then, Tickets, TransferHandle, write_tensor
 from memfit.homes.memory import MemoryHome
 from memfit.homes.staging import Staging
 
-__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Staging", "Then", "Ticket", "Tickets", "write_tensor"]
+__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Staging", "Then", "Tickets", "TransferHandle", "write_tensor"]

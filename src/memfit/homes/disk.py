@@ -12,7 +12,7 @@ import torch
 from memfit.core.layout import ALIGNMENT_BYTES
 from memfit.core.plan import Tier
 from memfit.core.units import round_up
-from memfit.homes.home import DONE, Then, Ticket
+from memfit.homes.home import DONE, Then, TransferHandle
 from memfit.homes.staging import FileTicket, Staged, Staging
 from memfit.store import Memory, Region, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
@@ -64,7 +64,7 @@ class DiskHome:
         """A new version has been begun since `begin_version`."""
         return bool(self._written) and self.has_versions
 
-    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
         if nbytes == 0:
             return DONE
@@ -90,7 +90,7 @@ class DiskHome:
             is_write=False,
         )
 
-    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`."""
         if nbytes == 0:
             return DONE

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.homes.home import ByteHome, Ticket, Tickets
-from memfit.homes.weights import PIECE_ELEMENTS, BlockWeights, Slot, begin_write_masters
+from memfit.homes.home import ByteHome, Tickets, TransferHandle
+from memfit.homes.weights import PIECE_ELEMENTS, BlockWeights, ParameterSlot, begin_write_masters
 from memfit.tensors.trees import typed_view
 
 
@@ -30,9 +30,9 @@ from memfit.tensors.trees import typed_view
 class GradientPiece:
     """A piece of one parameter's gradient, 1-D: where it lies (`ready` is None), or on its way to memory of its own."""
 
-    slot: Slot
+    slot: ParameterSlot
     values: torch.Tensor
-    ready: Ticket | None = None
+    ready: TransferHandle | None = None
 
 
 class GradientHomes:
@@ -77,7 +77,7 @@ class GradientHomes:
         self._peaks: dict[str, torch.Tensor] = {}
         self._factor = 1.0
         self._clipped: set[str] = set()
-        self._leaving: Ticket | None = None
+        self._leaving: TransferHandle | None = None
         self.scale: torch.Tensor | None = None
 
     def begin_step(self) -> None:
@@ -109,7 +109,7 @@ class GradientHomes:
         self._held.update(names)
         self.scale = None if scale is None else torch.tensor(scale)
 
-    def receive(self, slot: Slot, leaf: torch.Tensor) -> None:
+    def receive(self, slot: ParameterSlot, leaf: torch.Tensor) -> None:
         """Takes a leaf's gradient off it and adds it to the parameter's sum.
 
         Memory: the sum, in the master's dtype, from the first arrival of a step on; a piece of 2 MiB while it adds.
@@ -133,19 +133,19 @@ class GradientHomes:
         """A parameter of the block has a gradient that is not at its home."""
         return any(self._on_device(slot) is not None for slot in block.slots)
 
-    def held_bytes(self, slot: Slot) -> int:
+    def held_bytes(self, slot: ParameterSlot) -> int:
         """Bytes of the parameter's gradient on the device; 0 if there is none."""
         gradient = self._on_device(slot)
         return 0 if gradient is None else gradient.nbytes
 
-    def _on_device(self, slot: Slot) -> torch.Tensor | None:
+    def _on_device(self, slot: ParameterSlot) -> torch.Tensor | None:
         """What has arrived and not gone home. A parameter that was read past its leaf has its gradient on `.grad` even where sums are made."""
         if self.adds_apart and slot.parameter.grad is not None:
             self.receive(slot, slot.parameter)
         total = self._sums.get(slot.name)
         return slot.parameter.grad if total is None else total
 
-    def _give_up(self, slot: Slot) -> None:
+    def _give_up(self, slot: ParameterSlot) -> None:
         slot.parameter.grad = None
         self._sums.pop(slot.name, None)
 
@@ -161,7 +161,7 @@ class GradientHomes:
         if home is None:
             return
         self.wait()
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         for slot in block.slots:
             gradient = self._on_device(slot)
             if gradient is None:
@@ -230,11 +230,11 @@ class GradientHomes:
         """From now on the update multiplies gradients with the clip factor, and with what `multiply` and `unscale` said."""
         self.scale = clip_factor(norm, max_norm) * self._factor
 
-    def has(self, slot: Slot) -> bool:
+    def has(self, slot: ParameterSlot) -> bool:
         """The parameter received a gradient in this step."""
         return slot.name in self._held or self._on_device(slot) is not None
 
-    def begin_piece(self, block: BlockWeights, slot: Slot, first: int, count: int) -> GradientPiece:
+    def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
         """Begins to bring elements [first, first + count) of a parameter's gradient, in the parameter's memory order, to `finish_piece`."""
         gradient = self._on_device(slot)
         if gradient is not None:
@@ -261,13 +261,13 @@ class GradientHomes:
             self._clipped.add(slot.name)  # in place, where it lies
         return piece.values.to(slot.master_dtype).mul_(self.scale)
 
-    def _dense_in_place(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+    def _dense_in_place(self, slot: ParameterSlot, gradient: torch.Tensor) -> torch.Tensor:
         dense = _dense(gradient, slot)
         if dense is not gradient:  # sums are dense from the first arrival on
             slot.parameter.grad = dense
         return dense
 
-    def read(self, block: BlockWeights, slot: Slot) -> torch.Tensor | None:
+    def read(self, block: BlockWeights, slot: ParameterSlot) -> torch.Tensor | None:
         """A copy of a parameter's gradient of the last step, in the master's dtype, clipped if the step clipped; None if it received none. Costs its bytes."""
         gradient = self._on_device(slot)
         if gradient is None and self._kept is not None:
@@ -309,7 +309,7 @@ def _add_in_pieces(total: torch.Tensor, gradient: torch.Tensor) -> None:
         to[start : start + PIECE_ELEMENTS].add_(new[start : start + PIECE_ELEMENTS])
 
 
-def _add_home(gradient: torch.Tensor, home: ByteHome, slot: Slot) -> None:
+def _add_home(gradient: torch.Tensor, home: ByteHome, slot: ParameterSlot) -> None:
     """Adds what the home holds to a dense gradient of the master's dtype. Costs a piece of 2 MiB."""
     flat, size = _flat(gradient), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
@@ -320,7 +320,7 @@ def _add_home(gradient: torch.Tensor, home: ByteHome, slot: Slot) -> None:
         piece.add_(staged)
 
 
-def _dense(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _dense(gradient: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
     """The gradient in the memory order of its parameter's slot."""
     if gradient.is_sparse:
         gradient = gradient.to_dense()

@@ -10,7 +10,7 @@ import torch
 from memfit.core.plan import Tier
 
 
-class Ticket(Protocol):
+class TransferHandle(Protocol):
     """A transfer that has begun."""
 
     def wait(self) -> None:
@@ -31,7 +31,7 @@ DONE = Done()
 class Tickets:
     """Several transfers as one."""
 
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
+    def __init__(self, tickets: Sequence[TransferHandle]) -> None:
         self._tickets = tuple(tickets)
 
     def wait(self) -> None:
@@ -55,8 +55,8 @@ class Then:
         act: keeps what it works on alive until then.
     """
 
-    def __init__(self, ticket: Ticket, act: Callable[[], object]) -> None:
-        self._left: tuple[Ticket, Callable[[], object]] | None = ticket, act
+    def __init__(self, ticket: TransferHandle, act: Callable[[], object]) -> None:
+        self._left: tuple[TransferHandle, Callable[[], object]] | None = ticket, act
 
     def wait(self) -> None:
         """Waits, then acts and lets go of both; nothing the second time."""
@@ -90,16 +90,16 @@ class ByteHome(Protocol):
         """See above."""
         ...
 
-    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of the home into a storage, which must live until the ticket is done."""
         ...
 
-    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of a storage into the home; the storage must live and stay unchanged until the ticket is done."""
         ...
 
 
-def write_tensor(home: ByteHome, offset: int, dense: torch.Tensor) -> Ticket:
+def write_tensor(home: ByteHome, offset: int, dense: torch.Tensor) -> TransferHandle:
     """Begins to copy a dense tensor's bytes, in memory order, into the home from an offset on; see `ByteHome.write`."""
     start = int(dense.storage_offset()) * dense.element_size()
     return home.write(offset, dense.numel() * dense.element_size(), dense.untyped_storage(), start)

@@ -6,7 +6,7 @@ import torch
 
 from memfit import devices
 from memfit.core.plan import Tier, updates_in_place
-from memfit.homes.home import DONE, Ticket
+from memfit.homes.home import DONE, TransferHandle
 from memfit.tensors.trees import bytes_view, new_storage
 
 
@@ -81,15 +81,15 @@ class MemoryHome:
         """The storage, wherever it lies. Of a host home beside an accelerator, copies may be under way: wait for the device first."""
         return self._storage
 
-    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
         return self._copy(bytes_view(into, into_offset, nbytes), bytes_view(self._storage, offset, nbytes))
 
-    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`."""
         return self._copy(bytes_view(self._storage, offset, nbytes), bytes_view(source, source_offset, nbytes))
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> Ticket:
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> TransferHandle:
         if self._stream is None:
             to.copy_(source)
             return DONE

@@ -17,10 +17,10 @@ import torch
 
 from memfit.core.layout import flat_layout
 from memfit.core.plan import Tier
-from memfit.core.state_formats import Moment, StateFormat, moment_of, records_of
-from memfit.homes.home import DONE, ByteHome, Ticket, Tickets, write_tensor
+from memfit.core.state_formats import StateFormat, StateMoment, moment_of, records_of
+from memfit.homes.home import DONE, ByteHome, Tickets, TransferHandle, write_tensor
 from memfit.homes.state_codecs import StateCodec, codec_of
-from memfit.homes.weights import BlockWeights, Slot
+from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import StateTensor
 from memfit.tensors.noise import RoundingNoise
 from memfit.tensors.trees import new_storage, typed_view
@@ -59,14 +59,14 @@ class StateRest:
     kept: Collection[str] = frozenset()
     noise: RoundingNoise
 
-    def moment(self, name: str, tensor: StateTensor, layout: Sequence[StateTensor]) -> Moment | None:
+    def moment(self, name: str, tensor: StateTensor, layout: Sequence[StateTensor]) -> StateMoment | None:
         """What a state of a parameter is a mean of, if it is encoded."""
         return encoded_moment(self.format, self.kept, name, tensor, layout)
 
 
 def encoded_moment(
     chosen: StateFormat, kept: Collection[str], name: str, tensor: StateTensor, layout: Sequence[StateTensor]
-) -> Moment | None:
+) -> StateMoment | None:
     """What a state is a mean of, if the format encodes it; None if it is kept as it is."""
     if chosen is StateFormat.GIVEN or name in kept or tensor.shape_kind != "like":
         return None
@@ -127,7 +127,7 @@ class BlockStates:
     ) -> None:
         self.block = block
         self._rest = rest if rest is not None else StateRest(noise=RoundingNoise(seed=0))
-        placed: list[tuple[Slot, StateTensor, StateCodec | None]] = []
+        placed: list[tuple[ParameterSlot, StateTensor, StateCodec | None]] = []
         for slot in block.slots:
             own = layout.get(slot.name, ())
             for t in own:
@@ -161,10 +161,10 @@ class BlockStates:
         """The parameter has been updated (or came with a state)."""
         return name in self.numbers
 
-    def begin_read(self, slot: Slot, first: int, count: int) -> StatePiece:
+    def begin_read(self, slot: ParameterSlot, first: int, count: int) -> StatePiece:
         """Begins to bring elements [first, first + count) of each weight-like state tensor, and other tensors whole."""
         tensors: dict[str, torch.Tensor] = {}
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         if self.exists(slot.name):
             for state in self.slots[slot.name]:
                 tensor, ticket = self._bring(state, slot, first, count)
@@ -172,7 +172,9 @@ class BlockStates:
                 tickets.append(ticket)
         return StatePiece(self, slot, first, count, tensors, Tickets(tickets))
 
-    def _bring(self, state: StateSlot, slot: Slot, first: int, count: int) -> tuple[torch.Tensor, Ticket]:
+    def _bring(
+        self, state: StateSlot, slot: ParameterSlot, first: int, count: int
+    ) -> tuple[torch.Tensor, TransferHandle]:
         """What is at home of a state tensor: its values, or their records as uint8."""
         assert self.home is not None
         offset, nbytes, dtype, shape = _range(state, first, count)
@@ -181,9 +183,9 @@ class BlockStates:
         tensor = torch.empty(shape, dtype=dtype, device=slot.parameter.device)
         return tensor, self.home.read(offset, nbytes, tensor.untyped_storage())
 
-    def write(self, slot: Slot, first: int, count: int, values: Mapping[str, Any]) -> list[Ticket]:
+    def write(self, slot: ParameterSlot, first: int, count: int, values: Mapping[str, Any]) -> list[TransferHandle]:
         """Begins to take a piece of a parameter's state home. Tensors that already lie there (memory homes) are not copied."""
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         for state in self.slots[slot.name]:
             value = values.get(state.key)
             if value is None:
@@ -204,12 +206,12 @@ class BlockStates:
                 tickets.append(write_tensor(self.home, offset, dense))
         return tickets
 
-    def keep_numbers(self, slot: Slot, values: Mapping[str, Any]) -> None:
+    def keep_numbers(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
         """Remembers the numbers of a parameter's state (after its last piece)."""
         placed = {state.key for state in self.slots[slot.name]}
         self.numbers[slot.name] = {key: value for key, value in values.items() if key not in placed}
 
-    def gather(self, slot: Slot) -> dict[str, Any]:
+    def gather(self, slot: ParameterSlot) -> dict[str, Any]:
         """The parameter's state as the optimizer would hold it, in memory of its own. Empty before its first update."""
         if not self.exists(slot.name):
             return {}
@@ -229,7 +231,7 @@ class BlockStates:
             values[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return values
 
-    def put(self, slot: Slot, values: Mapping[str, Any]) -> None:
+    def put(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
         """Takes a whole state (as `gather` gives it) home."""
         if not values:
             self.numbers.pop(slot.name, None)
@@ -253,11 +255,11 @@ class StatePiece:
     """A piece of one parameter's state that is on its way or here; `tensors` as they lie at home."""
 
     states: BlockStates
-    slot: Slot
+    slot: ParameterSlot
     first: int
     count: int
     tensors: dict[str, torch.Tensor]
-    ready: Ticket
+    ready: TransferHandle
 
     def values(self) -> dict[str, torch.Tensor]:
         """The states' values, once `ready`: encoded ones decoded, in memory of their own; the others as they lie."""
@@ -287,7 +289,7 @@ class DecodedState:
         self._home = home
         self._state = state
 
-    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`; the values are there on return."""
         state, size = self._state, self._state.dtype.itemsize
         assert state.codec is not None
@@ -300,7 +302,7 @@ class DecodedState:
         typed_view(into, into_offset, state.dtype, (count,)).copy_(values[skipped:])
         return DONE
 
-    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Not here: states are written through `BlockStates`."""
         raise NotImplementedError("an encoded state is written through BlockStates")
 

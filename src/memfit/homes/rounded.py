@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from memfit.core.plan import Tier
-from memfit.homes import DONE, ByteHome, Then, Ticket, Tickets
+from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
 from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import new_storage, typed_view
 
@@ -47,9 +47,9 @@ class RoundedMasters:
         """See `ByteHome`."""
         return self._weights.has_spare_slot
 
-    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         here = self._block.settled_storage
         for slot, first, count, at in self._block.master_pieces(offset, nbytes):
             target = typed_view(into, into_offset + at, slot.master_dtype, (count,))
@@ -64,6 +64,6 @@ class RoundedMasters:
             tickets = [*tickets[-1:], Then(coming, partial(target.copy_, weight))]
         return Tickets(tickets) if tickets else DONE
 
-    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Nothing to do: the weights are the writer's to write."""
         return DONE

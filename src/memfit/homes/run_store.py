@@ -26,7 +26,7 @@ from memfit.core.plan import Plan
 from memfit.homes import DiskHome, MemoryHome, Staging
 from memfit.homes.optimizer_states import BlockStates, StateSlot
 from memfit.homes.split import rest_nbytes, rest_tensors
-from memfit.homes.weights import BlockWeights, Slot
+from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
 from memfit.store.committed import check_durability, check_journaled
 from memfit.store.directory import is_there
@@ -121,7 +121,7 @@ def regions_of(
     return regions
 
 
-def _state_place(slot: Slot, state: StateSlot) -> TensorPlace:
+def _state_place(slot: ParameterSlot, state: StateSlot) -> TensorPlace:
     name = f"{slot.name}.{state.key}"
     if state.codec is not None:  # bytes, to everybody but the codec
         offset, nbytes = state.span(0, state.numel)

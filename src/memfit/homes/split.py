@@ -21,8 +21,8 @@ from torch import Tensor
 
 from memfit.core.layout import split_layout
 from memfit.core.plan import Tier
-from memfit.homes import DONE, ByteHome, Then, Ticket, Tickets
-from memfit.homes.weights import BlockWeights, Slot
+from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
+from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.tensors.trees import new_storage, typed_view
 
 _TIE = 1 << 15
@@ -157,9 +157,9 @@ class SplitMasters:
         """See `ByteHome`."""
         return self.rest.has_spare_slot
 
-    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         for slot, first, count, at in self._block.master_pieces(offset, nbytes):
             place = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
@@ -171,7 +171,9 @@ class SplitMasters:
             tickets = [*tickets[-1:], self._read(slot, place, first, count, target)]
         return Tickets(tickets) if tickets else DONE
 
-    def _read(self, slot: Slot, place: tuple[int, int], first: int, count: int, into: Tensor) -> Ticket:
+    def _read(
+        self, slot: ParameterSlot, place: tuple[int, int], first: int, count: int, into: Tensor
+    ) -> TransferHandle:
         differences, marks = place
         skip = first % 8
         packed = -(-(skip + count) // 8)
@@ -192,9 +194,9 @@ class SplitMasters:
         # The weight must not change before this is waited for.
         return Then(Tickets(coming), partial(join, *parts, into, skip=skip))
 
-    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> Ticket:
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`. The weights themselves are the writer's to write."""
-        tickets: list[Ticket] = []
+        tickets: list[TransferHandle] = []
         for slot, first, count, at in self._block.master_pieces(offset, nbytes):
             differences, marks = self._places[slot.name]
             if slot.dtype == slot.master_dtype:

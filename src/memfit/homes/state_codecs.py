@@ -24,7 +24,7 @@ from functools import cache
 import torch
 
 from memfit import devices
-from memfit.core.state_formats import Moment, RecordLayout, StateFormat, records_of
+from memfit.core.state_formats import RecordLayout, StateFormat, StateMoment, records_of
 from memfit.formats import BlockFormat, find_format
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 
@@ -32,12 +32,12 @@ _SCALE_BYTES = 4
 _BINS = 1 << 16
 
 _TABLES = {
-    (StateFormat.INT8, Moment.FIRST): "dynamic8",
-    (StateFormat.INT8, Moment.SECOND): "dynamic8-unsigned",
-    (StateFormat.INT4, Moment.FIRST): "dynamic4",
-    (StateFormat.INT4, Moment.SECOND): "linear4-unsigned",
-    (StateFormat.FP8, Moment.FIRST): "fp8-block",
-    (StateFormat.FP8, Moment.SECOND): "fp8-block",
+    (StateFormat.INT8, StateMoment.FIRST): "dynamic8",
+    (StateFormat.INT8, StateMoment.SECOND): "dynamic8-unsigned",
+    (StateFormat.INT4, StateMoment.FIRST): "dynamic4",
+    (StateFormat.INT4, StateMoment.SECOND): "linear4-unsigned",
+    (StateFormat.FP8, StateMoment.FIRST): "fp8-block",
+    (StateFormat.FP8, StateMoment.SECOND): "fp8-block",
 }
 
 
@@ -79,7 +79,7 @@ class StateCodec(ABC):
 
 
 @cache
-def codec_of(chosen: StateFormat, moment: Moment) -> StateCodec:
+def codec_of(chosen: StateFormat, moment: StateMoment) -> StateCodec:
     """The codec of a format for a kind of state; not for GIVEN."""
     if chosen is StateFormat.BF16:
         return Bf16Codec()
@@ -98,11 +98,11 @@ class RecordCodec(StateCodec):
         moment: of SECOND, a value above zero never becomes zero.
     """
 
-    def __init__(self, table: BlockFormat, records: RecordLayout, moment: Moment) -> None:
+    def __init__(self, table: BlockFormat, records: RecordLayout, moment: StateMoment) -> None:
         assert table.block_size == records.elements
         assert records.nbytes == _SCALE_BYTES + records.elements * table.bits // 8
         self.records = records
-        self._is_signed = moment is Moment.FIRST
+        self._is_signed = moment is StateMoment.FIRST
         self._is_packed = table.bits == 4
         values = torch.full((1 << table.bits,), float("nan"))
         for code, level in zip(table.codes, table.levels, strict=True):
@@ -145,7 +145,7 @@ class RecordCodec(StateCodec):
 class TableCodec(RecordCodec):
     """Codes are places in the table, found as [Note: nearest level by two tables] says. Tables take 320 KiB a device."""
 
-    def __init__(self, table: BlockFormat, records: RecordLayout, moment: Moment) -> None:
+    def __init__(self, table: BlockFormat, records: RecordLayout, moment: StateMoment) -> None:
         super().__init__(table, records, moment)
         assert table.codes == tuple(range(len(table.levels)))
         levels = torch.tensor([float(level) for level in table.levels], dtype=torch.float64)
@@ -169,7 +169,7 @@ class TableCodec(RecordCodec):
 class Fp8Codec(RecordCodec):
     """Codes are e4m3 values, rounded to nearest by torch's own cast; the scale stands at 256, a power of two, so that it comes back exactly."""
 
-    def __init__(self, table: BlockFormat, records: RecordLayout, moment: Moment) -> None:
+    def __init__(self, table: BlockFormat, records: RecordLayout, moment: StateMoment) -> None:
         super().__init__(table, records, moment)
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32) / 256
         self._values = _PerDevice(every)  # with the zero that has a sign, which is no level of its own
@@ -212,7 +212,7 @@ def probe_codecs(device: torch.device, *, elements: int = 1 << 19, tries: int = 
         tries: of which the best counts.
     """
     noise = RoundingNoise(seed=0)
-    codecs = [codec_of(StateFormat.INT8, moment) for moment in Moment]
+    codecs = [codec_of(StateFormat.INT8, moment) for moment in StateMoment]
     values = torch.linspace(0.0, 1.0, elements, device=device)
     stored = torch.empty(codecs[0].records.size(elements), dtype=torch.uint8, device=device)
     best = float("inf")

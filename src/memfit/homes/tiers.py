@@ -14,7 +14,7 @@ import torch
 
 from memfit import devices
 from memfit.core.plan import Tier
-from memfit.homes.home import Ticket
+from memfit.homes.home import TransferHandle
 from memfit.homes.memory import MemoryHome
 from memfit.homes.staging import FileTicket, Staged, Staging
 from memfit.store import Extent, Memory, ScratchFile, memory_of_storage
@@ -23,7 +23,7 @@ from memfit.store import Extent, Memory, ScratchFile, memory_of_storage
 @dataclass(frozen=True, eq=False, slots=True)
 class _HostRest:
     home: MemoryHome
-    written: Ticket
+    written: TransferHandle
 
 
 class HostStore:
@@ -82,7 +82,7 @@ class HostStore:
         """
         rest.written.wait()
 
-    def get(self, rest: _HostRest, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def get(self, rest: _HostRest, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `TierStore`. Reads come after the write: both are on the copy stream. `into_offset`: the first byte to fill."""
         return rest.home.read(0, rest.home.nbytes, into, into_offset)
 
@@ -133,7 +133,7 @@ class ScratchStore:
         """See `TierStore`."""
         rest.written.wait()
 
-    def get(self, rest: Extent, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def get(self, rest: Extent, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `TierStore`. `into_offset`: the first byte to fill."""
         return self._scratch.get(rest, memory_of_storage(into, into_offset, rest.nbytes), label="saved tensor")
 
@@ -177,7 +177,7 @@ class StagedScratchStore:
         """See `TierStore`: until the bytes are in host memory; whether they reach the disk is seen by `get`."""
         rest.written.wait_until_left()
 
-    def get(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def get(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `TierStore`. `into_offset`: the first byte to fill."""
         scratch = self._scratch
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from memfit.homes.gradients import GradientHomes, GradientPiece
-from memfit.homes.home import DONE, ByteHome, Ticket, write_tensor
+from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
 from memfit.homes.optimizer_states import BlockStates, StatePiece
-from memfit.homes.weights import PIECE_ELEMENTS, BlockWeights, Slot
+from memfit.homes.weights import PIECE_ELEMENTS, BlockWeights, ParameterSlot
 from memfit.optimizers import OptimizerDriver, UpdateKind
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 from memfit.tensors.trees import typed_view
 
 
 @dataclass(frozen=True)
-class Piece:
+class UpdatePiece:
     """A range of a parameter, in its memory order."""
 
-    slot: Slot
+    slot: ParameterSlot
     first: int
     count: int
     is_first: bool
@@ -36,9 +36,9 @@ class Piece:
 class Coming:
     """A piece whose bytes are on their way."""
 
-    piece: Piece
+    piece: UpdatePiece
     weight: torch.Tensor
-    ready: Ticket
+    ready: TransferHandle
     """The weight is here."""
     gradient: GradientPiece
     state: StatePiece
@@ -70,7 +70,7 @@ class PieceUpdates:
         self._gradients = gradients
         self._noise = noise
 
-    def cut(self, block: BlockWeights) -> Iterator[Piece]:
+    def cut(self, block: BlockWeights) -> Iterator[UpdatePiece]:
         """The pieces of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
         for slot in block.slots:
             if not self._is_due(slot):
@@ -79,22 +79,22 @@ class PieceUpdates:
             starts = range(0, max(slot.numel, 1), size)
             for start in starts:
                 count = min(size, slot.numel - start)
-                yield Piece(slot, start, count, start == 0, start == starts[-1])
+                yield UpdatePiece(slot, start, count, start == 0, start == starts[-1])
 
-    def _is_due(self, slot: Slot) -> bool:
+    def _is_due(self, slot: ParameterSlot) -> bool:
         return slot.name in self.trained and self._gradients.has(slot)
 
-    def _is_elementwise(self, slot: Slot) -> bool:
+    def _is_elementwise(self, slot: ParameterSlot) -> bool:
         return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
 
-    def begin(self, block: BlockWeights, piece: Piece) -> Coming:
+    def begin(self, block: BlockWeights, piece: UpdatePiece) -> Coming:
         """Begins to bring a piece."""
         slot = piece.slot
         gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
         state = self._states[block.index].begin_read(slot, piece.first, piece.count)
         return Coming(piece, *self._begin_weight(block, piece), gradient, state)
 
-    def _begin_weight(self, block: BlockWeights, piece: Piece) -> tuple[torch.Tensor, Ticket]:
+    def _begin_weight(self, block: BlockWeights, piece: UpdatePiece) -> tuple[torch.Tensor, TransferHandle]:
         slot = piece.slot
         if block.is_here and not block.has_masters:
             return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE
@@ -106,7 +106,7 @@ class PieceUpdates:
         weight = torch.empty(piece.count, dtype=slot.master_dtype, device=slot.parameter.device)
         return weight, home.read(offset, piece.count * slot.master_dtype.itemsize, weight.untyped_storage())
 
-    def apply(self, block: BlockWeights, coming: Coming) -> list[Ticket]:
+    def apply(self, block: BlockWeights, coming: Coming) -> list[TransferHandle]:
         """Updates a piece when it is here, and begins to take it home."""
         piece, weight, state = coming.piece, coming.weight, coming.state
         slot = piece.slot
@@ -134,7 +134,7 @@ class PieceUpdates:
         return leaving + _write_weight(block, piece, weight)
 
 
-def _write_weight(block: BlockWeights, piece: Piece, weight: torch.Tensor) -> list[Ticket]:
+def _write_weight(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> list[TransferHandle]:
     """Takes a new piece of a weight home, unless it was changed where it rests."""
     home, slot = block.home, piece.slot
     assert home is not None
@@ -144,8 +144,8 @@ def _write_weight(block: BlockWeights, piece: Piece, weight: torch.Tensor) -> li
 
 
 def _write_masters(
-    block: BlockWeights, piece: Piece, master: torch.Tensor, noise: RoundingNoise | None
-) -> list[Ticket]:
+    block: BlockWeights, piece: UpdatePiece, master: torch.Tensor, noise: RoundingNoise | None
+) -> list[TransferHandle]:
     """Takes a new piece of a master home, and the weight rounded from it to wherever weights are."""
     masters, home, slot = block.master_home, block.home, piece.slot
     assert masters is not None and home is not None
@@ -160,15 +160,15 @@ def _write_masters(
     return leaving
 
 
-def _write(home: ByteHome, offset_bytes: int, piece: Piece, dense: torch.Tensor) -> Ticket:
+def _write(home: ByteHome, offset_bytes: int, piece: UpdatePiece, dense: torch.Tensor) -> TransferHandle:
     return write_tensor(home, offset_bytes + piece.first * dense.element_size(), dense)
 
 
-def _is_like(states: BlockStates, slot: Slot, key: str) -> bool:
+def _is_like(states: BlockStates, slot: ParameterSlot, key: str) -> bool:
     return any(placed.key == key and placed.is_like_weight for placed in states.slots[slot.name])
 
 
-def _in_memory_order(value: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _in_memory_order(value: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
     if tuple(value.stride()) != slot.stride:
         value = torch.empty_strided(slot.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
     return value.as_strided((slot.numel,), (1,))

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from memfit import devices
-from memfit.homes.home import DONE, Ticket, Tickets
+from memfit.homes.home import DONE, Tickets, TransferHandle
 from memfit.homes.update_pieces import Coming, PieceUpdates
 from memfit.homes.weights import BlockWeights
 
@@ -93,7 +93,7 @@ class UpdateWorker:
 
     def __init__(self, pieces: PieceUpdates, *, is_beside: bool = True) -> None:
         self._pieces = pieces
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_beside = is_beside
         self.updated_blocks: list[int] = []
@@ -103,14 +103,14 @@ class UpdateWorker:
         """Names of the parameters that the optimizer updates."""
         return self._pieces.trained
 
-    def submit(self, block: BlockWeights, after: Ticket = DONE) -> Ticket:
+    def submit(self, block: BlockWeights, after: TransferHandle = DONE) -> TransferHandle:
         """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them.
 
         Args:
             block: whose gradients are complete.
             after: nothing of the block is changed before this is done; what the update reads comes meanwhile. An error of it is the update's.
         """
-        job = _Job(self._pieces, block, after)
+        job = _SubmittedUpdate(self._pieces, block, after)
         if not job.is_left:
             job.ticket.finish()
             return job.ticket
@@ -135,10 +135,10 @@ class UpdateWorker:
             self._thread = None
 
 
-class _Job:
+class _SubmittedUpdate:
     """The update of one block: pieces that are still to come, and what leaves."""
 
-    def __init__(self, pieces: PieceUpdates, block: BlockWeights, after: Ticket) -> None:
+    def __init__(self, pieces: PieceUpdates, block: BlockWeights, after: TransferHandle) -> None:
         self.ticket = UpdateTicket()
         self._pieces = pieces
         self._block = block
@@ -149,7 +149,7 @@ class _Job:
         self._stream = devices.of(device).current_stream(device) if devices.is_accelerator(device) else None
         self._left = deque(pieces.cut(block))
         self._begun = 0
-        self._leaving: list[Ticket] = []
+        self._leaving: list[TransferHandle] = []
 
     @property
     def is_left(self) -> bool:
@@ -209,11 +209,11 @@ class _Line:
         more: gives the update that is next, if it was asked for already.
     """
 
-    def __init__(self, more: Callable[[], _Job | None]) -> None:
+    def __init__(self, more: Callable[[], _SubmittedUpdate | None]) -> None:
         self._more = more
-        self._job: _Job | None = None
+        self._job: _SubmittedUpdate | None = None
 
-    def run(self, job: _Job) -> None:
+    def run(self, job: _SubmittedUpdate) -> None:
         """Makes this update, and those that are asked for meanwhile; returns when nothing is under way."""
         self._job = job
         coming = self._next()
@@ -224,7 +224,7 @@ class _Line:
             job.settle()
             coming = coming or self._next()  # one that was asked for while this was computed
 
-    def _next(self) -> tuple[_Job, Coming] | None:
+    def _next(self) -> tuple[_SubmittedUpdate, Coming] | None:
         """The next piece begins to come; None if there is none."""
         while True:
             while self._job is None or not self._job.is_left:
@@ -236,16 +236,16 @@ class _Line:
                 return self._job, coming
 
 
-def _start_worker(jobs: queue.SimpleQueue[_Job | None]) -> threading.Thread:
+def _start_worker(jobs: queue.SimpleQueue[_SubmittedUpdate | None]) -> threading.Thread:
     thread = threading.Thread(target=_work, args=(jobs,), name="memfit-update", daemon=True)
     thread.start()
     return thread
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _work(jobs: queue.SimpleQueue[_SubmittedUpdate | None]) -> None:
     is_ending = False
 
-    def more() -> _Job | None:
+    def more() -> _SubmittedUpdate | None:
         nonlocal is_ending
         try:
             job = None if is_ending else jobs.get_nowait()

@@ -25,14 +25,14 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.layout import PIECE_ELEMENTS, flat_layout
 from memfit.core.plan import Tier
 from memfit.core.precision import ComputeDtype, stored_dtypes
-from memfit.homes.home import ByteHome, Ticket, Tickets, write_tensor
+from memfit.homes.home import ByteHome, Tickets, TransferHandle, write_tensor
 from memfit.tensors.guard import mark_away, mark_present
 from memfit.tensors.trees import new_storage, typed_view
 from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class ParameterSlot:
     """Where one parameter lies in its block's flat buffer, and its dense layout there.
 
     `master_*`: the same of its master, in the layout of masters and gradients. `given_dtype`: the parameter's, when it came. See [Note: masters].
@@ -97,7 +97,7 @@ class BlockWeights:
         offsets, self.nbytes = flat_layout([size for size, _ in sizes])
         master_offsets, self.master_nbytes = flat_layout([size for _, size in sizes])
         self.slots = tuple(
-            Slot(
+            ParameterSlot(
                 name=n,
                 parameter=p,
                 offset_bytes=offset,
@@ -120,7 +120,7 @@ class BlockWeights:
         self._masters: ByteHome | None = None
         self._storage: torch.UntypedStorage | None = None
         self._is_here = True
-        self._arriving: Ticket | None = None
+        self._arriving: TransferHandle | None = None
         self._attributes: list[Kept] = []
 
     @property
@@ -313,7 +313,7 @@ class BlockWeights:
                 first = refused_change(slot.name, self.name, what)
         return first
 
-    def master_pieces(self, offset: int, nbytes: int) -> Iterator[tuple[Slot, int, int, int]]:
+    def master_pieces(self, offset: int, nbytes: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
         """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
         if not nbytes:
             return
@@ -324,7 +324,7 @@ class BlockWeights:
         for start in range(first, end, PIECE_ELEMENTS):
             yield slot, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
 
-    def put(self, slot: Slot, values: torch.Tensor) -> None:
+    def put(self, slot: ParameterSlot, values: torch.Tensor) -> None:
         """Makes a parameter's values these, at home (and here, where home is the device); the block is away, or lives on the device.
 
         Memory: one parameter in the compute dtype, and two pieces of 2 MiB.
@@ -337,7 +337,7 @@ class BlockWeights:
         with torch.no_grad():
             _put(slot, values, self.home, self._masters)
 
-    def write_home(self, before: Sequence[int]) -> Ticket | None:
+    def write_home(self, before: Sequence[int]) -> TransferHandle | None:
         """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.
 
         Args:
@@ -379,7 +379,7 @@ def _stored_dtypes(dtype: torch.dtype, compute: ComputeDtype) -> tuple[torch.dty
     return getattr(torch, weight), getattr(torch, master)
 
 
-def _put(slot: Slot, values: torch.Tensor, home: ByteHome, masters: ByteHome | None) -> None:
+def _put(slot: ParameterSlot, values: torch.Tensor, home: ByteHome, masters: ByteHome | None) -> None:
     """Writes a parameter's values to its homes, and waits."""
     if masters is not None:
         write_masters(masters, slot, values)
@@ -392,17 +392,17 @@ def _put(slot: Slot, values: torch.Tensor, home: ByteHome, masters: ByteHome | N
     write_tensor(home, slot.offset_bytes, dense).wait()
 
 
-def write_masters(home: ByteHome, slot: Slot, values: torch.Tensor) -> None:
+def write_masters(home: ByteHome, slot: ParameterSlot, values: torch.Tensor) -> None:
     """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB where dtype or memory order differ."""
     dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
     Tickets(begin_write_masters(home, slot, dense)).wait()
 
 
-def begin_write_masters(home: ByteHome, slot: Slot, dense: torch.Tensor) -> list[Ticket]:
+def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor) -> list[TransferHandle]:
     """Begins to write what is in the memory order of a parameter to the place of its master; widened, all but the last piece of 2 MiB are home on return."""
     if dense.dtype == slot.master_dtype:
         return [write_tensor(home, slot.master_offset_bytes, dense)]
-    tickets: list[Ticket] = []
+    tickets: list[TransferHandle] = []
     flat, size = dense.as_strided((slot.numel,), (1,)), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)

@@ -1,6 +1,6 @@
 """What a person may change on the machine, and what it would bring.
 
-In: `Host`, its settings, and measurements where there are any. Out: `Change`s, the ones that matter most first. memfit does none of them: they need
+In: `Host`, its settings, and measurements where there are any. Out: `SettingChange`s, the ones that matter most first. memfit does none of them: they need
 other rights, another command, or a decision.
 """
 
@@ -22,7 +22,7 @@ _SLOW_ON_FAST_DISKS = frozenset({"bfq", "cfq"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SettingChange:
     """Something that a person may change.
 
     Attributes:
@@ -38,7 +38,9 @@ class Change:
     measured: str
 
 
-def advise_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> tuple[Change, ...]:
+def advise_changes(
+    host: Host, settings: tuple[Setting, ...], measured: Measurements | None
+) -> tuple[SettingChange, ...]:
     """Looks for what stands in the way; empty where nothing does.
 
     How threads wait and how many there are is not advised by figures of a busy machine: they say more about the other work.
@@ -54,25 +56,25 @@ def advise_changes(host: Host, settings: tuple[Setting, ...], measured: Measurem
     )
 
 
-def _disk_changes(disk: Disk | None, measured: Measurements | None) -> Iterator[Change]:
+def _disk_changes(disk: Disk | None, measured: Measurements | None) -> Iterator[SettingChange]:
     if disk is None:
         return
     if disk.is_memory:
-        yield Change(
+        yield SettingChange(
             found=f"{disk.directory} is memory ({disk.file_system})",
             how="name a directory on a disk: --directory",
             brings="homes on disk leave memory; here they would stay in it, and count against a cgroup's limit",
             measured=NOT_MEASURED,
         )
     elif disk.is_remote:
-        yield Change(
+        yield SettingChange(
             found=f"{disk.directory} lies behind a network ({disk.file_system})",
             how="name a directory on a local disk: --directory",
             brings="steps do not wait for the network",
             measured=_rates(measured.disk_direct or measured.disk_cached) if measured else NOT_MEASURED,
         )
     if disk.direct_io_refusal is not None:
-        yield Change(
+        yield SettingChange(
             found=f"no direct I/O in {disk.directory}: {disk.direct_io_refusal}",
             how="name a directory on another file system, such as ext4 or xfs: --directory",
             brings="what passes through the disk does not fill the page cache, which a cgroup's limit counts",
@@ -80,7 +82,7 @@ def _disk_changes(disk: Disk | None, measured: Measurements | None) -> Iterator[
         )
     for device in disk.devices:
         if device.scheduler in _SLOW_ON_FAST_DISKS and device.is_rotational is False and "none" in device.schedulers:
-            yield Change(
+            yield SettingChange(
                 found=f"I/O scheduler {device.scheduler} on {device.name}, which has no moving parts",
                 how=f"echo none | sudo tee /sys/block/{device.name}/queue/scheduler",
                 brings="large transfers are not held back to be sorted",
@@ -88,12 +90,12 @@ def _disk_changes(disk: Disk | None, measured: Measurements | None) -> Iterator[
             )
 
 
-def _swap_changes(host: Host) -> Iterator[Change]:
+def _swap_changes(host: Host) -> Iterator[SettingChange]:
     memory = host.memory
     if not memory.swap_total_bytes:
         return
     used = f"{format_bytes(memory.swap_used_bytes)} of {format_bytes(memory.swap_total_bytes)} swap in use"
-    yield Change(
+    yield SettingChange(
         found=f"{used}, {format_bytes(memory.process_swap_bytes)} by this process; swappiness {memory.swappiness}",
         how="sudo sysctl vm.swappiness=1, or sudo swapoff -a while training",
         brings="memfit moves tensors before they are needed, swap when they are: no stalls, and resident figures that leave nothing out",
@@ -101,11 +103,13 @@ def _swap_changes(host: Host) -> Iterator[Change]:
     )
 
 
-def _waiting_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> Iterator[Change]:
+def _waiting_changes(
+    host: Host, settings: tuple[Setting, ...], measured: Measurements | None
+) -> Iterator[SettingChange]:
     own = own_waiting(host)
     waiting = measured.waiting if measured else None
     if own is not None:
-        yield Change(
+        yield SettingChange(
             found=f"{own}: threads that wait keep their cores",
             how=f"unset {' '.join(part.partition('=')[0] for part in own.split(', '))}",
             brings="memfit then has them sleep, and disk, checksums and update have the cores",
@@ -114,7 +118,7 @@ def _waiting_changes(host: Host, settings: tuple[Setting, ...], measured: Measur
     elif (
         settings[0].yours is None and waiting and not host.processors.is_busy and waiting.alone_gain < 1 / _WORTH_SAYING
     ):
-        yield Change(
+        yield SettingChange(
             found="threads that wait sleep, which costs time to wake them",
             how="export OMP_WAIT_POLICY=ACTIVE for plans that keep everything on the device, on a machine with no other work",
             brings="a faster step there, a slower one elsewhere",
@@ -122,7 +126,9 @@ def _waiting_changes(host: Host, settings: tuple[Setting, ...], measured: Measur
         )
 
 
-def _thread_changes(host: Host, settings: tuple[Setting, ...], measured: Measurements | None) -> Iterator[Change]:
+def _thread_changes(
+    host: Host, settings: tuple[Setting, ...], measured: Measurements | None
+) -> Iterator[SettingChange]:
     yours, wanted = settings[1].yours, compute_threads(host)
     own = host.environment.get("OMP_NUM_THREADS", "")
     if yours is not None and not own.isdigit():
@@ -133,14 +139,14 @@ def _thread_changes(host: Host, settings: tuple[Setting, ...], measured: Measure
         best = measured.fastest_threads
         gain = times[now] / best.step_s
         if gain >= _WORTH_SAYING and not host.processors.is_busy:
-            yield Change(
+            yield SettingChange(
                 found=f"{now} threads compute" + (f" ({yours})" if yours else ""),
                 how=f"export OMP_NUM_THREADS={best.threads}",
                 brings="a faster step; large models may want more threads than the small one that was measured",
                 measured=f"small step {gain:.2f}x faster with OMP_NUM_THREADS={best.threads} than with {now}",
             )
     elif now != wanted:
-        yield Change(
+        yield SettingChange(
             found=f"{yours}, and {settings[1].reason}",
             how=f"unset OMP_NUM_THREADS, or set it to {wanted}",
             brings="one thread a core" if now > wanted else "all cores compute",
@@ -148,17 +154,17 @@ def _thread_changes(host: Host, settings: tuple[Setting, ...], measured: Measure
         )
 
 
-def _processor_changes(host: Host) -> Iterator[Change]:
+def _processor_changes(host: Host) -> Iterator[SettingChange]:
     processors = host.processors
     if processors.quota is not None and processors.quota.value < processors.physical_cores:
-        yield Change(
+        yield SettingChange(
             found=f"{processors.quota.value:g} processors by the quota in {processors.quota.file}",
             how=f"give the container or service {processors.physical_cores} processors (docker: --cpus; Kubernetes: resources.limits.cpu)",
             brings=f"up to {processors.physical_cores / max(1.0, processors.quota.value):.3g} times the compute",
             measured=f"{NOT_MEASURED}: the quota holds for measuring too",
         )
     if processors.physical_cores < processors.machine_cores:
-        yield Change(
+        yield SettingChange(
             found=f"processors {format_cpu_list(processors.allowed)} only, {processors.physical_cores} of {processors.machine_cores} cores",
             how="start without taskset or numactl, or widen the container's cpuset, if the others are meant to be yours",
             brings="more cores",
@@ -166,9 +172,9 @@ def _processor_changes(host: Host) -> Iterator[Change]:
         )
 
 
-def _malloc_changes(host: Host, measured: Measurements | None) -> Iterator[Change]:
+def _malloc_changes(host: Host, measured: Measurements | None) -> Iterator[SettingChange]:
     if host.malloc.compiler is None:
-        yield Change(
+        yield SettingChange(
             found="no C++ compiler (g++, c++, clang++ or $CXX)",
             how="install one, such as: sudo apt install g++",
             brings="memfit's own allocator: peaks exact to the byte, a limit that is an error before it is passed, fewer page faults",
@@ -176,17 +182,17 @@ def _malloc_changes(host: Host, measured: Measurements | None) -> Iterator[Chang
         )
 
 
-def _page_changes(host: Host, measured: Measurements | None) -> Iterator[Change]:
+def _page_changes(host: Host, measured: Measurements | None) -> Iterator[SettingChange]:
     pages = host.huge_pages
     if pages.mode == "never":
-        yield Change(
+        yield SettingChange(
             found="huge pages are switched off",
             how="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
             brings="fresh memory is touched at a multiple of the speed",
             measured=f"{NOT_MEASURED}: it needs an administrator",
         )
     elif pages.mode == "always":
-        yield Change(
+        yield SettingChange(
             found="huge pages everywhere, asked for or not",
             how="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
             brings="memfit asks where they pay; elsewhere they round what is resident up to 2 MiB",
@@ -194,7 +200,7 @@ def _page_changes(host: Host, measured: Measurements | None) -> Iterator[Change]
         )
     share = measured.first_touch.huge_share if measured is not None else None
     if pages.mode == "madvise" and share is not None and share < 0.5:
-        yield Change(
+        yield SettingChange(
             found=f"the kernel gave huge pages for {share:.0%} of what asked for them (defrag: {pages.defrag})",
             how="echo 1 | sudo tee /proc/sys/vm/compact_memory",
             brings="free memory in one piece, so that there are huge pages to give",

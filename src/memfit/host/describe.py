@@ -9,7 +9,7 @@ from memfit.core.units import format_bytes
 from memfit.host.cgroups import Ceiling
 from memfit.host.file_systems import BlockDevice, Disk
 from memfit.host.processors import Processors, format_cpu_list
-from memfit.host.read import SET_BY_MEMFIT, Host, Malloc, Memory
+from memfit.host.read import SET_BY_MEMFIT, Host, HostMemory, Malloc
 
 
 def describe_host(host: Host) -> tuple[tuple[str, str], ...]:
@@ -43,7 +43,7 @@ def _processors(found: Processors) -> str:
     )
 
 
-def _memory(found: Memory) -> str:
+def _memory(found: HostMemory) -> str:
     text = f"{format_bytes(found.total_bytes)}, {format_bytes(found.available_bytes)} available; "
     text += f"cgroup limit {_ceiling(found.ceiling)}"
     return text if found.slow_above is None else f"{text}, slowed down above {_ceiling(found.slow_above)}"
@@ -53,7 +53,7 @@ def _ceiling(found: Ceiling | None) -> str:
     return "none" if found is None else f"{format_bytes(int(found.value))} ({found.file})"
 
 
-def _swap(found: Memory) -> str:
+def _swap(found: HostMemory) -> str:
     if not found.swap_total_bytes:
         return "none"
     return (
@@ -62,7 +62,7 @@ def _swap(found: Memory) -> str:
     )
 
 
-def _locked(found: Memory) -> str:
+def _locked(found: HostMemory) -> str:
     limit = "without limit" if found.lockable_bytes is None else f"up to {format_bytes(found.lockable_bytes)}"
     return f"{limit}, {format_bytes(found.locked_bytes)} in use; memfit locks none, and pins only beside a GPU"
 

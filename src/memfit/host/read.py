@@ -29,7 +29,7 @@ _COMPILERS = ("g++", "c++", "clang++")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class HostMemory:
     """RAM, what of it this process may have, and what is outside of it.
 
     Attributes:
@@ -98,7 +98,7 @@ class Host:
     """
 
     processors: Processors
-    memory: Memory
+    memory: HostMemory
     huge_pages: HugePages
     malloc: Malloc
     environment: Mapping[str, str]
@@ -143,14 +143,14 @@ def read_host(
     )
 
 
-def _read_memory(root: Path, ceiling: Ceiling | None, slow_above: Ceiling | None) -> Memory:
+def _read_memory(root: Path, ceiling: Ceiling | None, slow_above: Ceiling | None) -> HostMemory:
     machine = read_fields(root / "proc/meminfo")
     process = read_fields(root / "proc/self/status")
     total = kilobytes(machine.get("MemTotal"))
     if total is None:
         raise TierUnavailableError(f"{root / 'proc/meminfo'} is not there: host settings are read on Linux only")
     swap_total = kilobytes(machine.get("SwapTotal")) or 0
-    return Memory(
+    return HostMemory(
         total_bytes=total,
         available_bytes=kilobytes(machine.get("MemAvailable")) or 0,
         ceiling=ceiling,

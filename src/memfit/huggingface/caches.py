@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memfit.homes.home import Ticket
+from memfit.homes.home import TransferHandle
 from memfit.tensors.trees import new_storage, typed_view
 
 PAGE_BYTES = 256 << 10
@@ -58,7 +58,7 @@ class Rests(Protocol):
         """The storage may change."""
         ...
 
-    def get(self, rest: Any, into: torch.UntypedStorage, into_offset: int = 0) -> Ticket:
+    def get(self, rest: Any, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to bring it back, to a part of a storage."""
         ...
 
@@ -220,7 +220,7 @@ class _Record:
         ] = {}  # storage -> (it, bytes, rest, version)
         self._pages: dict[str, _Pages] = {}
         self._growing: set[str] = set()
-        self._coming: list[Ticket] = []
+        self._coming: list[TransferHandle] = []
         self._counted = 0
         self.is_here = True
 

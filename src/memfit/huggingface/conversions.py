@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memfit.core.errors import UsageError
-from memfit.huggingface.moves import Made, MixedError, Piece, row_major_range, watch
+from memfit.huggingface.moves import Made, MixedError, MovedPiece, row_major_range, watch
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ class Conversion:
     """
 
     inputs: tuple[str, ...]
-    targets: Mapping[str, tuple[tuple[int, ...], tuple[Piece, ...] | None]]
+    targets: Mapping[str, tuple[tuple[int, ...], tuple[MovedPiece, ...] | None]]
     run: Callable[[Tensors], Tensors]
 
 

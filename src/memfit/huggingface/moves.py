@@ -28,7 +28,7 @@ class MixedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class MovedPiece:
     """A box of an input that is a box of a result.
 
     Attributes:
@@ -71,7 +71,7 @@ class Made:
     """A tensor that consists of boxes of inputs."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MovedPiece, ...]
 
 
 def watch(
@@ -101,7 +101,7 @@ class _Watcher(TorchDispatchMode):
     def add(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(shape, device="meta")
         zeros = (0,) * len(shape)
-        piece = Piece(name=name, start=zeros, sizes=shape, axes=tuple(range(len(shape))), at=zeros)
+        piece = MovedPiece(name=name, start=zeros, sizes=shape, axes=tuple(range(len(shape))), at=zeros)
         self._known[id(tensor)] = (tensor, Made(shape=shape, pieces=(piece,)))
         return tensor
 
@@ -133,7 +133,7 @@ def _same(look: _Look, tensor: torch.Tensor, **_: Any) -> Iterator[Made]:
 def _cat(look: _Look, tensors: Sequence[torch.Tensor], dim: int = 0) -> Iterator[Made]:
     parts = [look(t) for t in tensors]
     dim %= len(parts[0].shape)
-    pieces: list[Piece] = []
+    pieces: list[MovedPiece] = []
     offset = 0
     for part in parts:
         pieces += [replace(p, at=_changed(p.at, dim, p.at[dim] + offset)) for p in part.pieces]
@@ -249,7 +249,7 @@ def _changed(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*values[:at], value, *values[at + 1 :])
 
 
-def _with_axis(piece: Piece, dim: int, index: int) -> Piece:
+def _with_axis(piece: MovedPiece, dim: int, index: int) -> MovedPiece:
     axes = tuple(None if axis is None else axis + (axis >= dim) for axis in piece.axes)
     return replace(piece, axes=axes, at=(*piece.at[:dim], index, *piece.at[dim:]))
 
@@ -267,7 +267,7 @@ def _without_axis(made: Made, dim: int) -> Made:
 
 
 def _cut(made: Made, dim: int, first: int, last: int) -> Made:
-    pieces: list[Piece] = []
+    pieces: list[MovedPiece] = []
     for p in made.pieces:
         begin, end = max(first, p.at[dim]), min(last, p.at[dim] + p.length(dim))
         if begin >= end:

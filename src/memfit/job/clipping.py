@@ -23,7 +23,7 @@ from memfit.core.errors import MemfitWarning
 _NAME = "_clip_grads_with_norm_"
 
 
-class _Job(Protocol):
+class _LiveJob(Protocol):
     def holds(self, parameters: set[int]) -> str | None: ...
 
 
@@ -32,7 +32,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _torchs: list[Callable[..., Any]] = []
 
 
-def watch(job: _Job) -> None:
+def watch(job: _LiveJob) -> None:
     """From now on clipping of the job's parameters is told. See [Note: who hears of clipping]."""
     _jobs.add(job)
     found = getattr(clip_grad, _NAME, None)
@@ -41,7 +41,7 @@ def watch(job: _Job) -> None:
         setattr(clip_grad, _NAME, _heard)
 
 
-def unwatch(job: _Job) -> None:
+def unwatch(job: _LiveJob) -> None:
     """The job has ended. Torch's functions are as they were when it was the last one."""
     _jobs.discard(job)
     if not _jobs and getattr(clip_grad, _NAME, None) is _heard:

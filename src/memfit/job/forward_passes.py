@@ -23,7 +23,7 @@ from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, Uns
 from memfit.core.planning_state import trial
 from memfit.core.precision import ComputeDtype
 from memfit.core.units import format_bytes
-from memfit.engine.engine import Work
+from memfit.engine.engine import StepInput
 from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
 from memfit.job.parts import Prepared
@@ -44,7 +44,7 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
     prepared = assembly.prepare(batch)
     parts, factors = cut(assembly, prepared, batch)
     model, loss = assembly.parts.model, assembly.loss
-    work = Work(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
+    work = StepInput(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
     with (
         interrupts.held(),
         assembly.machine.phase("evaluate"),
@@ -62,7 +62,7 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
     return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
 
 
-def _evaluated(assembly: Assembly, prepared: Prepared, work: Work) -> list[Any]:
+def _evaluated(assembly: Assembly, prepared: Prepared, work: StepInput) -> list[Any]:
     try:
         return assembly.engine.evaluate(prepared.evaluation, work)
     except REFUSALS as error:
@@ -177,7 +177,7 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
                 with RowsAlike() if may_draw else nullcontext():
                     return loss(model, batches[m])
 
-            work = Work(run=run, shares=None, streams=[None] * len(batches))
+            work = StepInput(run=run, shares=None, streams=[None] * len(batches))
             with torch.no_grad(), _untouched(assembly), assembly.setting():
                 results.append(assembly.engine.evaluate(schedule, work))
             if not may_draw and not is_random_state(before):

@@ -15,7 +15,7 @@ from torch import nn
 from memfit.core.errors import UsageError
 
 
-class Holder(Protocol):
+class ModelOwner(Protocol):
     """Something that has parameters in hand."""
 
     def holds(self, parameters: Collection[int]) -> str | None:
@@ -26,7 +26,7 @@ class Holder(Protocol):
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def note_holder(holder: Holder) -> None:
+def note_holder(holder: ModelOwner) -> None:
     """From now on it is asked, as long as it lives."""
     _holders.add(holder)
 
@@ -57,7 +57,7 @@ class Session:
         note_holder(self)
 
     def holds(self, parameters: Collection[int]) -> str | None:
-        """See `Holder`."""
+        """See `ModelOwner`."""
         if self._parameters.isdisjoint(parameters):
             return None
         return "a session of memfit.infer has its parameters: leave its `with` first"

@@ -62,7 +62,7 @@ from memfit.files.trainer import (
     state_file,
     write_text,
 )
-from memfit.files.writer import Pieces, write_tensors
+from memfit.files.writer import FilePieces, write_tensors
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights
 from memfit.job.run_state import (
@@ -268,7 +268,7 @@ def write_save(
         for name, text in texts.items():
             _write_text(new / name, text, operations)
         try:
-            pieces = Pieces(max(f.header.file_bytes for f in files))
+            pieces = FilePieces(max(f.header.file_bytes for f in files))
             for file in files:
                 write_tensors(new / file.name, file.header, file.sources, pieces, operations=operations)
         except REFUSALS as error:

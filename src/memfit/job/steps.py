@@ -12,7 +12,7 @@ from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.batches.splitting import shares
 from memfit.core.errors import LimitBreachError, StoreError
 from memfit.core.units import format_bytes
-from memfit.engine.engine import Outcome, Work
+from memfit.engine.engine import Outcome, StepInput
 from memfit.homes.gradients import clip_factor
 from memfit.job.assembly import Assembly
 from memfit.job.journaling import StepJournal
@@ -49,7 +49,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         if assembly.journal is not None:
             assembly.journal.begin_step()
         assembly.frames.begin_step(prepared.plan, prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
-        work = Work(
+        work = StepInput(
             run=lambda m: loss(model, parts[m]),
             shares=factors,
             streams=draw_streams(prepared.microbatches),

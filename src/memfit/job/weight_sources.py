@@ -20,7 +20,7 @@ Forget = Callable[[Iterable[nn.Parameter]], None]
 TakeBack = Callable[[str, nn.Parameter], bool]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Gives parameters that have no bytes here their values."""
 
     def bring(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
 
-def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack) -> list[Source]:
+def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack) -> list[WeightSource]:
     """The files, if a directory is given, or else the model's own initialisation where it was built empty.
 
     Args:
@@ -55,7 +55,7 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
     return [files]
 
 
-def forget_in(sources: Sequence[Source]) -> Forget:
+def forget_in(sources: Sequence[WeightSource]) -> Forget:
     """Tells all sources."""
 
     def forget(parameters: Iterable[nn.Parameter]) -> None:
@@ -66,7 +66,7 @@ def forget_in(sources: Sequence[Source]) -> Forget:
     return forget
 
 
-def take_back_in(sources: Sequence[Source]) -> TakeBack:
+def take_back_in(sources: Sequence[WeightSource]) -> TakeBack:
     """Asks all sources, in order, until one takes it."""
 
     def take_back(name: str, parameter: nn.Parameter) -> bool:
@@ -75,7 +75,7 @@ def take_back_in(sources: Sequence[Source]) -> TakeBack:
     return take_back
 
 
-def bring_from(sources: Sequence[Source]) -> Bring | None:
+def bring_from(sources: Sequence[WeightSource]) -> Bring | None:
     """Asks all sources, in order; None where there is none."""
 
     def bring(parameters: Iterable[nn.Parameter]) -> None:

@@ -18,9 +18,9 @@ from memfit.core.hardware import Hardware
 from memfit.core.plan import Order, Plan, Tier
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape, describe_step
-from memfit.core.step import Work
+from memfit.core.step import WorkKind
 from memfit.prediction.clock import work_seconds
-from memfit.scheduling.lifetimes import Event, Lifetimes
+from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
 from memfit.scheduling.lower import segment_flops, update_work
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
@@ -112,20 +112,26 @@ def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
     plan, shape = facts.plan, facts.shape
     count = len(shape.segments)
     back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
-    events = [(Event.START, -1), *((Event.FORWARD, segment) for segment in range(count)), (Event.SEED, -1)]
-    events += [(Event.BACKWARD, segment) for segment in back]
-    meeting = (Event.SEED, -1)
+    events = [
+        (ActivationEvent.START, -1),
+        *((ActivationEvent.FORWARD, segment) for segment in range(count)),
+        (ActivationEvent.SEED, -1),
+    ]
+    events += [(ActivationEvent.BACKWARD, segment) for segment in back]
+    meeting = (ActivationEvent.SEED, -1)
     if shape.tail_segment < count:
-        meeting = next(((Event.BACKWARD, segment) for segment in back if segment < shape.tail_segment), meeting)
+        meeting = next(
+            ((ActivationEvent.BACKWARD, segment) for segment in back if segment < shape.tail_segment), meeting
+        )
     found: list[_Moment] = []
     before = 0
     for (event, segment), cost in zip(events, Lifetimes(facts, is_training=True).follow(events), strict=True):
         meets = (event, segment) == meeting and plan.order is Order.LAYER_MAJOR
-        times = plan.microbatches if meets and (shape.tail_segment == count or event is Event.BACKWARD) else 1
+        times = plan.microbatches if meets and (shape.tail_segment == count or event is ActivationEvent.BACKWARD) else 1
         least = times * before + cost.rise_bytes
-        if event is Event.BACKWARD:
+        if event is ActivationEvent.BACKWARD:
             least -= facts.backward_rise(segment) - facts.least_backward_rise(segment)
-        found.append(_Moment(segment=segment, is_backward=event is Event.BACKWARD, least_bytes=least))
+        found.append(_Moment(segment=segment, is_backward=event is ActivationEvent.BACKWARD, least_bytes=least))
         before = cost.after_bytes
     return tuple(found)
 
@@ -139,7 +145,7 @@ def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware:
         if shape.has_backward[segment]:
             flops += segment_flops(trace, plan, shape, segment, is_backward=True)
             calls += last - first + 1
-    return plan.microbatches * work_seconds([(Work.FLOPS, flops), (Work.CALLS, calls)], hardware)
+    return plan.microbatches * work_seconds([(WorkKind.FLOPS, flops), (WorkKind.CALLS, calls)], hardware)
 
 
 def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memfit.core.plan import Tier
-from memfit.core.step import CATEGORIES, Change, Step
+from memfit.core.step import CATEGORIES, ByteChange, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def held_at(step: Step, index: int, tier: Tier = Tier.DEVICE) -> dict[tuple[str,
     return {key: nbytes for key, nbytes in highest.items() if nbytes}
 
 
-def _sums(changes: Iterable[Change], tier: Tier, before: dict[str, int]) -> dict[str, int]:
+def _sums(changes: Iterable[ByteChange], tier: Tier, before: dict[str, int]) -> dict[str, int]:
     sums = dict(before)
     for change in changes:
         if change.tier is tier:
@@ -75,7 +75,7 @@ def _sums(changes: Iterable[Change], tier: Tier, before: dict[str, int]) -> dict
     return sums
 
 
-def _by_owner(changes: Iterable[Change], tier: Tier) -> Counter[tuple[str, str]]:
+def _by_owner(changes: Iterable[ByteChange], tier: Tier) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for change in changes:
         if change.tier is tier:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from memfit.core.errors import PlanError
 from memfit.core.hardware import Hardware, Link
 from memfit.core.plan import Tier
-from memfit.core.step import Operation, Step, Token, Transfer, Work
+from memfit.core.step import Operation, Step, Token, Transfer, WorkKind
 
 # An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer microbatches win ties.
 CALLS_PER_S = 1e4
@@ -37,15 +37,15 @@ class ActionTime:
     end_s: float
 
 
-def work_seconds(work: Iterable[tuple[Work, float]], hardware: Hardware) -> float:
+def work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
     """Seconds of work, one kind after the other."""
     rates = {
-        Work.FLOPS: hardware.flops_per_s,
-        Work.CALLS: CALLS_PER_S,
-        Work.UPDATED: hardware.update_elements_per_s,
-        Work.ENCODED: hardware.codec_elements_per_s,
-        Work.SPLIT: SPLIT_ELEMENTS_PER_S,
-        Work.ROUNDED: ROUNDED_ELEMENTS_PER_S,
+        WorkKind.FLOPS: hardware.flops_per_s,
+        WorkKind.CALLS: CALLS_PER_S,
+        WorkKind.UPDATED: hardware.update_elements_per_s,
+        WorkKind.ENCODED: hardware.codec_elements_per_s,
+        WorkKind.SPLIT: SPLIT_ELEMENTS_PER_S,
+        WorkKind.ROUNDED: ROUNDED_ELEMENTS_PER_S,
     }
     return sum(amount / rates[kind] for kind, amount in work)
 

@@ -37,7 +37,7 @@ _UNCALLABLE = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Site:
+class ModuleSite:
     """A module where hooks are placed; one execution of it is a call.
 
     Attributes:
@@ -75,7 +75,7 @@ class BlockMap:
     """Blocks partition the parameters of the model; sites refer to blocks by index."""
 
     blocks: tuple[Block, ...]
-    sites: tuple[Site, ...]
+    sites: tuple[ModuleSite, ...]
 
     def block_of_parameter(self) -> dict[int, int]:
         """Index of the block by `id(parameter)`."""
@@ -341,7 +341,7 @@ def _assemble(tree: _Tree, site_ids: Mapping[int, bool], spanning: Sequence[int]
             used = [block_of[id(p)] for p in module.parameters()]
             first = [taken_by_site[id(module)]] if id(module) in taken_by_site else []
             indices = tuple(dict.fromkeys([*first, *used]))
-            sites.append(Site(name=name, module=module, blocks=indices, is_repeated=site_ids[id(module)]))
+            sites.append(ModuleSite(name=name, module=module, blocks=indices, is_repeated=site_ids[id(module)]))
     return BlockMap(blocks=tuple(blocks), sites=tuple(sites))
 
 

@@ -34,14 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import is_movable
 from memfit.core.operators import is_selected, only_relabels
-from memfit.profiling.blocks import Site
+from memfit.profiling.blocks import ModuleSite
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.kept import kept_tensors
 from memfit.profiling.known_values import Values
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
 from memfit.profiling.origins import Origins, written_tensors
-from memfit.profiling.records import CallRecord, Event, Role, SegmentRecord, StorageRecord
+from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
 from memfit.tensors.dense import check_dense
 
@@ -54,7 +54,7 @@ _WRAPPERS = ("_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py"
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Logs one step. Use: hooks on, `with recorder`, forward, `begin_backward_phase`, backward, `end`.
 
     Args:
@@ -64,11 +64,11 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, sites: Mapping[int, Site], *, follows_values: bool, workspaces: Workspaces, guesses: bool = False
+        self, sites: Mapping[int, ModuleSite], *, follows_values: bool, workspaces: Workspaces, guesses: bool = False
     ) -> None:
         super().__init__()
         self.sites = sites
-        self.events: list[tuple[Event, StorageRecord | None, int]] = []
+        self.events: list[tuple[TraceEvent, StorageRecord | None, int]] = []
         self.records: list[StorageRecord] = []
         self.calls: list[CallRecord] = []
         self.loose_reads: set[tuple[str, int]] = set()  # (block, calls before) of reads that train, by no call
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
     def _note_operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         workspace = self._workspaces.bytes_of(func, args, kwargs, out)
         if workspace:
-            self.events.append((Event.WORKSPACE, None, workspace))
+            self.events.append((TraceEvent.WORKSPACE, None, workspace))
         segments = self.backward if self.is_backward else self.forward
         segments[-1].flops += operation_flops(func, args, kwargs, out)
         if not self.is_backward and is_random(func, args, kwargs):
@@ -266,7 +266,12 @@ class Recorder(TorchDispatchMode):
             return
         operand = self._live[old.untyped_storage()._cdata][0]
         event, record, _ = self.events[-1] if self.events else (None, None, 0)
-        if event is Event.ALLOCATED and record is not None and record is made[0] and record.nbytes == operand.nbytes:
+        if (
+            event is TraceEvent.ALLOCATED
+            and record is not None
+            and record is made[0]
+            and record.nbytes == operand.nbytes
+        ):
             key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
             is_held = getattr(old, _IS_VIEW, False) or not operand.is_backward
             third_bytes = record.nbytes if is_held else 0
@@ -299,7 +304,7 @@ class Recorder(TorchDispatchMode):
         self._live[key] = (record, weakref.ref(storage, lambda _: self._note_freed(key)))
         if role is Role.MADE:
             record.order = len(self.records)
-            self.events.append((Event.ALLOCATED, record, record.nbytes))
+            self.events.append((TraceEvent.ALLOCATED, record, record.nbytes))
             self.records.append(record)
         elif role is Role.INPUT:
             self.records.append(record)
@@ -311,14 +316,14 @@ class Recorder(TorchDispatchMode):
             _, merged, event, merged_key, third_bytes = self._pending_sum
             self._pending_sum = None
             # The sum takes the operand's place: as if it had been added in place.
-            self.events[event] = (Event.WORKSPACE, None, third_bytes)
+            self.events[event] = (TraceEvent.WORKSPACE, None, third_bytes)
             self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
             self._live[merged_key] = (record, self._live[merged_key][1])
             return
         if record.role in (Role.MADE, Role.GRADIENT):
             record.freed_in = self.segment if not self.is_backward else None
             record.freed_in_backward = self.is_backward
-            self.events.append((Event.FREED, record, record.nbytes))
+            self.events.append((TraceEvent.FREED, record, record.nbytes))
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """A storage that the step made has another size now."""
@@ -328,14 +333,16 @@ class Recorder(TorchDispatchMode):
         record = entry[0]
         change = storage.nbytes() - record.nbytes
         record.nbytes = max(record.nbytes, storage.nbytes())
-        self.events.append((Event.ALLOCATED, record, change) if change > 0 else (Event.FREED, record, -change))
+        self.events.append(
+            (TraceEvent.ALLOCATED, record, change) if change > 0 else (TraceEvent.FREED, record, -change)
+        )
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient has arrived: its storage is no activation."""
         if parameter.grad is not None:
             record = self._record_of(parameter.grad, Role.GRADIENT)
             record.role = Role.GRADIENT
-            self.events.append((Event.ARRIVED, record, record.nbytes))
+            self.events.append((TraceEvent.ARRIVED, record, record.nbytes))
 
     def note_arrival(self, name: str, gradient: torch.Tensor) -> None:
         """A parameter's gradient is about to be added to what is there."""
@@ -425,7 +432,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def storage_resizes(recorder: Recorder) -> Iterator[None]:
+def storage_resizes(recorder: TraceRecorder) -> Iterator[None]:
     """Tells the recorder of `UntypedStorage.resize_`, which no dispatch mode sees."""
     original = torch.UntypedStorage.resize_
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memfit.profiling.blocks import Site
+from memfit.profiling.blocks import ModuleSite
 
 
 class Role(Enum):
@@ -23,7 +23,7 @@ class Role(Enum):
     GRADIENT = "gradient"
 
 
-class Event(Enum):
+class TraceEvent(Enum):
     """What happened: bytes came, bytes left, an operation held bytes inside itself, a gradient has been added to its parameter's."""
 
     ALLOCATED = "allocated"
@@ -68,7 +68,7 @@ class CallRecord:
     """One call of a site."""
 
     index: int
-    site: Site
+    site: ModuleSite
     began: int
     depth: int
     returned: int = -1

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import leaves
 from memfit.core.profile import CallProfile, StorageProfile, TraceProfile
-from memfit.profiling.recorder import Recorder
-from memfit.profiling.records import CallRecord, Event, Role, SegmentRecord, StorageRecord
+from memfit.profiling.recorder import TraceRecorder
+from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 
 _MOST_CAUSES = 20
 
@@ -27,7 +27,7 @@ class _Range:
     end_bytes: int
 
 
-def summarize(step: Recorder, forward_only: Recorder, rows: int, block_names: Sequence[str]) -> TraceProfile:
+def summarize(step: TraceRecorder, forward_only: TraceRecorder, rows: int, block_names: Sequence[str]) -> TraceProfile:
     """The profile of one traced step.
 
     Args:
@@ -62,7 +62,7 @@ def summarize(step: Recorder, forward_only: Recorder, rows: int, block_names: Se
 
 
 def _call(
-    step: Recorder,
+    step: TraceRecorder,
     call: CallRecord,
     ends: Mapping[int, int],
     backward: Mapping[int, _Range],
@@ -102,36 +102,36 @@ def _call(
     )
 
 
-_SIGNS = {Event.ALLOCATED: 1, Event.FREED: -1, Event.ARRIVED: 0}
-_UNTIL_ARRIVED = {Event.ALLOCATED: 1, Event.FREED: 0, Event.ARRIVED: -1}
-Weigh = Callable[[Event, StorageRecord], int]
+_SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.ARRIVED: 0}
+_UNTIL_ARRIVED = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: 0, TraceEvent.ARRIVED: -1}
+Weigh = Callable[[TraceEvent, StorageRecord], int]
 """What an event of a storage does to the bytes that are counted: 1 they come, -1 they go, 0 nothing."""
 
 
-def _activations(event: Event, record: StorageRecord) -> int:
+def _activations(event: TraceEvent, record: StorageRecord) -> int:
     """Gradients of parameters too, as long as they are none: some functions make them in their forward already."""
     if record.role is Role.GRADIENT and not record.is_backward:
         return _UNTIL_ARRIVED[event]
     return _SIGNS[event] if record.role is Role.MADE else 0
 
 
-def _with_gradients(event: Event, record: StorageRecord) -> int:
+def _with_gradients(event: TraceEvent, record: StorageRecord) -> int:
     """Gradients of parameters too, which stay: they are freed only with the stand-ins for the parameters, behind the last backward."""
     if record.role is Role.GRADIENT:
-        return 1 if event is Event.ALLOCATED else 0
+        return 1 if event is TraceEvent.ALLOCATED else 0
     return _activations(event, record)
 
 
-def _until_added(event: Event, record: StorageRecord) -> int:
+def _until_added(event: TraceEvent, record: StorageRecord) -> int:
     """Gradients of parameters too, until they have been added to those that are there."""
-    return -1 if event is Event.ARRIVED else _with_gradients(event, record)
+    return -1 if event is TraceEvent.ARRIVED else _with_gradients(event, record)
 
 
-def _range(step: Recorder, start: int, stop: int, weigh: Weigh) -> _Range:
+def _range(step: TraceRecorder, start: int, stop: int, weigh: Weigh) -> _Range:
     """Peak and end of the bytes that are counted over events start..stop, relative to the start."""
     now = peak = 0
     for event, record, nbytes in step.events[start:stop]:
-        if event is Event.WORKSPACE:
+        if event is TraceEvent.WORKSPACE:
             peak = max(peak, now + nbytes)
         elif record is not None:
             now += weigh(event, record) * nbytes
@@ -139,29 +139,29 @@ def _range(step: Recorder, start: int, stop: int, weigh: Weigh) -> _Range:
     return _Range(peak_bytes=peak, end_bytes=now)
 
 
-def _forward_range(step: Recorder, segment: int, stop: int) -> _Range:
+def _forward_range(step: TraceRecorder, segment: int, stop: int) -> _Range:
     """Only what the segment made counts: what older storages give up during it is told by their own lifetimes."""
     start = next(s.began for s in step.forward if s.call == segment)
     return _range(step, start, stop, lambda e, r: _activations(e, r) * (r.segment == segment and not r.is_backward))
 
 
-def _selected_range(step: Recorder, call: CallRecord) -> _Range:
+def _selected_range(step: TraceRecorder, call: CallRecord) -> _Range:
     """The call run again with its selected results at hand: they were there before, and go when the call lets go of them."""
 
-    def weigh(event: Event, record: StorageRecord) -> int:
+    def weigh(event: TraceEvent, record: StorageRecord) -> int:
         is_of_call = record.segment == call.index and not record.is_backward
-        is_handed_out = record.selected_in == call.index and event is Event.ALLOCATED
+        is_handed_out = record.selected_in == call.index and event is TraceEvent.ALLOCATED
         return 0 if is_handed_out or not is_of_call else _activations(event, record)
 
     return _range(step, call.began, call.returned, weigh)
 
 
-def _forward_ends(step: Recorder) -> dict[int, int]:
+def _forward_ends(step: TraceRecorder) -> dict[int, int]:
     begins: list[SegmentRecord] = [*step.forward, step.backward[0]]
     return {segment.call: begins[i + 1].began for i, segment in enumerate(step.forward)}
 
 
-def _backward_ranges(step: Recorder, weigh: Weigh) -> dict[int, _Range]:
+def _backward_ranges(step: TraceRecorder, weigh: Weigh) -> dict[int, _Range]:
     stops = [segment.began for segment in step.backward[1:]] + [len(step.events)]
     return {
         segment.call: _range(step, segment.began, stop, weigh)
@@ -169,7 +169,7 @@ def _backward_ranges(step: Recorder, weigh: Weigh) -> dict[int, _Range]:
     }
 
 
-def _held_until(step: Recorder, forward_only: Recorder) -> dict[int, int]:
+def _held_until(step: TraceRecorder, forward_only: TraceRecorder) -> dict[int, int]:
     """By the order in which storages were made: the last segment at whose end the program itself still holds it."""
     made = [r for r in step.records if r.role is not Role.INPUT and not r.is_backward]
     other = [r for r in forward_only.records if r.role is not Role.INPUT]
@@ -187,7 +187,7 @@ def _held_until(step: Recorder, forward_only: Recorder) -> dict[int, int]:
     return {a.order: last if b.freed_in is None else b.freed_in - 1 for a, b in zip(made, other, strict=True)}
 
 
-def _storages(step: Recorder, held: Mapping[int, int]) -> tuple[StorageProfile, ...]:
+def _storages(step: TraceRecorder, held: Mapping[int, int]) -> tuple[StorageProfile, ...]:
     chosen = [r for r in step.records if r.nbytes and not r.is_backward and _is_worth_a_record(r)]
     return tuple(
         StorageProfile(
@@ -236,7 +236,7 @@ def _is_worth_a_record(record: StorageRecord) -> bool:
     return is_noted or outlives_segment
 
 
-def _largest_saved(step: Recorder) -> tuple[tuple[str, int], ...]:
+def _largest_saved(step: TraceRecorder) -> tuple[tuple[str, int], ...]:
     saved: Iterable[StorageRecord] = (
         r for r in step.records if r.role is Role.MADE and (r.saved_inside or r.saved_outside) and not r.is_backward
     )

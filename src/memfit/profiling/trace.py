@@ -43,7 +43,7 @@ from memfit.profiling.carried import ModuleMarks
 from memfit.profiling.gradient_hooks import hand_on
 from memfit.profiling.known_values import give_copy, readable_fakes
 from memfit.profiling.measuring import Workspaces
-from memfit.profiling.recorder import Recorder, storage_resizes
+from memfit.profiling.recorder import TraceRecorder, storage_resizes
 from memfit.profiling.records import CallRecord, Role
 from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
 from memfit.profiling.summary import summarize
@@ -334,7 +334,7 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
     )
 
 
-def _carried(setting: _Setting, rows: int, first: Recorder, *, is_fake: bool) -> tuple[str, ...]:
+def _carried(setting: _Setting, rows: int, first: TraceRecorder, *, is_fake: bool) -> tuple[str, ...]:
     """Names of what a forward leaves on modules that makes the next one another. See [Note: what one forward leaves to the next] in `carried`."""
     if not first.changed:
         return first.exchanged
@@ -343,12 +343,12 @@ def _carried(setting: _Setting, rows: int, first: Recorder, *, is_fake: bool) ->
     return (*first.exchanged, *(name for name in first.changed if name in second.changed))
 
 
-def _written(setting: _Setting, step: Recorder) -> set[str]:
+def _written(setting: _Setting, step: TraceRecorder) -> set[str]:
     """Blocks with a weight that the forward changes."""
     return {b.name for b in setting.block_map.blocks if any(name in step.written_weights for name, _ in b.parameters)}
 
 
-def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:
+def _read_beside_their_call(step: TraceRecorder, profile: TraceProfile) -> set[str]:
     """Blocks whose weights backward reads while another call's segment runs: their call's gradient came by a side door, past its outputs.
 
     (A tensor that a block leaves on itself, read by the loss.) Nothing tells the engine when to fetch them, so they stay.
@@ -356,10 +356,10 @@ def _read_beside_their_call(step: Recorder, profile: TraceProfile) -> set[str]:
     return {block for call, block in step.backward_reads if call < 0 or block not in profile.calls[call].blocks}
 
 
-def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats: bool = False) -> Recorder:
+def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats: bool = False) -> TraceRecorder:
     """One run of the loss on stand-ins: forward, and backward if `is_whole`; if `repeats`, after another forward that left its notes on the modules."""
     sites = {id(site.module): site for site in setting.block_map.sites}
-    recorder = Recorder(sites, follows_values=is_fake, guesses=setting.guesses, workspaces=setting.workspaces)
+    recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, workspaces=setting.workspaces)
     part = setting.parts[rows]
     device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
@@ -546,7 +546,7 @@ def _masks_as_for_real_tensors() -> Iterator[None]:
 # -- hooks -----------------------------------------------------------------------------------------------------
 
 
-def _declare(recorder: Recorder, setting: _Setting, made: Mapping[int, torch.Tensor], batch: Any) -> None:
+def _declare(recorder: TraceRecorder, setting: _Setting, made: Mapping[int, torch.Tensor], batch: Any) -> None:
     for block in setting.block_map.blocks:
         for name, parameter in block.parameters:
             stand_in = made[id(parameter)]
@@ -561,12 +561,12 @@ def _declare(recorder: Recorder, setting: _Setting, made: Mapping[int, torch.Ten
         recorder.register(tensor, Role.INPUT, is_batch=True)
 
 
-def _place_hooks(stack: ExitStack, recorder: Recorder, model: nn.Module, *, is_whole: bool) -> None:
+def _place_hooks(stack: ExitStack, recorder: TraceRecorder, model: nn.Module, *, is_whole: bool) -> None:
     for name, module in model.named_modules():
         stack.callback(_hook_module(recorder, module, name, is_whole=is_whole))
 
 
-def _hook_module(recorder: Recorder, module: nn.Module, name: str, *, is_whole: bool) -> Callable[[], None]:
+def _hook_module(recorder: TraceRecorder, module: nn.Module, name: str, *, is_whole: bool) -> Callable[[], None]:
     def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.enter_module(entered, name, args, kwargs)
 
@@ -586,7 +586,7 @@ def _hook_module(recorder: Recorder, module: nn.Module, name: str, *, is_whole: 
     return remove
 
 
-def _watch_gradients(recorder: Recorder, call: CallRecord, output: Any) -> None:
+def _watch_gradients(recorder: TraceRecorder, call: CallRecord, output: Any) -> None:
     """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node; of a view, only the base's node may remain."""
     outputs = [t for t in contained_tensors(output) if t.requires_grad and not isinstance(t, nn.Parameter)]
     outputs += [t._base for t in outputs if t._is_view() and t._base is not None]

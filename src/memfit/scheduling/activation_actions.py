@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from memfit.core.plan import Plan
 from memfit.core.schedule import Drop, Offload, Reload
-from memfit.scheduling.orders import ComputeOrder, Phase, Placed
+from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
 def place_activations(plan: Plan, order: ComputeOrder) -> list[Placed]:
@@ -29,8 +29,8 @@ def place_activations(plan: Plan, order: ComputeOrder) -> list[Placed]:
         if reload > backward - min(plan.prefetch, 1):
             continue
         placed += [
-            Placed(gap=order.gap_after(forward), phase=Phase.OFFLOAD, action=Offload(call, m, tier)),
-            Placed(gap=order.gap_after(forward + 1), phase=Phase.DROP, action=Drop(call, m)),
-            Placed(gap=order.gap_before(reload), phase=Phase.RELOAD, action=Reload(call, m)),
+            Placed(gap=order.gap_after(forward), phase=GapPhase.OFFLOAD, action=Offload(call, m, tier)),
+            Placed(gap=order.gap_after(forward + 1), phase=GapPhase.DROP, action=Drop(call, m)),
+            Placed(gap=order.gap_before(reload), phase=GapPhase.RELOAD, action=Reload(call, m)),
         ]
     return placed

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from memfit.core.plan import Plan, Tier, UpdateTime
 from memfit.core.schedule import Accumulate, Action, Check, Clear, Commit, Norm, Unscale, Update
-from memfit.scheduling.orders import ComputeOrder, Phase, Placed
+from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
 def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
@@ -30,7 +30,7 @@ def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
             last.update(dict.fromkeys(contributors.get(position, ()), position))
         last.update(dict.fromkeys(shape.loose, stage[-1]))
         placed += [
-            Placed(gap=position + 1, phase=Phase.ACCUMULATE, action=Accumulate(block))
+            Placed(gap=position + 1, phase=GapPhase.ACCUMULATE, action=Accumulate(block))
             for block, position in sorted(last.items())
             if plan.block(shape.blocks[block]).gradient_home is not Tier.DEVICE
         ]
@@ -61,9 +61,9 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
     ordinals = {c.position: i for i, c in enumerate(order.computes)}
     placed: list[Placed] = []
     for block, position in sorted(updates.items()):
-        placed.append(Placed(gap=position + 1, phase=Phase.UPDATE, action=Update(block)))
+        placed.append(Placed(gap=position + 1, phase=GapPhase.UPDATE, action=Update(block)))
         gap = waiting_gap(order, ordinals[position], plan.prefetch) if position in ordinals else position + 1
-        placed += [Placed(gap=gap, phase=Phase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
+        placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
     last: list[Action] = [Unscale(), Check()] if plan.scales_losses else []
     last += [Norm()] if clips_norm else []
     backlog: list[int] = []
@@ -75,7 +75,7 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
     for block in backlog:
         last += _clears(plan, order, block)
     last.append(Commit())
-    return placed + [Placed(gap=end, phase=Phase.END, action=action) for action in last]
+    return placed + [Placed(gap=end, phase=GapPhase.END, action=action) for action in last]
 
 
 def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:

@@ -29,7 +29,7 @@ from memfit.core.profile import StorageProfile
 from memfit.scheduling.segment_facts import END, SEED, SegmentFacts
 
 
-class Event(Enum):
+class ActivationEvent(Enum):
     """What happens to a microbatch."""
 
     START = "start"
@@ -76,11 +76,11 @@ class Lifetimes:
         self._on_backward: dict[int, list[StorageProfile]] = {}
         self._on_drop: dict[int, list[StorageProfile]] = {}
 
-    def follow(self, events: Sequence[tuple[Event, int]]) -> tuple[EventCost, ...]:
+    def follow(self, events: Sequence[tuple[ActivationEvent, int]]) -> tuple[EventCost, ...]:
         """Costs of the events, in order; indices are segments."""
         final = self._final(events)
         last = max((i for i, (e, _) in enumerate(events) if e is final), default=len(events) - 1)
-        moves = {segment for event, segment in events if event is Event.OFFLOAD}
+        moves = {segment for event, segment in events if event is ActivationEvent.OFFLOAD}
         costs: list[EventCost] = []
         for index, (event, segment) in enumerate(events):
             rise, moved = self._take(event, segment, moves)
@@ -101,37 +101,41 @@ class Lifetimes:
         owners["selected"] = self.extra_bytes
         return dict(owners)
 
-    def _final(self, events: Sequence[tuple[Event, int]]) -> Event:
+    def _final(self, events: Sequence[tuple[ActivationEvent, int]]) -> ActivationEvent:
         kinds = {event for event, _ in events}
-        order = (Event.BACKWARD, Event.SEED, Event.FORWARD) if self.is_training else (Event.FORWARD,)
-        return next((kind for kind in order if kind in kinds), Event.START)
+        order = (
+            (ActivationEvent.BACKWARD, ActivationEvent.SEED, ActivationEvent.FORWARD)
+            if self.is_training
+            else (ActivationEvent.FORWARD,)
+        )
+        return next((kind for kind in order if kind in kinds), ActivationEvent.START)
 
-    def _take(self, event: Event, segment: int, moves: set[int]) -> tuple[int, int]:
+    def _take(self, event: ActivationEvent, segment: int, moves: set[int]) -> tuple[int, int]:
         facts = self.facts
         match event:
-            case Event.START:
+            case ActivationEvent.START:
                 self._make(-1, moves)
                 return facts.trace.prologue_peak_bytes, 0
-            case Event.FORWARD:
+            case ActivationEvent.FORWARD:
                 self._make(segment, moves)
                 for s in self._on_forward.pop(segment, ()):
                     self._let_go(s)
                 if self.is_training and facts.shape.has_backward[segment]:
                     self.extra_bytes += facts.extra_held_bytes(segment) + facts.selected_bytes(segment)
                 return facts.forward_rise(segment), 0
-            case Event.BACKWARD:
+            case ActivationEvent.BACKWARD:
                 return self._back(segment, moves), 0
-            case Event.OFFLOAD:
+            case ActivationEvent.OFFLOAD:
                 return 0, facts.copy_bytes(segment)
-            case Event.DROP:
+            case ActivationEvent.DROP:
                 for s in self._on_drop.pop(segment, ()):
                     self._let_go(s)
                 self.extra_bytes -= facts.extra_held_bytes(segment, leaves=True)
                 return 0, 0
-            case Event.RELOAD:
+            case ActivationEvent.RELOAD:
                 self.copies[segment] = facts.copy_bytes(segment)
                 return self.copies[segment], self.copies[segment]
-            case Event.SEED:
+            case ActivationEvent.SEED:
                 for s in self._on_backward.pop(SEED, ()):
                     self._let_go(s)
                 self.gradient_bytes = facts.gradient_bytes[-1]

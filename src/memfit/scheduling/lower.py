@@ -41,11 +41,11 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
-from memfit.core.step import Change, Operation, Step, Token, Transfer, Work
+from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, WorkKind
 from memfit.core.units import MIB
 from memfit.scheduling.gradient_bytes import GradientBytes
-from memfit.scheduling.lifetimes import Event, EventCost, Lifetimes
-from memfit.scheduling.pieces import Line, Pieces
+from memfit.scheduling.lifetimes import ActivationEvent, EventCost, Lifetimes
+from memfit.scheduling.pieces import Line, UpdatePieces
 from memfit.scheduling.segment_facts import Arrival, SegmentFacts
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
@@ -121,15 +121,15 @@ def segment_flops(trace: TraceProfile, plan: Plan, shape: StepShape, segment: in
     return sum(c.backward_flops for c in calls) + share * forward
 
 
-def update_work(plan: Plan, profile: Profile, block: int) -> tuple[tuple[Work, float], ...]:
+def update_work(plan: Plan, profile: Profile, block: int) -> tuple[tuple[WorkKind, float], ...]:
     """Elements that a block's update passes, by kind of work."""
     trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
-    work = [(Work.UPDATED, float(trained)), (Work.ENCODED, float(encoded))]
+    work = [(WorkKind.UPDATED, float(trained)), (WorkKind.ENCODED, float(encoded))]
     if plan.splits_masters:
-        work.append((Work.SPLIT, float(trained)))
+        work.append((WorkKind.SPLIT, float(trained)))
     if plan.drops_masters:
-        work.append((Work.ROUNDED, float(trained)))
+        work.append((WorkKind.ROUNDED, float(trained)))
     return tuple(work)
 
 
@@ -139,15 +139,15 @@ class _Draft:
     __slots__ = ("after", "changes", "during", "gives", "is_chain", "transfers", "waits", "waits_after", "work")
 
     def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.during: list[Change] = []
+        self.changes: list[ByteChange] = []
+        self.during: list[ByteChange] = []
         self.transfers: list[Transfer] = []
         self.waits: Sequence[Token] = ()
         self.waits_after: Sequence[Token] = ()
         self.after: Sequence[Token] = ()
         self.is_chain = True
         self.gives: Token | None = None
-        self.work: tuple[tuple[Work, float], ...] = ()
+        self.work: tuple[tuple[WorkKind, float], ...] = ()
 
     def finish(self, action: Action) -> Operation:
         """The operation, which changes no more."""
@@ -192,7 +192,7 @@ class _Lowering:
             has_norm = any(isinstance(a, Norm) for a in schedule)
             adds_apart = plan.adds_apart(has_masters=profile.has_masters, clips_norm=has_norm)
         self._gradients = GradientBytes(plan, profile, self._facts, adds_apart=adds_apart, change=self._change_gradient)
-        self._line = Line(Pieces(plan, profile, is_summed=self._gradients.is_summed))
+        self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed))
         self._line_bytes = 0
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
         self._homes = [plan.block(block.name) for block in profile.blocks]
@@ -209,7 +209,7 @@ class _Lowering:
         self._live = [0] * schedule.microbatches
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
         self._reliefs: dict[tuple[int, Arrival], int] = {}
-        self._work: dict[tuple[int, bool], tuple[tuple[Work, float], ...]] = {}
+        self._work: dict[tuple[int, bool], tuple[tuple[WorkKind, float], ...]] = {}
         # Tokens that were given, in order; blocks whose gradient left before the compute action that runs next; those whose sum rests at home.
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
@@ -227,28 +227,28 @@ class _Lowering:
             sealing=(Transfer(Tier.DISK, "write", "commit", sealed),) if sealed else (),
         )
 
-    def _resting(self) -> Iterable[Change]:
+    def _resting(self) -> Iterable[ByteChange]:
         plan, profile = self._plan, self._profile
         inputs = sum(s.nbytes for s in self._facts.trace.storages if s.is_input and not s.is_buffer)
         batch_bytes = profile.buffer_bytes + inputs * self._schedule.microbatches
         if batch_bytes:
-            yield Change(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
+            yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
         if self._staging_bytes:
-            yield Change(Tier.DEVICE, "staging", "disk buffers", self._staging_bytes)
+            yield ByteChange(Tier.DEVICE, "staging", "disk buffers", self._staging_bytes)
         if uses_disk(plan, self._shape) and not is_processor(self._device):
-            yield Change(Tier.HOST, "staging", "pinned pieces", PINNED_STAGING_BYTES)
+            yield ByteChange(Tier.HOST, "staging", "pinned pieces", PINNED_STAGING_BYTES)
         for index, block in enumerate(profile.blocks):
             homes, owner = self._homes[index], self._owner[index]
             states = profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
             if index in self._here:
-                yield Change(Tier.DEVICE, "weight", owner, self._weight_bytes[index])
+                yield ByteChange(Tier.DEVICE, "weight", owner, self._weight_bytes[index])
             if homes.state_home is Tier.DEVICE and states:
-                yield Change(Tier.DEVICE, "state", owner, states)
+                yield ByteChange(Tier.DEVICE, "state", owner, states)
             for tier in (Tier.HOST, Tier.DISK):
                 if kept := kept_bytes_of(plan, profile, block, tier):
-                    yield Change(tier, "state", owner, kept)
+                    yield ByteChange(tier, "state", owner, kept)
                 if homes.gradient_home is tier and block.trains:
-                    yield Change(tier, "gradient", owner, flat_gradient_bytes(block))
+                    yield ByteChange(tier, "gradient", owner, flat_gradient_bytes(block))
 
     # --- one action -------------------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class _Lowering:
                 self._line.wait_for_all()
                 draft.waits = [*self._all_of(_ACCUMULATE), *self._all_of(_UPDATE)]
                 if self._plan.is_atomic and self._staging_bytes:
-                    draft.during.append(Change(Tier.DEVICE, "staging", "new versions", _COMPLETING_BYTES))
+                    draft.during.append(ByteChange(Tier.DEVICE, "staging", "new versions", _COMPLETING_BYTES))
             case _:
                 pass
 
@@ -318,7 +318,7 @@ class _Lowering:
         self._gradients.end_leaving()
         made = self._gradients.accumulate(block)
         if made:
-            draft.during.append(Change(Tier.DEVICE, "staging", "gradients going home", made))
+            draft.during.append(ByteChange(Tier.DEVICE, "staging", "gradients going home", made))
         home = self._homes[block].gradient_home
         size = flat_gradient_bytes(self._profile.blocks[block])
         draft.after = self._waits(_ACCUMULATE, block)
@@ -366,7 +366,7 @@ class _Lowering:
         if isinstance(action, Backward):
             tier, nbytes = self._away.pop((action.first, action.microbatch), (Tier.DISK, 0))
             if nbytes:
-                self._draft.changes.append(Change(tier, "activation", f"C{action.first}", -nbytes))
+                self._draft.changes.append(ByteChange(tier, "activation", f"C{action.first}", -nbytes))
             self._gradients.end_waiting(self._segment[action.first])
 
     def _work_on(self, action: Forward | Backward) -> None:
@@ -378,7 +378,7 @@ class _Lowering:
         if (segment, is_backward) not in self._work:
             flops = segment_flops(self._facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
             calls = action.last - action.first + 1
-            self._work[segment, is_backward] = ((Work.FLOPS, flops), (Work.CALLS, float(calls)))
+            self._work[segment, is_backward] = ((WorkKind.FLOPS, flops), (WorkKind.CALLS, float(calls)))
         draft.work = self._work[segment, is_backward]
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = [token for b in self._leaving for token in self._waits(_ACCUMULATE, b)]
@@ -394,7 +394,7 @@ class _Lowering:
                 draft.gives = Token(_OFFLOAD, key)
                 self._away[action.call, action.microbatch] = (tier, moved)
                 if moved:
-                    draft.changes.append(Change(tier, "activation", f"C{action.call}", moved))
+                    draft.changes.append(ByteChange(tier, "activation", f"C{action.call}", moved))
             case Drop():
                 draft.waits = self._given_only(Token(_OFFLOAD, key))
             case Reload():
@@ -424,10 +424,10 @@ class _Lowering:
             moved += cost.moved_bytes
         rise = (highest or 0) + added
         if rise > 0:
-            draft.during.append(Change(Tier.DEVICE, "transient", str(action), rise))
+            draft.during.append(ByteChange(Tier.DEVICE, "transient", str(action), rise))
         elif rise < 0:
             # Activations go while gradients, counted from the begin on, come.
-            draft.during.append(Change(Tier.DEVICE, "gradient", "gradients that come later", rise))
+            draft.during.append(ByteChange(Tier.DEVICE, "gradient", "gradients that come later", rise))
         return moved
 
     def _is_of_tail(self, action: Action) -> bool:
@@ -468,7 +468,7 @@ class _Lowering:
 
     def _all_costs(self) -> list[tuple[EventCost, ...]]:
         is_training = any(isinstance(a, Seed) for a in self._schedule)
-        known: dict[tuple[tuple[Event, int], ...], tuple[EventCost, ...]] = {}
+        known: dict[tuple[tuple[ActivationEvent, int], ...], tuple[EventCost, ...]] = {}
         for events in self._events:
             if events not in known:
                 life = Lifetimes(self._facts, is_training=is_training, is_itemized=self._is_itemized)
@@ -479,7 +479,7 @@ class _Lowering:
 
     def _change(self, category: str, owner: str, nbytes: int) -> None:
         if nbytes:
-            self._draft.changes.append(Change(Tier.DEVICE, category, owner, nbytes))
+            self._draft.changes.append(ByteChange(Tier.DEVICE, category, owner, nbytes))
 
     def _change_gradient(self, block: int, nbytes: int) -> None:
         self._change("gradient", self._owner[block], nbytes)
@@ -498,27 +498,27 @@ class _Lowering:
         return [token for token in self._given if token.kind == kind]
 
 
-def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[Event, int], ...]]:
+def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[ActivationEvent, int], ...]]:
     """Each microbatch's part of a schedule, as events on segments."""
     segment = {first: i for i, (first, _) in enumerate(shape.segments)}
-    events: list[list[tuple[Event, int]]] = [[] for _ in range(schedule.microbatches)]
+    events: list[list[tuple[ActivationEvent, int]]] = [[] for _ in range(schedule.microbatches)]
     for action in schedule:
         match action:
             case Start(microbatch=m):
-                events[m].append((Event.START, -1))
+                events[m].append((ActivationEvent.START, -1))
             case Seed(first=first, last=last):
                 for m in range(first, last + 1):
-                    events[m].append((Event.SEED, -1))
+                    events[m].append((ActivationEvent.SEED, -1))
             case Forward(first=call, microbatch=m):
-                events[m].append((Event.FORWARD, segment[call]))
+                events[m].append((ActivationEvent.FORWARD, segment[call]))
             case Backward(first=call, microbatch=m):
-                events[m].append((Event.BACKWARD, segment[call]))
+                events[m].append((ActivationEvent.BACKWARD, segment[call]))
             case Offload(call=call, microbatch=m):
-                events[m].append((Event.OFFLOAD, segment[call]))
+                events[m].append((ActivationEvent.OFFLOAD, segment[call]))
             case Drop(call=call, microbatch=m):
-                events[m].append((Event.DROP, segment[call]))
+                events[m].append((ActivationEvent.DROP, segment[call]))
             case Reload(call=call, microbatch=m):
-                events[m].append((Event.RELOAD, segment[call]))
+                events[m].append((ActivationEvent.RELOAD, segment[call]))
             case _:
                 pass
     return [tuple(e) for e in events]

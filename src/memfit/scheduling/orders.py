@@ -16,7 +16,7 @@ from memfit.core.schedule import Action, Backward, Forward, Seed, Start
 from memfit.core.shape import StepShape
 
 
-class Phase(IntEnum):
+class GapPhase(IntEnum):
     """Where an action stands among those in one gap between two computing actions.
 
     First come the actions that follow from what was computed, those that start something before those that wait; then
@@ -40,7 +40,7 @@ class Placed:
     """An action in the gap before computing action `gap` (the number of computing actions: after the last)."""
 
     gap: int
-    phase: Phase
+    phase: GapPhase
     action: Action
 
 

@@ -43,7 +43,7 @@ class PieceBytes:
     leaving: int
 
 
-class Pieces:
+class UpdatePieces:
     """The pieces of a plan's updates, by block.
 
     Args:
@@ -135,7 +135,7 @@ def _cut(parameter: TensorProfile, update: UpdateProfile) -> Sequence[int]:
 class Line:
     """Updates under way, in order, and the most that their pieces take. See [Note: three pieces]."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: UpdatePieces) -> None:
         self._pieces = pieces
         self._waiting: list[tuple[int, bool]] = []
         self._last: list[PieceBytes] = []

@@ -23,7 +23,7 @@ ATOMIC_VERSIONS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class UpdateTraffic:
     """Bytes over links: (tier, category) -> bytes."""
 
     read: Mapping[tuple[Tier, str], int]
@@ -146,7 +146,9 @@ def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int, scheme:
     return store_bytes(plan, profile, scheme) + disk_bytes - inside
 
 
-def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: bool, device: str = "cpu") -> Traffic:
+def update_traffic(
+    plan: Plan, profile: Profile, block: int, *, is_visiting: bool, device: str = "cpu"
+) -> UpdateTraffic:
     """Bytes that an update of a block moves between the device, which computes it, and the homes.
 
     What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read, and weight, master and states are written back; a weight that
@@ -174,7 +176,7 @@ def update_traffic(plan: Plan, profile: Profile, block: int, *, is_visiting: boo
             read[home, category] += nbytes
         if category != "gradient":
             written[home, category] += nbytes
-    return Traffic(read=read, written=written)
+    return UpdateTraffic(read=read, written=written)
 
 
 def commit_bytes(plan: Plan, profile: Profile) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from memfit.core.schedule import Fetch, Release
 from memfit.scheduling.gradient_actions import waiting_gap
-from memfit.scheduling.orders import ComputeOrder, Phase, Placed
+from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) 
 
 def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) -> list[Placed]:
     """Places fetches and releases. See [Note: how far a fetch is moved forward]."""
-    placed = [Placed(gap=v.release_gap, phase=Phase.RELEASE, action=Release(v.block)) for v in visits]
+    placed = [Placed(gap=v.release_gap, phase=GapPhase.RELEASE, action=Release(v.block)) for v in visits]
     runs = _runs(order)
     # Groups on the device at a compute action that does not use them, by its ordinal; a group's name is its first use.
     unused: list[set[tuple[int, bool]]] = [set() for _ in order.computes]
@@ -80,7 +80,7 @@ def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) ->
         ):
             earliest -= 1
             unused[earliest].add((first, False))
-        phase = Phase.FETCH if earliest == first else Phase.PREFETCH
+        phase = GapPhase.FETCH if earliest == first else GapPhase.PREFETCH
         placed += [Placed(gap=order.gap_before(earliest), phase=phase, action=Fetch(v.block)) for v in group]
         released.update({v.block: v.release_gap for v in group})
     return placed

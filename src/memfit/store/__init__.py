@@ -16,7 +16,7 @@ from memfit.store.probe import DiskSpeed, probe_disk
 from memfit.store.region import PieceDamage, Region
 from memfit.store.scratch import Extent, ScratchFile, ScratchStatistics
 from memfit.store.tensor_tables import TensorPlace, dtype_name
-from memfit.store.ticket import Ticket
+from memfit.store.ticket import DiskTransfer
 from memfit.store.verify import BlockReport, StoreReport, verify
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "DiskIO",
     "DiskSpeed",
     "DiskStore",
+    "DiskTransfer",
     "Durability",
     "Extent",
     "FileHandle",
@@ -39,7 +40,6 @@ __all__ = [
     "ScratchStatistics",
     "StoreReport",
     "TensorPlace",
-    "Ticket",
     "aligned_memory",
     "dtype_name",
     "memory_of_storage",

@@ -23,12 +23,12 @@ from memfit.core.errors import StoreError
 from memfit.core.units import round_up
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory, aligned_memory
 from memfit.store.os_errors import explain, store_error
-from memfit.store.ticket import Ticket
+from memfit.store.ticket import DiskTransfer
 from memfit.store.transfer import ShortReadError, move
 
 
 @dataclass(slots=True)
-class Traffic:
+class ChannelTraffic:
     """What went through a channel for one purpose."""
 
     moved_bytes: int = 0
@@ -54,13 +54,13 @@ class Channel:
         # Condition's own lock is reentrant: a finalizer may run in a thread that is inside this lock and ask for the
         # end.
         self._condition = threading.Condition()
-        self._urgent: deque[Ticket] = deque()
-        self._background: deque[Ticket] = deque()
+        self._urgent: deque[DiskTransfer] = deque()
+        self._background: deque[DiskTransfer] = deque()
         self._unfinished = 0
         self._is_closing = False
         self._is_cancelling = False
         self._pid = os.getpid()
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, ChannelTraffic] = {}
         self.staging_bytes = threads * staging_bytes
         name = "memfit-disk-write" if is_write else "memfit-disk-read"
         self._threads = [
@@ -85,7 +85,7 @@ class Channel:
 
     # ---- for the owner
 
-    def submit(self, ticket: Ticket, after: tuple[Ticket, ...]) -> None:
+    def submit(self, ticket: DiskTransfer, after: tuple[DiskTransfer, ...]) -> None:
         """Takes a ticket, to be served after others have ended. Its handle is acquired; its end releases it.
 
         Raises:
@@ -106,7 +106,7 @@ class Channel:
             other.call_when_done(functools.partial(self._unblock, ticket))
         self._unblock(ticket, None)
 
-    def cancel(self, ticket: Ticket) -> bool:
+    def cancel(self, ticket: DiskTransfer) -> bool:
         """Gives up what has not been started of a ticket; True if there was something."""
         with self._condition:
             if ticket.is_over or ticket.has_failed or ticket.cursor == ticket.nbytes:
@@ -134,11 +134,11 @@ class Channel:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def traffic(self) -> dict[str, Traffic]:
+    def traffic(self) -> dict[str, ChannelTraffic]:
         """A copy of the counters by purpose."""
         with self._condition:
             return {
-                tag: Traffic(
+                tag: ChannelTraffic(
                     moved_bytes=found.moved_bytes,
                     cached_bytes=found.cached_bytes,
                     busy_s=found.busy_s,
@@ -150,7 +150,7 @@ class Channel:
 
     # ---- the life of a ticket
 
-    def _unblock(self, ticket: Ticket, earlier: Ticket | None) -> None:
+    def _unblock(self, ticket: DiskTransfer, earlier: DiskTransfer | None) -> None:
         """Counts one ticket that had to come first as ended; the last one lets this ticket into the queue.
 
         It ends no ticket itself, not even one that has failed: it runs inside the end of another ticket, and a long row
@@ -169,20 +169,20 @@ class Channel:
             # All: a waiter that an exception of a signal handler took away would swallow the wake-up that was meant for another.
             self._condition.notify_all()
 
-    def _is_over(self, ticket: Ticket) -> bool:
+    def _is_over(self, ticket: DiskTransfer) -> bool:
         """With the lock held: nothing is left to do or under way. True once only: who sees it finishes the ticket."""
         if ticket.is_over or ticket.in_flight or (ticket.cursor < ticket.nbytes and not ticket.has_failed):
             return False
         ticket.is_over = True
         self._unfinished -= 1
-        counted = self._traffic.setdefault(ticket.tag, Traffic())
+        counted = self._traffic.setdefault(ticket.tag, ChannelTraffic())
         counted.tickets += 1
         counted.failed_tickets += ticket.has_failed
         if self._is_closing:
             self._condition.notify_all()
         return True
 
-    def _take(self) -> tuple[Ticket, int, int] | None:
+    def _take(self) -> tuple[DiskTransfer, int, int] | None:
         """The next piece (ticket, position, length), when there is one; None when the thread shall end."""
         while True:
             with self._condition:
@@ -218,7 +218,7 @@ class Channel:
             # While this thread waits for work it must not keep the last ticket alive.
             del work
 
-    def _perform(self, ticket: Ticket, position: int, nbytes: int, staging: Memory) -> None:
+    def _perform(self, ticket: DiskTransfer, position: int, nbytes: int, staging: Memory) -> None:
         started_s = time.perf_counter()
         ticket.note_start()
         failure: StoreError | None = None
@@ -238,7 +238,7 @@ class Channel:
             # Whatever happens is raised where the ticket is waited for; the thread must live on for the next one.
             failure = _explain_transfer(error, ticket, position, nbytes)
         with self._condition:
-            counted = self._traffic.setdefault(ticket.tag, Traffic())
+            counted = self._traffic.setdefault(ticket.tag, ChannelTraffic())
             counted.busy_s += time.perf_counter() - started_s
             if failure is None:
                 counted.moved_bytes += nbytes
@@ -261,11 +261,11 @@ def check_sizes(*, threads: int, piece_bytes: int, staging_bytes: int) -> str | 
     return None
 
 
-def _cancelled(ticket: Ticket) -> StoreError:
+def _cancelled(ticket: DiskTransfer) -> StoreError:
     return store_error(f"the {'write' if ticket.is_write else 'read'} of {ticket.label} in {ticket.path} was cancelled")
 
 
-def _explain_transfer(error: BaseException, ticket: Ticket, position: int, nbytes: int) -> StoreError:
+def _explain_transfer(error: BaseException, ticket: DiskTransfer, position: int, nbytes: int) -> StoreError:
     """A `StoreError` that names the block, the file and the range."""
     if isinstance(error, StoreError):
         # A watcher's own words; frames of this thread would keep the ticket and its memory alive.

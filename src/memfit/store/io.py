@@ -18,11 +18,11 @@ from typing import Self
 
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.units import MIB
-from memfit.store.channel import Channel, Traffic, check_sizes
+from memfit.store.channel import Channel, ChannelTraffic, check_sizes
 from memfit.store.file_operations import FileHandle
 from memfit.store.memory_ranges import Memory
 from memfit.store.os_errors import store_error
-from memfit.store.ticket import Ticket, Watcher
+from memfit.store.ticket import DiskTransfer, Watcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,9 +113,9 @@ class DiskIO:
         tag: str = "other",
         label: str = "",
         urgent: bool = False,
-        after: Iterable[Ticket] = (),
+        after: Iterable[DiskTransfer] = (),
         watcher: Watcher | None = None,
-    ) -> Ticket:
+    ) -> DiskTransfer:
         """Starts a read of a file range into memory.
 
         Args:
@@ -127,11 +127,11 @@ class DiskIO:
             label: what is read, for messages.
             urgent: before all transfers of this direction that are not.
             after: transfers that must end first. If one is a write and fails, so does this read.
-            watcher: see `Ticket`; runs in the threads of the disk.
+            watcher: see `DiskTransfer`; runs in the threads of the disk.
 
         Raises:
             UsageError: a range that cannot be.
-            StoreError: closed, or in a forked process. Errors of the transfer itself come from `Ticket.wait`.
+            StoreError: closed, or in a forked process. Errors of the transfer itself come from `DiskTransfer.wait`.
         """
         return self._start(
             handle,
@@ -156,11 +156,11 @@ class DiskIO:
         tag: str = "other",
         label: str = "",
         urgent: bool = False,
-        after: Iterable[Ticket] = (),
+        after: Iterable[DiskTransfer] = (),
         watcher: Watcher | None = None,
         pads: bool = False,
-    ) -> Ticket:
-        """Starts a write of memory to a file range; arguments and errors as `read`, and `pads` as in `Ticket`.
+    ) -> DiskTransfer:
+        """Starts a write of memory to a file range; arguments and errors as `read`, and `pads` as in `DiskTransfer`.
 
         The memory must not change until it is done. The range should lie inside the file's
         allocated length: direct I/O writes whole blocks of 4096 bytes.
@@ -190,10 +190,10 @@ class DiskIO:
         tag: str,
         label: str,
         urgent: bool,
-        after: Iterable[Ticket],
+        after: Iterable[DiskTransfer],
         watcher: Watcher | None,
         pads: bool = False,
-    ) -> Ticket:
+    ) -> DiskTransfer:
         channel = self._writes if is_write else self._reads
         if file_offset < 0:
             raise UsageError(f"a file offset cannot be negative: {file_offset}")
@@ -204,7 +204,7 @@ class DiskIO:
         except ValueError as error:
             raise store_error(f"could not start the transfer of {name}: {error}; open the store again") from error
         try:
-            ticket = Ticket(
+            ticket = DiskTransfer(
                 handle=handle,
                 offset=file_offset,
                 memory=part,
@@ -263,7 +263,7 @@ class DiskIO:
         self.close(cancel=exception is not None)
 
 
-def _merged(reads: Iterable[Traffic], writes: Iterable[Traffic]) -> IOTraffic:
+def _merged(reads: Iterable[ChannelTraffic], writes: Iterable[ChannelTraffic]) -> IOTraffic:
     read, written = tuple(reads), tuple(writes)
     return IOTraffic(
         read_bytes=sum(found.moved_bytes for found in read),

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memfit.core.errors import StoreError
-from memfit.store.ticket import Ticket
+from memfit.store.ticket import DiskTransfer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Access:
-    ticket: Ticket
+    ticket: DiskTransfer
     start: int
     end: int
 
@@ -73,9 +73,9 @@ class AccessLog:
         self._writes: list[_Access] = []
         self._written = ByteRanges()
         self._damaged = ByteRanges()
-        self._failed: Ticket | None = None
+        self._failed: DiskTransfer | None = None
 
-    def before_read(self, start: int, end: int) -> list[Ticket]:
+    def before_read(self, start: int, end: int) -> list[DiskTransfer]:
         """The tickets that a read must follow.
 
         Raises:
@@ -88,23 +88,23 @@ class AccessLog:
             raise failure
         return _overlapping(self._writes, start, end)
 
-    def before_write(self, start: int, end: int) -> list[Ticket]:
+    def before_write(self, start: int, end: int) -> list[DiskTransfer]:
         """The tickets that a write must follow."""
         self._settle()
         return _overlapping(self._reads, start, end) + _overlapping(self._writes, start, end)
 
-    def note(self, ticket: Ticket, start: int, end: int) -> None:
+    def note(self, ticket: DiskTransfer, start: int, end: int) -> None:
         """Notes a transfer that was started, after `before_read` or `before_write`."""
         if ticket.is_write:
             self._written.add(start, end)
             self._damaged.remove(start, end)
         (self._writes if ticket.is_write else self._reads).append(_Access(ticket=ticket, start=start, end=end))
 
-    def pending(self) -> list[Ticket]:
+    def pending(self) -> list[DiskTransfer]:
         """All tickets that have not been seen to end."""
         return [access.ticket for access in (*self._reads, *self._writes)]
 
-    def pending_writes(self) -> list[Ticket]:
+    def pending_writes(self) -> list[DiskTransfer]:
         """The writes that have not been seen to end."""
         return [access.ticket for access in self._writes]
 
@@ -145,5 +145,5 @@ class AccessLog:
         self._writes = under_way
 
 
-def _overlapping(accesses: Iterable[_Access], start: int, end: int) -> list[Ticket]:
+def _overlapping(accesses: Iterable[_Access], start: int, end: int) -> list[DiskTransfer]:
     return [access.ticket for access in accesses if access.start < end and start < access.end]

@@ -19,7 +19,7 @@ from memfit.store.file_operations import FileHandle, FileOperations, open_unname
 from memfit.store.io import DiskIO
 from memfit.store.memory_ranges import Memory, aligned_memory
 from memfit.store.os_errors import explain, store_error
-from memfit.store.ticket import Ticket
+from memfit.store.ticket import DiskTransfer
 
 PIECES_BYTES = (1 * MIB, 4 * MIB, 16 * MIB)
 THREADS = (1, 2, 4)
@@ -183,7 +183,7 @@ def _keep_busy(
     All transfers share one range of memory: what is read is not looked at, and whatever a write catches will do.
     """
     ways = [start for start, wanted in ((io.read, is_reading), (io.write, is_writing)) if wanted]
-    queues: list[list[Ticket]] = [[] for _ in ways]
+    queues: list[list[DiskTransfer]] = [[] for _ in ways]
     positions = [0 for _ in ways]
     somewhere_done = threading.Semaphore(0)
     before = io.statistics().total
@@ -209,7 +209,7 @@ def _keep_busy(
     return (after.read_bytes - before.read_bytes) / took_s, (after.written_bytes - before.written_bytes) / took_s
 
 
-def _is_done_well(ticket: Ticket) -> bool:
+def _is_done_well(ticket: DiskTransfer) -> bool:
     """True if it has ended; raises its error if that was not well."""
     if not ticket.done():
         return False

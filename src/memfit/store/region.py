@@ -22,7 +22,7 @@ from memfit.store.ordering import AccessLog
 from memfit.store.os_errors import store_error
 from memfit.store.placement import RegionSpec, SlotPlace
 from memfit.store.tensor_tables import TensorPlace, tensors_between
-from memfit.store.ticket import Ticket, Watcher
+from memfit.store.ticket import DiskTransfer, Watcher
 from memfit.store.transfer import padding_after
 
 Slot = Literal["current", "spare", "committed"]
@@ -149,7 +149,7 @@ class Region:
         urgent: bool = False,
         verify: bool | None = None,
         damaged: list[PieceDamage] | None = None,
-    ) -> Ticket:
+    ) -> DiskTransfer:
         """Starts a read of bytes of the region.
 
         Bytes that were never written are zero, in a store that was just created.
@@ -196,7 +196,7 @@ class Region:
         slot: Slot = "spare",
         urgent: bool = False,
         pads: bool = False,
-    ) -> Ticket:
+    ) -> DiskTransfer:
         """Starts a write of bytes of the region.
 
         The spare slot becomes current by `DiskStore.commit`, once all of it is written. The current slot is written in

@@ -20,7 +20,7 @@ from memfit.store.file_operations import FileOperations, open_unnamed
 from memfit.store.io import DiskIO
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory
 from memfit.store.os_errors import explain, store_error
-from memfit.store.ticket import Ticket
+from memfit.store.ticket import DiskTransfer
 
 GROWTH_BYTES = 64 * MIB
 """The file grows by multiples of this, claimed from the disk at once."""
@@ -74,7 +74,7 @@ class _Return:
 
     offset: int
     allocated_bytes: int
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[DiskTransfer, ...]
 
 
 class Extent:
@@ -88,11 +88,11 @@ class Extent:
 
     __slots__ = ("_returns", "is_freed", "nbytes", "offset", "reads", "written")
 
-    def __init__(self, *, offset: int, nbytes: int, written: Ticket, returns: deque[_Return]) -> None:
+    def __init__(self, *, offset: int, nbytes: int, written: DiskTransfer, returns: deque[_Return]) -> None:
         self.offset = offset
         self.nbytes = nbytes
         self.written = written
-        self.reads: list[Ticket] = []
+        self.reads: list[DiskTransfer] = []
         self.is_freed = False
         self._returns = returns
 
@@ -207,7 +207,7 @@ class ScratchFile:
             self._high_water_bytes = max(self._high_water_bytes, self._live_bytes)
             return Extent(offset=offset, nbytes=part.nbytes, written=written, returns=self._returns)
 
-    def get(self, extent: Extent, memory: Memory, *, label: str = "activation", urgent: bool = False) -> Ticket:
+    def get(self, extent: Extent, memory: Memory, *, label: str = "activation", urgent: bool = False) -> DiskTransfer:
         """Starts to read an extent back; it waits for the write if that is still under way. May be repeated.
 
         Args:
@@ -218,7 +218,7 @@ class ScratchFile:
 
         Raises:
             UsageError: the extent is freed or another file's, or the memory is too short.
-            StoreError: the file is closed. If the extent could not be written, `Ticket.wait` says so.
+            StoreError: the file is closed. If the extent could not be written, `DiskTransfer.wait` says so.
         """
         with self._lock:
             self._check_open()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Watcher = Callable[[int, int, int], None]
 
 
-class Ticket:
+class DiskTransfer:
     """One read or write of `nbytes` bytes, under way or done. Made by `DiskIO.read` and `DiskIO.write`.
 
     Attributes:
@@ -95,7 +95,7 @@ class Ticket:
         self._memory: Memory | None = memory
         self._channel: Channel | None = channel
         self._failure: StoreError | None = None
-        self._callbacks: list[Callable[[Ticket], None]] | None = []
+        self._callbacks: list[Callable[[DiskTransfer], None]] | None = []
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._started_s: float | None = None
@@ -154,7 +154,7 @@ class Ticket:
             return 0.0
         return self._finished_s - self._started_s
 
-    def call_when_done(self, callback: Callable[[Ticket], None]) -> None:
+    def call_when_done(self, callback: Callable[[DiskTransfer], None]) -> None:
         """Calls back once, from the thread that ends the transfer, or at once if it has ended. It must not raise."""
         with self._lock:
             if self._callbacks is not None:

@@ -19,7 +19,7 @@ from memfit.store.journal import UnderWay, under_way
 from memfit.store.memory_ranges import Memory, aligned_memory
 from memfit.store.region import PieceDamage, Region
 from memfit.store.state import decode_state
-from memfit.store.ticket import Ticket
+from memfit.store.ticket import DiskTransfer
 
 _READ_BYTES = 4 * MIB
 _READS_UNDER_WAY = 4
@@ -165,10 +165,12 @@ def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -
     )
 
 
-def _reads(region: Region, damaged: list[PieceDamage], buffers: Sequence[Memory]) -> Iterator[tuple[int, int, Ticket]]:
+def _reads(
+    region: Region, damaged: list[PieceDamage], buffers: Sequence[Memory]
+) -> Iterator[tuple[int, int, DiskTransfer]]:
     """Reads of whole pieces (start, bytes, ticket), a few under way at once; buffers are used again in turn."""
     read_bytes = buffers[0].nbytes
-    waiting: deque[tuple[int, int, Ticket, Memory]] = deque()
+    waiting: deque[tuple[int, int, DiskTransfer, Memory]] = deque()
     free = list(buffers)
     for start in range(0, region.nbytes, read_bytes):
         if not free:

@@ -265,7 +265,7 @@ class PhaseRecord:
     live_at_end_bytes: int
 
 
-class _Open:
+class _OpenPhase:
     """Peaks of a phase that is still open, from the pieces between resets."""
 
     def __init__(self, name: str) -> None:
@@ -288,7 +288,7 @@ class Phases:
     def __init__(self, meter: DeviceMeter, process: ProcessMeter | None = None) -> None:
         self._meter = meter
         self._process = process
-        self._open: list[_Open] = []
+        self._open: list[_OpenPhase] = []
         self.last: PhaseRecord | None = None
         """The phase that ended last, that time alone."""
         self._records: dict[str, PhaseRecord] = {}
@@ -297,7 +297,7 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         """Measures what is inside the `with` under `name`; a name that comes again keeps the larger peaks."""
         self._fold()
-        self._open.append(_Open(name))
+        self._open.append(_OpenPhase(name))
         try:
             yield
         finally:
@@ -321,7 +321,7 @@ class Phases:
         if self._process:
             self._process.reset_peak()
 
-    def _record(self, phase: _Open) -> None:
+    def _record(self, phase: _OpenPhase) -> None:
         self.last = PhaseRecord(
             name=phase.name,
             times=1,
