@@ -140,7 +140,9 @@ def test_what_the_disk_could_not_do_is_told_to_who_waits(
 def test_a_job_stages_through_pinned_pieces_that_are_bounded_and_foreseen(device: torch.device, tmp_path: Path) -> None:
     """The weight is larger than all pieces of a direction: before, a buffer of its size was taken for it."""
     model = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 16)).to(device)
-    assert model[0].weight.nbytes > 2 * STAGING_PIECE_BYTES
+    weight = model[0].weight
+    assert isinstance(weight, torch.Tensor)
+    assert weight.nbytes > 2 * STAGING_PIECE_BYTES
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(4, 1500, device=device)
 

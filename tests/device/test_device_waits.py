@@ -75,12 +75,16 @@ def test_staging_copies_behind_compute_and_before_it(device: torch.device, tmp_p
         assert [room.sum().item() for room in (*rooms, *used)] == [v * NUMBERS for v in (3, 11, 14, 16)]
 
 
+def _wait(gate: threading.Event) -> None:
+    gate.wait()
+
+
 @contextmanager
 def busy(pieces: Staging) -> Iterator[None]:
     """The threads of the staging begin with something that takes until soon after the body begins."""
     gate = threading.Event()
     for direction in (pieces._outward, pieces._inward):
-        direction.submit(Staged(()), lambda _: gate.wait() and None)
+        direction.submit(Staged(()), lambda _: _wait(gate))
     timer = threading.Timer(0.05, gate.set)
     timer.start()
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import time
@@ -44,7 +45,7 @@ def test_everything_is_measured_on_this_machine(tmp_path: Path) -> None:
 def test_a_contended_step_has_a_busy_thread_beside_it_and_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     sums: list[int] = []
-    monkeypatch.setattr(trials.zlib, "crc32", lambda data: sums.append(len(data)))
+    monkeypatch.setattr("zlib.crc32", lambda data: sums.append(len(data)))
     try:
         alone = trials.time_step(threads=1, seconds=0.0, is_contended=False)
         assert sums == []
@@ -77,7 +78,7 @@ def test_huge_pages_are_counted_where_they_are_asked_for() -> None:
     share = answer["huge_share"]
     assert share is not None and 0 <= share <= 1
     # The kernel may have none to give, but small pages that were asked for are never counted as huge ones.
-    assert trials._touch(32 * MIB, trials.mmap.MADV_NOHUGEPAGE)[2] == 0
+    assert trials._touch(32 * MIB, mmap.MADV_NOHUGEPAGE)[2] == 0
 
 
 # A stand-in for trials.py: figures follow from the environment and the request, and are worse each time.
@@ -229,7 +230,7 @@ def test_doctor_as_json_holds_the_same(measured: Measurements, tmp_path: Path, m
 
 
 def test_doctor_without_measuring_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.subprocess, "Popen", None)
+    monkeypatch.setattr("subprocess.Popen", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     text = run("--directory", str(tmp_path), "--no-measure")
     assert "Measured" not in text

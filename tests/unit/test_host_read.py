@@ -13,7 +13,6 @@ import pytest
 
 from memfit.allocator.compiling import find_compiler
 from memfit.core.errors import TierUnavailableError, UsageError
-from memfit.host import file_systems as disk_module
 from memfit.host import read_host
 from memfit.host.processors import format_cpu_list, parse_cpu_list
 from memfit.host.read import SET_BY_MEMFIT
@@ -340,7 +339,7 @@ def test_refused_direct_io_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*arguments: object) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(disk_module.os, "pwrite", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     found = read_host(tmp_path).disk
     assert found is not None and found.direct_io_refusal == "Invalid argument"
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.homes.home import ByteHome, Tickets, TransferHandle
-from memfit.homes.weights import PIECE_ELEMENTS, BlockWeights, ParameterSlot, begin_write_masters
+from memfit.homes.weights import BlockWeights, ParameterSlot, begin_write_masters
 from memfit.tensors.trees import typed_view
 
 

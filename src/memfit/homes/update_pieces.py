@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.homes.gradients import GradientHomes, GradientPiece
 from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
 from memfit.homes.optimizer_states import BlockStates, StatePiece
-from memfit.homes.weights import PIECE_ELEMENTS, BlockWeights, ParameterSlot
+from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import OptimizerDriver, UpdateKind
 from memfit.tensors.noise import RoundingNoise, round_stochastically
 from memfit.tensors.trees import typed_view

@@ -21,6 +21,7 @@ from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
 from memfit.core.hardware import Hardware
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
@@ -32,7 +33,6 @@ from memfit.engine.inputs import cast_dtype, casting_inputs
 from memfit.engine.loss_scaling import in_half
 from memfit.engine.seeding import check_result
 from memfit.homes.optimizer_states import StoredStates, embedding_names, stored_states
-from memfit.homes.weights import PIECE_ELEMENTS
 from memfit.huggingface.forgetful import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
 from memfit.huggingface.vision import vision_way
 from memfit.job.machine import device_of
