@@ -203,9 +203,9 @@ def test_shapes_that_alternate_are_planned_for_once_each_and_a_bounded_number_is
     traced: list[int] = []
     plain = Problem.profile_for
 
-    def profile_for(problem: Problem, plan: Plan, batch: Tensor) -> Any:
+    def profile_for(problem: Problem, plan: Plan, batch: Tensor, **options: Any) -> Any:
         traced.append(len(batch))
-        return plain(problem, plan, batch)
+        return plain(problem, plan, batch, **options)
 
     model = _model()
     with memfit.fit(model, _optimizer(model), _plain_loss, torch.randn(ROWS, WIDTH), plan=Plan()) as job:

@@ -274,7 +274,7 @@ class Task:
         def prepare(batch: Any, chosen: Plan) -> Prepared:
             # The last batch of an epoch may have fewer rows than the plan has microbatches.
             chosen = replace(chosen, microbatches=problem.cut.most(batch, chosen.microbatches))
-            traced = problem.profile_for(chosen, batch)
+            traced = problem.profile_for(chosen, batch, checks_repeat=False)
             check_meaning(chosen, traced, is_committed=kept.run is not None)
             return prepared_for(traced, chosen, clips_norm=kept.clips_norm, adds_apart=adds_apart, device=kept.device)
 

@@ -117,10 +117,18 @@ class Problem:
                     f"the loss takes 2 rows, but not 3 ({error}): something in the batch has as many entries as it has rows. Give fit(split=...), which cuts it"
                 ) from error
 
-    def profile_for(self, plan: Plan, batch: Any) -> Profile:
-        """The profile of a batch under a plan."""
+    def profile_for(self, plan: Plan, batch: Any, *, checks_repeat: bool = True) -> Profile:
+        """The profile of a batch under a plan.
+
+        Args:
+            plan: decided.
+            batch: whole.
+            checks_repeat: see `profile_step`.
+        """
         counts, compute = (plan.microbatches,), plan.compute_dtype
-        traced = self.profile(batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute)
+        traced = self.profile(
+            batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute, checks_repeat=checks_repeat
+        )
         return self.with_states(traced, compute, plan.state_format)
 
     def profile(
@@ -130,12 +138,15 @@ class Problem:
         *,
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
+        checks_repeat: bool = True,
     ) -> Profile:
         """The profile of a batch, with a trace for each of the given numbers of microbatches.
 
         The first one finds out what the model's key-value caches may be.
         """
-        traced = partial(self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute)
+        traced = partial(
+            self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute, checks_repeat=checks_repeat
+        )
         if self.caches.is_settled or not asks_for_caches(self.model):
             return traced(self.loss)
         noted = Noted()
@@ -157,7 +168,14 @@ class Problem:
         return found
 
     def _profile(
-        self, batch: Any, counts: Sequence[int], loss: Loss, *, chunk_tokens: int | None, compute: ComputeDtype
+        self,
+        batch: Any,
+        counts: Sequence[int],
+        loss: Loss,
+        *,
+        chunk_tokens: int | None,
+        compute: ComputeDtype,
+        checks_repeat: bool,
     ) -> Profile:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
         parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
@@ -169,7 +187,8 @@ class Problem:
         first = FirstOf(loss)
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
-            "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces
+            "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces,
+            "checks_repeat": checks_repeat,
         }  # fmt: skip
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),

@@ -95,11 +95,14 @@ class Values:
         give_value(fake, result)
         return True, fake
 
-    def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Keeps values up to date after an operation has made (or changed) `out`."""
+    def follow(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, read: Sequence[torch.Tensor]
+    ) -> None:
+        """Keeps values up to date after an operation has made (or changed) `out` of the tensors `read`."""
         made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor)]
         can_follow = (
             bool(made)
+            and all(self.of(t) is not None for t in read)
             and all(is_small_enough(t) for t in made)
             and func._overloadpacket not in _WITHOUT_VALUE
             and torch.Tag.nondeterministic_seeded not in func.tags

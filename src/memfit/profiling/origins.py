@@ -20,13 +20,12 @@ taken to reach the loss, and a floating-point number of the batch that it learns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from memfit.core.operators import argument_of, written_arguments
-from memfit.profiling.operations import is_random
 from memfit.profiling.traced_trees import operator_tensors
 
 aten = torch.ops.aten
@@ -78,14 +77,24 @@ class Origins:
     def follow(
         self,
         func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
         read: Sequence[tuple[torch.Tensor, Traceable]],
         made: Iterable[Traceable],
+        overwritten: Collection[int],
+        changed: Collection[int],
+        *,
+        is_random: bool,
     ) -> None:
-        """An operation of the forward: `read` are its tensors with their records, `made` the records of its results."""
-        overwritten, changed = written_tensors(func, args, kwargs)
-        came = _RANDOM if is_random(func, args, kwargs) else 0
+        """An operation of the forward.
+
+        Args:
+            func: the operator.
+            read: its tensors with their records.
+            made: the records of its results.
+            overwritten: ids of the tensors that it writes without having looked.
+            changed: ids of all that it writes.
+            is_random: it draws random numbers.
+        """
+        came = _RANDOM if is_random else 0
         if func._overloadpacket not in _OF_SHAPES:
             for tensor, record in read:
                 if id(tensor) not in overwritten:

@@ -16,13 +16,18 @@ then on: as `activations.writes` does for what a forward writes, also gradients 
 dispatch mode (and for fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition that
 the autograd engine itself makes, whose first operand is released before anything else happens, is logged as done in place; if
 that is a view or was made in the forward, with the third tensor for a moment.
+
+[Note: two holders]
+A profile tells how long the program itself holds a storage, apart from what autograd saves of it. So on fake tensors autograd is given tensors over a second
+storage of the same record: the record's bytes are there until both are gone, and the program has let go of them when the first is (`let_go_in`). On real
+tensors that would take the memory twice; there a second forward, in which nothing is saved, tells it.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,19 +38,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import is_movable
-from memfit.core.operators import is_selected, only_relabels
 from memfit.profiling.blocks import ModuleSite
-from memfit.profiling.flops import operation_flops
 from memfit.profiling.kept import kept_tensors
+from memfit.profiling.known import Facts, Kind, KnownOperations
 from memfit.profiling.known_values import Values
-from memfit.profiling.measuring import Workspaces
-from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
+from memfit.profiling.operations import run_operation
 from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
 from memfit.tensors.dense import check_dense
 
-aten = torch.ops.aten
+_ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 _IS_VIEW = "_memfit_is_view"
 # What torch puts between a dispatch mode and its caller; the last two keep its compiler out, once that is imported.
@@ -60,11 +63,11 @@ class TraceRecorder(TorchDispatchMode):
     Args:
         sites: where calls begin and end, by `id` of the module.
         follows_values: whether known values of fake tensors are followed.
-        workspaces: what operations take inside themselves.
+        known: runs operations on fake tensors, and tells what is to be known of each.
     """
 
     def __init__(
-        self, sites: Mapping[int, ModuleSite], *, follows_values: bool, workspaces: Workspaces, guesses: bool = False
+        self, sites: Mapping[int, ModuleSite], *, follows_values: bool, known: KnownOperations, guesses: bool = False
     ) -> None:
         super().__init__()
         self.sites = sites
@@ -92,7 +95,7 @@ class TraceRecorder(TorchDispatchMode):
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
         self._values = Values(self._is_trusted, self._distrust, guesses=guesses) if follows_values else None
         self._origins = Origins()
-        self._workspaces = workspaces
+        self._known = known
 
     # -- what is known before the step -------------------------------------------------------------------------
 
@@ -151,48 +154,75 @@ class TraceRecorder(TorchDispatchMode):
 
     # -- operations --------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spares each operation the two calls by which torch keeps its compiler out: nothing is compiled while a trace runs."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
-        kwargs = kwargs or {}
         if func is _DEVICE:
             # Asked more often than anything is computed: fake tensors know it without another dispatch.
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
+        kwargs = kwargs or {}
         # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
         self._pending_sum = None
-        read = list(operator_tensors((args, kwargs)))
-        found = [(tensor, self._note_read(func, tensor)) for tensor in read]
-        written = [] if self.is_backward else _written(func, args, kwargs, found)
-        if self._values is None:
-            _refuse_written_weights(func, written)
-        is_answered, out = self._values.answer(func, args, kwargs) if self._values else (False, None)
-        if not is_answered:
-            out = run_operation(func, args, kwargs, is_fake=self._values is not None)
-            if self._values:
-                self._values.follow(func, args, kwargs, out)
-        made = [self._note_made(func, tensor) for tensor in operator_tensors(out)]
-        if self.is_backward and func.is_view:
-            for tensor in operator_tensors(out):
-                setattr(tensor, _IS_VIEW, True)
-        if not self.is_backward:
-            self._origins.follow(func, args, kwargs, found, made)
-            if not only_relabels(func):
-                self._note_written(written)
-        self._note_operation(func, args, kwargs, out)
-        if self._active and not self.is_backward and is_selected(func, args, kwargs):
+        kind = self._known.kind(func)
+        read: list[torch.Tensor] = []
+        key = self._known.key(kind, args, kwargs, read)
+        found = [(tensor, self._note_read(func, tensor, is_view=kind.is_view)) for tensor in read]
+        out, facts = self._run(kind, key, args, kwargs, found)
+        results = [out] if type(out) is FakeTensor else list(operator_tensors(out))
+        made = [self._note_made(func, tensor) for tensor in results]
+        if self.is_backward:
+            if kind.is_view:
+                for tensor in results:
+                    setattr(tensor, _IS_VIEW, True)
+        else:
+            written = {id(read[i]) for i in facts.written}
+            overwritten = {id(read[i]) for i in facts.overwritten}
+            self._origins.follow(func, found, made, overwritten, written, is_random=facts.is_random)
+            if written and not kind.relabels:
+                self._note_written({id(r): r for t, r in found if id(t) in written}.values())
+        self._note_facts(facts)
+        if self._active and not self.is_backward and facts.is_selected:
             for record in made:
                 if record.role is Role.MADE:
                     record.selected_in = self._active.index
                     self._active.selected.setdefault(id(record), (record, self._active.saves))
-        if self.is_backward and func is aten.add.Tensor and _is_called_by_autograd():
+        if self.is_backward and func is _ADD and _is_called_by_autograd():
             self._note_sum(args, made)
         return out
+
+    def _run(
+        self,
+        kind: Kind,
+        key: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        found: Sequence[tuple[torch.Tensor, StorageRecord]],
+    ) -> tuple[Any, Facts]:
+        """Results and facts of an operation."""
+        func, read = kind.operator, [tensor for tensor, _ in found]
+        if self._values is None:
+            if not self.is_backward:
+                _refuse_written_weights(func, _written(func, args, kwargs, found))
+            out = run_operation(func, args, kwargs, is_fake=False)
+            return out, self._known.facts(func, args, kwargs, read, out)
+        if kind.needs_values:
+            is_answered, out = self._values.answer(func, args, kwargs)
+            if is_answered:
+                return out, self._known.facts(func, args, kwargs, read, out)
+        out, facts = self._known.run(kind, key, args, kwargs, read)
+        self._values.follow(func, args, kwargs, out, read)
+        return out, facts
 
     @staticmethod
     def _would_train(tensor: torch.Tensor) -> bool:
         """A parameter that the loss would give a gradient: a teacher's, read under `no_grad`, gets none."""
         return isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
 
-    def _note_read(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
+    def _note_read(self, func: Any, tensor: torch.Tensor, *, is_view: bool) -> StorageRecord:
         record = self._record_of(tensor, Role.INPUT)
         if id(tensor) in self._real and self._would_train(tensor):
             raise UnsupportedError(
@@ -201,7 +231,7 @@ class TraceRecorder(TorchDispatchMode):
             )
         if record.role is Role.WEIGHT:
             # A view of a real weight is a fake tensor over other memory, which tells nothing any more.
-            reads = not func.is_view or id(tensor) in self._real
+            reads = not is_view or id(tensor) in self._real
             if self.is_backward and reads:
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
             elif reads or (self._active is None and not self.is_backward):
@@ -209,7 +239,7 @@ class TraceRecorder(TorchDispatchMode):
                 (self._active.reads if self._active else self.spanning).add(record.block)
                 if self._active is None and tensor.requires_grad:
                     self.loose_reads.add((record.block, len(self.calls)))
-        elif self._would_train(tensor) and record.role is Role.INPUT:
+        elif record.role is Role.INPUT and self._would_train(tensor):
             raise UnsupportedError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that is not part of the model "
                 f"({func}): put the model and what belongs to the loss into one nn.Module, so that all parameters are "
@@ -219,7 +249,7 @@ class TraceRecorder(TorchDispatchMode):
             record.last_use = self.segment
         return record
 
-    def _note_written(self, written: Sequence[StorageRecord]) -> None:
+    def _note_written(self, written: Iterable[StorageRecord]) -> None:
         """Who counts on the storages that an operation of the forward writes. Known by storage: not all tensors over one share a version counter."""
         for record in written:
             record.writes += 1
@@ -239,25 +269,22 @@ class TraceRecorder(TorchDispatchMode):
         entry = self._live.get(storage._cdata)
         if entry is None:
             module = self._modules[-1] if self._modules else "the loss"
-            shape = tuple(tensor.shape)
-            text = f"{func._overloadpacket} in {module}: {shape} {str(tensor.dtype).removeprefix('torch.')}"
-            return self._watch(storage, Role.MADE, text)
+            return self._watch(storage, Role.MADE, (func._overloadpacket, module, tuple(tensor.shape), tensor.dtype))
         record = entry[0]
         if record.nbytes != storage.nbytes() and record.role is Role.MADE:
             self.note_resize(storage)
         return record
 
-    def _note_operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        workspace = self._workspaces.bytes_of(func, args, kwargs, out)
-        if workspace:
-            self.events.append((TraceEvent.WORKSPACE, None, workspace))
-        segments = self.backward if self.is_backward else self.forward
-        segments[-1].flops += operation_flops(func, args, kwargs, out)
-        if not self.is_backward and is_random(func, args, kwargs):
+    def _note_facts(self, facts: Facts) -> None:
+        if facts.workspace_bytes:
+            self.events.append((TraceEvent.WORKSPACE, None, facts.workspace_bytes))
+        segments = self.backward or self.forward
+        segments[-1].flops += facts.flops
+        if facts.is_random and not self.is_backward:
             self.uses_random = True
             if self._active:
                 self._active.uses_random = True
-        if reads_batch_statistics(func, args, kwargs):
+        if facts.reads_statistics:
             self.reads_batch_statistics = True
 
     def _note_sum(self, args: Sequence[Any], made: Sequence[StorageRecord]) -> None:
@@ -282,26 +309,28 @@ class TraceRecorder(TorchDispatchMode):
     def _record_of(self, tensor: torch.Tensor, role: Role, block: str = "") -> StorageRecord:
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
-        return entry[0] if entry else self._watch(storage, role, "", block)
+        return entry[0] if entry else self._watch(storage, role, block=block)
 
     def _writes_to(self, tensor: torch.Tensor) -> int:
         """How often the storage of a tensor was written so far; weights have rules of their own."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return 0 if entry is None or entry[0].role is Role.WEIGHT else entry[0].writes
 
-    def _watch(self, storage: torch.UntypedStorage, role: Role, description: str, block: str = "") -> StorageRecord:
+    def _watch(
+        self, storage: torch.UntypedStorage, role: Role, cause: tuple[Any, ...] = (), block: str = ""
+    ) -> StorageRecord:
         record = StorageRecord(
             role=role,
             nbytes=storage.nbytes(),
             order=-1,
             segment=self.segment,
             is_backward=self.is_backward,
-            description=description,
+            cause=cause,
             block=block,
         )
         record.last_use = self.segment
-        key = storage._cdata
-        self._live[key] = (record, weakref.ref(storage, lambda _: self._note_freed(key)))
+        self._watch_release(storage, record)
+        record.key = storage._cdata
         if role is Role.MADE:
             record.order = len(self.records)
             self.events.append((TraceEvent.ALLOCATED, record, record.nbytes))
@@ -310,8 +339,17 @@ class TraceRecorder(TorchDispatchMode):
             self.records.append(record)
         return record
 
+    def _watch_release(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
+        key = storage._cdata
+        self._live[key] = (record, weakref.ref(storage, lambda _: self._note_freed(key)))
+
     def _note_freed(self, key: int) -> None:
         record = self._live.pop(key)[0]
+        record.holders -= 1
+        if key == record.key:
+            record.let_go_in = self.segment
+        if record.holders:
+            return
         if self._pending_sum and self._pending_sum[0] is record:
             _, merged, event, merged_key, third_bytes = self._pending_sum
             self._pending_sum = None
@@ -319,6 +357,7 @@ class TraceRecorder(TorchDispatchMode):
             self.events[event] = (TraceEvent.WORKSPACE, None, third_bytes)
             self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
             self._live[merged_key] = (record, self._live[merged_key][1])
+            record.key, record.holders = merged_key, 1
             return
         if record.role in (Role.MADE, Role.GRADIENT):
             record.freed_in = self.segment if not self.is_backward else None
@@ -358,6 +397,20 @@ class TraceRecorder(TorchDispatchMode):
             record.saved_inside.add(self._active.index)
         else:
             record.saved_outside.add(self.segment)
+
+    def saved_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What autograd gets for a tensor that it saves: one over another storage of the same record. See [Note: two holders]."""
+        record = self._record_of(tensor, Role.INPUT)
+        if record.role is not Role.MADE or self.is_backward or type(tensor) is not FakeTensor or tensor.is_inference():
+            return tensor
+        storage = record.saved() if record.saved is not None else None
+        if storage is None:
+            with torch._C._DisableTorchDispatch():
+                storage = torch.empty(record.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+            record.saved = weakref.ref(storage)
+            record.holders += 1
+            self._watch_release(storage, record)
+        return self._known.over(storage, tensor)
 
     def forget(self) -> None:
         """Lets go of what was watched: weak references and values point back here, and cycles would keep the model until a collection."""

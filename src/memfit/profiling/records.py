@@ -5,6 +5,7 @@ In: nothing. Out: mutable records, which a `Recorder` fills and `summary` reads.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -41,7 +42,7 @@ class StorageRecord:
     order: int
     segment: int
     is_backward: bool
-    description: str = ""
+    cause: tuple[Any, ...] = ()  # operation, module, shape, dtype
     block: str = ""
     is_batch: bool = False
     saved_inside: set[int] = field(default_factory=set)
@@ -56,11 +57,21 @@ class StorageRecord:
     is_written: bool = False
     writes: int = 0
     is_movable: bool = True
+    key: int = 0
+    holders: int = 1
+    let_go_in: int | None = None
+    saved: weakref.ref[torch.UntypedStorage] | None = None
 
     @property
     def is_saved(self) -> bool:
         """Autograd saved it."""
         return bool(self.saved_inside or self.saved_outside)
+
+    @property
+    def description(self) -> str:
+        """Where it was made, in words."""
+        operation, module, shape, dtype = self.cause
+        return f"{operation} in {module}: {shape} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(eq=False)

@@ -137,23 +137,6 @@ def _is_same_numpy(left: Any, right: Any) -> bool:
     return left[0] == right[0] and left[1].tobytes() == right[1].tobytes() and left[2:] == right[2:]
 
 
-def fake_like(
-    tensor: torch.Tensor, device: torch.device, rows: int | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """A tensor of the same shape, strides, dtype and `requires_grad`, made from metadata alone; call it in a fake mode.
-
-    Args:
-        tensor: its data is never read: its storage may be empty.
-        device: stands in for `meta`; other devices are kept.
-        rows: another size of dimension 0.
-        dtype: another one.
-    """
-    size = tuple(tensor.shape) if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
-    target = device if tensor.device.type == "meta" else tensor.device
-    made = torch.empty_strided(size, tensor.stride(), dtype=dtype or tensor.dtype, device=target)
-    return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
-
-
 def _contents(attributes: Mapping[str, Any]) -> list[tuple[_Container, _Container]]:
     return [
         (value, type(value)(value))

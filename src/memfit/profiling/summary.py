@@ -1,6 +1,6 @@
 """Turns what a recorder logged into a `TraceProfile`: peaks, lifetimes, causes.
 
-In: the log of a whole step, and that of a second forward in which nothing was saved (it tells how long the program
+In: the log of a whole step, and, where there is one, that of a second forward in which nothing was saved (it tells how long the program
 itself holds a storage).
 Out: `TraceProfile`. Pure arithmetic over the log.
 """
@@ -27,12 +27,14 @@ class _Range:
     end_bytes: int
 
 
-def summarize(step: TraceRecorder, forward_only: TraceRecorder, rows: int, block_names: Sequence[str]) -> TraceProfile:
+def summarize(
+    step: TraceRecorder, forward_only: TraceRecorder | None, rows: int, block_names: Sequence[str]
+) -> TraceProfile:
     """The profile of one traced step.
 
     Args:
         step: forward and backward, with everything saved.
-        forward_only: the same forward, with nothing saved.
+        forward_only: the same forward, with nothing saved; None where the step itself tells what the program holds, and that it repeats itself is not asked.
         rows: of the traced microbatch.
         block_names: by index, as sites refer to blocks.
 
@@ -169,13 +171,16 @@ def _backward_ranges(step: TraceRecorder, weigh: Weigh) -> dict[int, _Range]:
     }
 
 
-def _held_until(step: TraceRecorder, forward_only: TraceRecorder) -> dict[int, int]:
+def _held_until(step: TraceRecorder, forward_only: TraceRecorder | None) -> dict[int, int]:
     """By the order in which storages were made: the last segment at whose end the program itself still holds it."""
+    last = len(step.calls) - 1
     made = [r for r in step.records if r.role is not Role.INPUT and not r.is_backward]
+    if forward_only is None:
+        return {r.order: last if r.let_go_in is None else r.let_go_in - 1 for r in made}
     other = [r for r in forward_only.records if r.role is not Role.INPUT]
-    if [(r.segment, r.description) for r in made] != [(r.segment, r.description) for r in other]:
+    if [(r.segment, r.cause) for r in made] != [(r.segment, r.cause) for r in other]:
         place = next(
-            (a.description for a, b in zip(made, other, strict=False) if a.description != b.description),
+            (a.description for a, b in zip(made, other, strict=False) if a.cause != b.cause),
             f"{len(made)} against {len(other)} storages",
         )
         raise UnsupportedError(
@@ -183,7 +188,6 @@ def _held_until(step: TraceRecorder, forward_only: TraceRecorder) -> dict[int, i
             "that changes from call to call; draw what is random from a default generator (torch's, NumPy's, Python's), which is put back after the profile, "
             "or make it repeatable"
         )
-    last = len(step.calls) - 1
     return {a.order: last if b.freed_in is None else b.freed_in - 1 for a, b in zip(made, other, strict=True)}
 
 

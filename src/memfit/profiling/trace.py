@@ -5,9 +5,10 @@ data): nothing is allocated, weights may be away, and the model is afterwards as
 data, on real tensors: a real step on a few rows.
 
 [Note: two forwards]
-Each row count runs forward twice. In the first run nothing is saved for backward, so a storage lives exactly as long
-as the program itself holds it (`held_until`). The second run saves, and goes backward. Both meet the same random
-numbers and the same model state.
+The first row count runs forward twice, with the same random numbers and the same model state: what a program does must not change from call to call. In the
+first run nothing is saved for backward, so a storage lives exactly as long as the program itself holds it (`held_until`). The second run saves, and goes
+backward. Other row counts, and batches of other shapes later, run once; who holds what is told apart there as well (`recorder`, [Note: two holders]).
+Real tensors always run twice.
 
 [Note: what a trace does not see]
 Memory inside operations is added from a table (`workspaces`) or measured (`measuring`); the allocator's rounding, libraries'
@@ -29,7 +30,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.batches.batch import UncuttableError, batch_rows, map_tensors, slice_batch
@@ -41,11 +41,12 @@ from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.carried import ModuleMarks
 from memfit.profiling.gradient_hooks import hand_on
+from memfit.profiling.known import KnownOperations
 from memfit.profiling.known_values import give_copy, readable_fakes
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import TraceRecorder, storage_resizes
 from memfit.profiling.records import CallRecord, Role
-from memfit.profiling.standins import fake_like, stand_ins, untouched_caches, untouched_generators
+from memfit.profiling.standins import stand_ins, untouched_caches, untouched_generators
 from memfit.profiling.summary import summarize
 from memfit.profiling.traced_trees import contained_tensors
 from memfit.tensors.dense import check_dense
@@ -58,6 +59,10 @@ Source = Literal["auto", "fake", "real"]
 _MEMFIT = Path(__file__).parents[1]
 _STANDARD = Path(os.__file__).parent
 _SHARE_OF_FREE = 0.5
+_BACKWARD_OF_ITS_OWN = (
+    "the loss runs a backward of its own (torch.autograd.grad or a gradient penalty); memfit cannot place "
+    "memory around it: compute the penalty without a second backward"
+)
 _FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError, LookupError)
 
 
@@ -74,6 +79,7 @@ def profile_step(
     trace: Source = "auto",
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
     workspaces: Workspaces | None = None,
+    checks_repeat: bool = True,
 ) -> Profile:
     """Traces forward and backward of a microbatch of each of several sizes.
 
@@ -93,6 +99,7 @@ def profile_step(
         compute_dtype: in which the step is to run, whatever the model's weights are now. A real trace then holds weights of that dtype
             beside the model's own.
         workspaces: what operations take inside themselves; None: only what the table knows.
+        checks_repeat: a second forward shows that the program does the same again; False where another batch has shown it.
 
     Returns:
         Blocks in the order of their first call; blocks whose weights are read outside of every call are spanning.
@@ -117,7 +124,8 @@ def profile_step(
         parts=parts,
         block_map=block_map,
         compute=compute_dtype,
-        workspaces=workspaces or Workspaces(),
+        known=KnownOperations(workspaces or Workspaces()),
+        checks_repeat=checks_repeat,
     )
     _check_known_parameters(setting)
     _check_dense(setting)
@@ -155,7 +163,8 @@ class _Setting:
     parts: Mapping[int, Any]
     block_map: BlockMap
     compute: ComputeDtype
-    workspaces: Workspaces
+    known: KnownOperations
+    checks_repeat: bool = True
     guesses: bool = False
 
     @property
@@ -169,7 +178,7 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
     if trace == "real":
         return [_trace_one(setting, size, is_fake=False) for size in sizes], "real", ""
     try:
-        return [_trace_one(setting, size, is_fake=True) for size in sizes], "fake", ""
+        return _trace_fake(setting, sizes), "fake", ""
     except (UnsupportedError, UsageError):
         raise
     except _FAKE_FAILURES as error:
@@ -193,6 +202,13 @@ def _trace_sizes(setting: _Setting, sizes: Sequence[int], trace: Source) -> tupl
         raise
     except _FAKE_FAILURES as error:
         raise _uncuttable(setting, sizes[0], _why_fake_failed(error)) from error
+
+
+def _trace_fake(setting: _Setting, sizes: Sequence[int]) -> list[Traced]:
+    """Traces on fake tensors, the first of them twice where that is asked."""
+    return [
+        _trace_one(setting, size, is_fake=True, is_twice=setting.checks_repeat and size == sizes[0]) for size in sizes
+    ]
 
 
 def _trace_real(setting: _Setting, sizes: Sequence[int]) -> list[Traced]:
@@ -228,7 +244,7 @@ def _trace_guessing(setting: _Setting, sizes: Sequence[int]) -> list[Traced] | N
     """The traces of a program that reads numbers, on likely ones ([Note: likely values] in `values`); None where that leads nowhere."""
     guessing = replace(setting, guesses=True)
     try:
-        return [_trace_one(guessing, size, is_fake=True) for size in sizes]
+        return _trace_fake(guessing, sizes)
     except (*_FAKE_FAILURES, ArithmeticError, MemfitError):
         return None  # a real trace tells what is wrong
 
@@ -313,14 +329,15 @@ def _why_fake_failed(error: Exception) -> str:
     return told.strip().splitlines()[0] if told.strip() else type(error).__name__
 
 
-def _trace_one(setting: _Setting, rows: int, *, is_fake: bool) -> Traced:
-    forward_only = _run(setting, rows, is_fake=is_fake, is_whole=False)
+def _trace_one(setting: _Setting, rows: int, *, is_fake: bool, is_twice: bool = True) -> Traced:
+    forward_only = _run(setting, rows, is_fake=is_fake, is_whole=False) if is_twice else None
     step = _run(setting, rows, is_fake=is_fake, is_whole=True)
     names = [block.name for block in setting.block_map.blocks]
     profile = summarize(step, forward_only, rows, names)
-    carried = _carried(setting, rows, forward_only, is_fake=is_fake)
-    forward_only.forget()
-    step.forget()
+    carried = _carried(setting, rows, step if forward_only is None else forward_only, is_fake=is_fake)
+    for run in (forward_only, step):
+        if run is not None:
+            run.forget()
     return Traced(
         profile=profile,
         # What the forward writes must not be given up at the end of a visit.
@@ -359,7 +376,7 @@ def _read_beside_their_call(step: TraceRecorder, profile: TraceProfile) -> set[s
 def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats: bool = False) -> TraceRecorder:
     """One run of the loss on stand-ins: forward, and backward if `is_whole`; if `repeats`, after another forward that left its notes on the modules."""
     sites = {id(site.module): site for site in setting.block_map.sites}
-    recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, workspaces=setting.workspaces)
+    recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
     part = setting.parts[rows]
     device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
@@ -372,17 +389,17 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats
         if is_fake:
             stack.enter_context(_without_torchs_log())
             stack.enter_context(_masks_as_for_real_tensors())
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(setting.known.mode)
             if setting.guesses and recorder.values is not None:
                 stack.enter_context(readable_fakes(recorder.values))
             made = stack.enter_context(
                 stand_ins(
                     setting.model,
-                    lambda p: _fake_parameter(p, device, setting.compute),
-                    lambda b: _fake_buffer(b, device),
+                    lambda p: _fake_parameter(setting.known, p, device, setting.compute),
+                    lambda b: _with_value(setting.known.like(b, device), b),
                 )
             )
-            batch = map_tensors(part, lambda t: _fake_input(t, device))
+            batch = map_tensors(part, lambda t: _with_value(setting.known.like(t, device), t))
         else:
             _check_present(setting)
             made = stack.enter_context(
@@ -391,16 +408,19 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats
             batch = map_tensors(part, lambda t: t.detach().clone())
         _declare(recorder, setting, made, batch)
         _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
-        pack = _pack if is_whole else _forget
-        unpack = _unpack if is_whole else _refuse_to_unpack
 
-        def save(tensor: torch.Tensor) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             recorder.note_saved(tensor)
-            return pack(tensor)
+            return None if not is_whole else recorder.saved_apart(tensor) if is_fake else tensor
+
+        def unpack(saved: torch.Tensor | None) -> torch.Tensor:
+            if saved is None or not recorder.is_backward:
+                raise UnsupportedError(_BACKWARD_OF_ITS_OWN)
+            return saved
 
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder)
-        with saved_tensors_hooks(save, unpack):
+        with saved_tensors_hooks(pack, unpack):
             if repeats:
                 setting.loss(setting.model, batch)
             marks = ModuleMarks(setting.model)
@@ -414,25 +434,6 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats
             recorder.begin_backward_phase()
             value.backward()
     return recorder
-
-
-def _pack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _forget(_: torch.Tensor) -> None:
-    return None
-
-
-def _refuse_to_unpack(_: None) -> torch.Tensor:
-    raise UnsupportedError(
-        "the loss runs a backward of its own (torch.autograd.grad or a gradient penalty); memfit cannot place "
-        "memory around it: compute the penalty without a second backward"
-    )
 
 
 def _check_loss(value: Any) -> None:
@@ -484,9 +485,11 @@ def _check_dense(setting: _Setting) -> None:
 # -- stand-ins -------------------------------------------------------------------------------------------------
 
 
-def _fake_parameter(parameter: nn.Parameter, device: torch.device, compute: ComputeDtype) -> nn.Parameter:
-    fake = fake_like(parameter, device, dtype=_weight_dtype(parameter, compute)).detach()
-    return _with_attributes(nn.Parameter(fake, requires_grad=parameter.requires_grad), parameter)
+def _fake_parameter(
+    known: KnownOperations, parameter: nn.Parameter, device: torch.device, compute: ComputeDtype
+) -> nn.Parameter:
+    made: Any = known.like(parameter, device, _weight_dtype(parameter, compute))
+    return _with_attributes(made, parameter)
 
 
 def _with_attributes(stand_in: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
@@ -495,14 +498,6 @@ def _with_attributes(stand_in: nn.Parameter, parameter: nn.Parameter) -> nn.Para
         if not name.startswith("_memfit"):
             setattr(stand_in, name, value)
     return stand_in
-
-
-def _fake_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _with_value(fake_like(buffer, device), buffer)
-
-
-def _fake_input(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _with_value(fake_like(tensor, device), tensor)
 
 
 def _with_value(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

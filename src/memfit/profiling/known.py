@@ -1,0 +1,401 @@
+"""What operations make of tensors without data: worked out once for each kind, and made again from that.
+
+In: an operator and its arguments, as a dispatch mode receives them. Out: its results, and what the recorder asks of an operation.
+
+[Note: known operations]
+The layers of a model do the same operations on tensors of the same shapes, again and again, and torch's fake tensors take 0.1 to 0.5 ms for each. What comes
+out follows from the operator, from its other arguments and from what its tensors are: dtype, shape, strides, place in the storage, size of that, device, flags,
+and which of them are one and the same. That is the key. The first operation of a key runs on fake tensors; what it gave is noted: an argument itself, a view
+of an argument's storage, or a new tensor. The next ones are made from the note.
+A note is kept only if what it makes is at once what torch gave, down to the dispatch keys. Nothing is noted of operations that need values, that change how an
+argument lies over its memory, that write constants or compute with nothing else, of operators that are not torch's, and of results that share a new storage.
+Views are made by the code that makes them of tensors with data, without the rest of what fake tensors do.
+The program itself runs whole, layer by layer: nothing is taken from one layer for another but what single operations give.
+The notes of one profile serve its runs and its sizes; they are dropped with it, because other shapes have other keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from memfit.core.operators import is_selected, only_relabels
+from memfit.profiling.flops import operation_flops
+from memfit.profiling.measuring import Workspaces
+from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
+from memfit.profiling.origins import written_tensors
+from memfit.profiling.traced_trees import operator_tensors
+
+aten = torch.ops.aten
+_META = torch.device("meta")
+_NAMESPACES = ("aten", "prims", "prim", "mkldnn")
+_PLAIN = {
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """What an operator's schema tells, and the notes of its operations.
+
+    Attributes:
+        operator: as a dispatch mode receives it.
+        is_view: its results are views.
+        is_mutable: it writes arguments.
+        needs_values: of its tensors, for its results or their shapes.
+        relabels: it changes how a tensor lies over memory, and no byte of that.
+        is_notable: its results may be noted.
+        notes: by what results follow from.
+    """
+
+    operator: Any
+    is_view: bool
+    is_mutable: bool
+    needs_values: bool
+    relabels: bool
+    is_notable: bool
+    notes: dict[Any, _Note]
+
+
+def _kind_of(func: Any) -> Kind:
+    needs_values = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    relabels = only_relabels(func)
+    writes_out = any(argument.is_out for argument in func._schema.arguments)
+    return Kind(
+        operator=func,
+        is_view=func.is_view,
+        is_mutable=func._schema.is_mutable,
+        needs_values=needs_values,
+        relabels=relabels,
+        is_notable=func.namespace in _NAMESPACES and not (needs_values or relabels or writes_out),
+        notes={},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the recorder asks of an operation. Tensors are counted as they stand among its arguments.
+
+    Attributes:
+        workspace_bytes: inside itself.
+        flops: of it.
+        is_random: it draws random numbers.
+        reads_statistics: over the batch.
+        is_selected: selective recomputation keeps its results.
+        overwritten: tensors that it writes without having looked.
+        written: all that it writes.
+    """
+
+    workspace_bytes: int
+    flops: int
+    is_random: bool
+    reads_statistics: bool
+    is_selected: bool
+    overwritten: tuple[int, ...]
+    written: tuple[int, ...]
+
+
+def facts_of(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    out: Any,
+    workspaces: Workspaces,
+) -> Facts:
+    """The facts of an operation that has run."""
+    overwritten, written = written_tensors(func, args, kwargs)
+    return Facts(
+        workspace_bytes=workspaces.bytes_of(func, args, kwargs, out),
+        flops=operation_flops(func, args, dict(kwargs), out),
+        is_random=is_random(func, args, kwargs),
+        reads_statistics=reads_batch_statistics(func, args, kwargs),
+        is_selected=is_selected(func, args, kwargs),
+        overwritten=tuple(i for i, tensor in enumerate(tensors) if id(tensor) in overwritten),
+        written=tuple(i for i, tensor in enumerate(tensors) if id(tensor) in written),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A result: argument `same` itself; or else a tensor over the storage of argument `viewed`, or over a new one."""
+
+    same: int = -1
+    viewed: int = -1
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _META
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What came out of an operation: results or plain values, one or (in a container of this type) several."""
+
+    results: tuple[Any, ...]
+    container: Callable[[Any], Any] | None
+    facts: Facts
+
+
+class KnownOperations:
+    """Runs operations on fake tensors, each kind once. See [Note: known operations].
+
+    Args:
+        workspaces: what operations take inside themselves.
+    """
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Torch's own table of results costs more than it saves here, is never emptied, and would grow with each shape.
+        self.mode.cache_enabled = False
+        self._workspaces = workspaces
+        self._kinds: dict[int, Kind] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def kind(self, func: Any) -> Kind:
+        """The kind of an operator. By its `id`: operators compute their hash in Python."""
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = _kind_of(func)
+        return kind
+
+    def key(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """What the results of an operation follow from; None where they are not to be noted.
+
+        Args:
+            kind: of the operator.
+            args: its positional arguments.
+            kwargs: the others.
+            tensors: to which the tensors among them are added.
+        """
+        if not kind.is_notable:
+            tensors += operator_tensors((args, kwargs))
+            return None
+        parts: list[Any] = [torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        is_known = _describe(args, parts, tensors)
+        if kwargs:
+            parts += kwargs
+            is_known &= _describe(kwargs.values(), parts, tensors)
+        if not is_known:
+            return None
+        others = sum(type(one) is not FakeTensor or one.constant is not None for one in tensors)
+        if others and (others == len(tensors) or kind.is_mutable) and not _is_empty_lift(kind, tensors):
+            return None  # torch computes with the values of constants, and forgets those that are written
+        return tuple(parts)
+
+    def run(
+        self, kind: Kind, key: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Any, Facts]:
+        """Results and facts of an operation; call it below the recorder, in this object's mode.
+
+        Args:
+            kind: of the operator.
+            key: from `key`.
+            args: its positional arguments.
+            kwargs: the others.
+            tensors: among them.
+        """
+        note = kind.notes.get(key) if key is not None else None
+        if note is not None:
+            return self._made(note, tensors), note.facts
+        out = self._viewed(kind, args, kwargs, tensors) if key is not None and kind.is_view else None
+        if out is None:
+            out = run_operation(kind.operator, args, kwargs, is_fake=True)
+        facts = facts_of(kind.operator, args, kwargs, tensors, out, self._workspaces)
+        if key is not None:
+            self._note(kind, key, tensors, out, facts)
+        return out, facts
+
+    def _viewed(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Results of a view, by the code that makes views of tensors with data; None where torch has none of it for tensors without."""
+        if len(tensors) != 1 or type(tensors[0]) is not FakeTensor:
+            return None
+        try:
+            with in_kernel_invocation_manager(self.mode):
+                out = kind.operator(*args, **kwargs)
+        except NotImplementedError:
+            return None
+        outs = out if isinstance(out, tuple | list) else (out,)
+        if not all(type(one) is torch.Tensor for one in outs):
+            return None
+        made = [FakeTensor(self.mode, one, tensors[0].fake_device) for one in outs]
+        return type(out)(made) if isinstance(out, tuple | list) else made[0]
+
+    def facts(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor], out: Any
+    ) -> Facts:
+        """Facts of an operation that had its results from elsewhere."""
+        return facts_of(func, args, kwargs, tensors, out, self._workspaces)
+
+    def like(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> FakeTensor:
+        """A leaf of the same shape, strides, dtype and `requires_grad`, without data; a parameter of a parameter.
+
+        Args:
+            tensor: its data is never read: its storage may be empty.
+            device: stands in for `meta`; other devices are kept.
+            dtype: another one.
+        """
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        target = device if tensor.device.type == "meta" else tensor.device
+        is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
+        with torch._C._DisableTorchDispatch():
+            bare = torch.empty_strided(shape, stride, dtype=dtype or tensor.dtype, device=_META)
+        return FakeTensor(self.mode, bare, target, requires_grad=requires_grad, _is_param=is_parameter)
+
+    def over(self, storage: torch.UntypedStorage, tensor: FakeTensor) -> FakeTensor:
+        """A tensor as this one, over another storage."""
+        result = _Result(
+            viewed=0,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+            dtype=tensor.dtype,
+            device=tensor.fake_device,
+        )
+        made: Any = self._tensor(result, storage)
+        made.__dict__.update(vars(tensor))  # what the program, and who follows values, hung on it
+        if tensor.is_conj():
+            torch._C._set_conj(made, True)  # noqa: FBT003, torch's own signature
+        if tensor.is_neg():
+            torch._C._set_neg(made, True)  # noqa: FBT003, torch's own signature
+        return made
+
+    # -- notes -------------------------------------------------------------------------------------------------
+
+    def _note(self, kind: Kind, key: Any, tensors: Sequence[torch.Tensor], out: Any, facts: Facts) -> None:
+        container = type(out) if type(out) in (tuple, list) else None
+        outs = out if container is not None else (out,)
+        results = tuple(_result(one, tensors) for one in outs)
+        made = {one.untyped_storage()._cdata for one in outs if isinstance(one, torch.Tensor)}
+        is_apart = len(made) == sum(isinstance(one, torch.Tensor) for one in outs)
+        if any(
+            one is _UNKNOWN or (isinstance(one, _Result) and one.same == one.viewed == -1 and not is_apart)
+            for one in results
+        ):
+            return
+        note = _Note(results, container, facts)
+        again = self._made(note, tensors)
+        if all(map(_is_alike, again if container is not None else (again,), outs)):
+            kind.notes[key] = note
+
+    def _made(self, note: _Note, tensors: Sequence[torch.Tensor]) -> Any:
+        made = [self._one(result, tensors) for result in note.results]
+        return made[0] if note.container is None else note.container(made)
+
+    def _one(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if type(result) is not _Result:
+            return result
+        if result.same >= 0:
+            return tensors[result.same]
+        return self._tensor(result, tensors[result.viewed].untyped_storage() if result.viewed >= 0 else None)
+
+    def _tensor(self, result: _Result, storage: torch.UntypedStorage | None) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            if storage is not None:
+                bare = torch.empty(0, dtype=result.dtype, device=_META)
+                bare.set_(storage, result.offset, result.shape, result.stride)
+            else:
+                bare = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=_META)
+            # As FakeTensor's own constructor does it, which takes longer than the rest together.
+            made: Any = torch.Tensor._make_subclass(
+                FakeTensor, bare, require_grad=False, dispatch_device=True, device_for_backend_keys=result.device
+            )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        attributes = self._attributes.get(result.device)
+        if attributes is None:
+            attributes = self._attributes[result.device] = dict(vars(FakeTensor(self.mode, bare, result.device)))
+        made.__dict__.update(attributes)
+        return made
+
+
+_UNKNOWN = object()
+
+
+def _result(out: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """What is noted of one result; `_UNKNOWN` where nothing can be."""
+    if out is None or type(out) in (bool, int):
+        return out
+    if type(out) is not FakeTensor or (out.constant is not None and out.numel()) or out.layout is not torch.strided:
+        return _UNKNOWN
+    same = next((i for i, tensor in enumerate(tensors) if tensor is out), -1)
+    if same >= 0:
+        return _Result(same=same)
+    storage = out.untyped_storage()._cdata
+    viewed = [i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
+    if len(viewed) > 1 or (viewed and len(tensors) > 1):
+        return _UNKNOWN
+    return _Result(
+        viewed=viewed[0] if viewed else -1,
+        shape=tuple(out.shape),
+        stride=tuple(out.stride()),
+        offset=int(out.storage_offset()),
+        dtype=out.dtype,
+        device=out.fake_device,
+    )
+
+
+def _is_alike(made: Any, out: Any) -> bool:
+    """What was made from a note is what torch gave."""
+    if not isinstance(out, torch.Tensor) or made is out:
+        return made is out or (type(made) is type(out) and made == out)
+    return _state_of(made) == _state_of(out)
+
+
+def _state_of(tensor: Any) -> tuple[Any, ...]:
+    return (
+        tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.fake_device, tensor.untyped_storage().nbytes(),
+        tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg(), torch._C._dispatch_key_set(tensor),
+    )  # fmt: skip
+
+
+def _describe(values: Iterable[Any], parts: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Adds arguments to a key, numbers with their types: 1, 1.0 and True are equal and give other dtypes. Adds the tensors among them to `tensors`.
+
+    Returns:
+        False where one is not known.
+    """
+    is_known = True
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            again = next((i for i, one in enumerate(tensors) if one is value), None) if tensors else None
+            tensors.append(value)
+            if again is not None:
+                parts += (FakeTensor, again)
+                continue
+            parts += (
+                value.dtype,
+                value.shape,
+                value.stride(),
+                value.storage_offset(),
+                value.untyped_storage().nbytes(),
+                value._fake_device,
+                value.requires_grad,
+                value.is_inference(),
+                value.is_conj(),
+                value.is_neg(),
+            )
+        elif kind in _PLAIN:
+            parts += (kind, value)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            parts += (kind, len(value))
+            is_known &= _describe(value, parts, tensors)
+        elif kind is torch.Tensor and not value.numel():
+            # Of an empty tensor that the program made there are no values to follow.
+            tensors.append(value)
+            parts += (kind, value.dtype, value.shape, value.stride(), value.device, value.untyped_storage().nbytes())
+        else:
+            tensors += operator_tensors(value)
+            is_known = False
+    return is_known
+
+
+def _is_empty_lift(kind: Kind, tensors: Sequence[torch.Tensor]) -> bool:
+    """An empty tensor that the program made becomes one without data."""
+    return kind.operator is aten.lift_fresh.default and type(tensors[0]) is torch.Tensor

@@ -1,0 +1,219 @@
+"""Operations that are worked out once: what is made from notes is what torch's own fake tensors give, and a quick profile is that of a full trace."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.profiling.blocks import find_blocks
+from memfit.profiling.known import Kind, KnownOperations
+from memfit.profiling.measuring import Workspaces
+from memfit.profiling.operations import run_operation
+from memfit.profiling.recorder import TraceRecorder
+from memfit.profiling.records import Role
+from memfit.profiling.trace import profile_step
+from memfit.profiling.traced_trees import operator_tensors
+from memory.test_trace import ZOO, Case, own_loss, text
+
+TEXTS = ("gpt2", "gpt2 eager", "llama", "mixtral", "t5", "bert", "albert", "lora")
+
+
+class Square(torch.autograd.Function):
+    """Keeps one tensor to itself, past the saved-tensor hooks, and saves another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.own = x + 1
+        ctx.save_for_backward(x * 2)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (twice,) = ctx.saved_tensors
+        return gradients[0] * twice + 0 * ctx.own
+
+
+class Holding(nn.Module):
+    """Holds what it made over its layers, in the ways in which programs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(5))
+        self.norm = nn.BatchNorm1d(48)
+        self.register_buffer("count", torch.zeros(()))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, first = [], None
+        for index, layer in enumerate(self.layers):
+            y = layer(x)
+            first = y if first is None else first
+            kept.append(y.detach().clone())
+            if index == 1:
+                y.mul_(0.5)
+            if index == 2:
+                kept = kept[2:]
+                y = checkpoint(lambda z: Square.apply(z.tanh()), y, use_reentrant=False)  # type: ignore[assignment]
+            x = torch.nn.functional.dropout(y.view(-1, 2, 24).transpose(1, 2).reshape(-1, 48), 0.25) + x
+        self.count += 1
+        self.last = kept[-1] * 2
+        assert first is not None
+        chunks = torch.stack([c.square().sum() for c in self.norm(x).chunk(3, dim=1)])
+        return chunks.sum() + torch.stack(kept).sum() + first.mean() + (x * 2.0).to(torch.float64).sum().float()
+
+
+def holding_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch)
+
+
+def drawn(name: str, dice: random.Random) -> Case:
+    """A model with a batch of another shape."""
+    if name == "holding":
+        return Holding(), holding_loss, torch.randn(dice.randint(2, 9), 48)
+    model, loss, batch = ZOO[name]()
+    if name in TEXTS:
+        places = dice.randint(5, 60)
+        rows = dice.randint(1, 5)
+        more = {"attention_mask": torch.ones(rows, places, dtype=torch.long)} if "attention_mask" in batch else {}
+        return model, own_loss, text(rows, places, **more)
+    if "pixel_values" in batch:
+        rows = dice.randint(1, 5)
+        side = batch["pixel_values"].shape[-1]
+        return model, loss, {"pixel_values": torch.randn(rows, 3, side, side), "labels": torch.randint(0, 2, (rows,))}
+    return model, loss, {name: tensor[: dice.randint(1, 8)] for name, tensor in batch.items()}
+
+
+def no_key(_: KnownOperations, __: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> None:
+    tensors += operator_tensors((args, kwargs))
+
+
+def full(monkeypatch: pytest.MonkeyPatch, case: Case) -> Profile:
+    """The profile in which every operation runs on torch's fake tensors, and a second forward tells what the program holds."""
+    model, loss, batch = case
+    with monkeypatch.context() as patch:
+        patch.setattr(KnownOperations, "key", no_key)
+        patch.setattr(TraceRecorder, "saved_apart", lambda _, tensor: tensor)
+        return profile_step(model, loss, batch, find_blocks(model), trace="fake")
+
+
+SLOW = [name for name in ZOO if name not in ("gpt2 eager", "mixtral")]
+
+
+@pytest.mark.parametrize(
+    "name", ["holding", "gpt2 eager", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_a_quick_profile_is_that_of_a_full_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(name)
+    for _ in range(3 if name in SLOW else 1):
+        case = drawn(name, dice)
+        model, loss, batch = case
+        quick = profile_step(model, loss, batch, find_blocks(model), trace="fake", checks_repeat=False)
+        assert quick == full(monkeypatch, case)
+
+
+@pytest.mark.parametrize(
+    "name", ["holding", "gpt2 eager", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SLOW, "mixtral"])]
+)
+def test_what_is_made_from_a_note_is_what_torch_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each single operation, beside torch's fake tensors."""
+    plain = KnownOperations.run
+    compared: Counter[str] = Counter()
+
+    def run(
+        known: KnownOperations,
+        kind: Kind,
+        key: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+    ) -> Any:
+        is_known = key is not None and key in kind.notes
+        out, facts = plain(known, kind, key, args, kwargs, tensors)
+        if is_known or kind.is_view:
+            theirs = run_operation(kind.operator, args, kwargs, is_fake=True)
+            assert described(out, tensors) == described(theirs, tensors), kind.operator
+            compared[str(kind.operator)] += 1
+        return out, facts
+
+    monkeypatch.setattr(KnownOperations, "run", run)
+    model, loss, batch = drawn(name, random.Random(f"{name} 2"))
+    profile_step(model, loss, batch, find_blocks(model), trace="fake")
+    assert compared.total() > 100
+    assert len(compared) > 10
+
+
+def described(out: Any, tensors: Sequence[Tensor]) -> Any:
+    if not isinstance(out, Tensor):
+        return [described(one, tensors) for one in out] if isinstance(out, tuple | list) else out
+    storage = out.untyped_storage()
+    return (
+        next((i for i, one in enumerate(tensors) if one is out), None),
+        next((i for i, one in enumerate(tensors) if one.untyped_storage()._cdata == storage._cdata), None),
+        out.dtype, out.shape, out.stride(), out.storage_offset(), storage.nbytes(), out.device, out.requires_grad, out.layout,
+        torch._C._dispatch_keys(out).raw_repr(),
+    )  # fmt: skip
+
+
+def kinds_of(function: Callable[[Any], Any], *inputs: tuple[torch.dtype, ...]) -> list[Any]:
+    """Dtypes, shapes and strides that a function gives twice for each input, under one table of notes."""
+    known = KnownOperations(Workspaces())
+    recorder = TraceRecorder({}, follows_values=True, known=known)
+    found: list[Any] = []
+    with known.mode, torch.no_grad(), recorder:
+        for dtype in inputs:
+            for _ in range(2):
+                x = torch.empty(6, 4, dtype=dtype[0])
+                found += [(one.dtype, tuple(one.shape), one.stride()) for one in function(x)]
+    return found
+
+
+def test_arguments_that_are_equal_and_not_alike_have_notes_of_their_own() -> None:
+    found = kinds_of(
+        lambda x: (x * 1, x * 1.0, x * True, x.t() * 1.0, x[1:] * 1.0, x.mul_(1)), (torch.int64,), (torch.float16,)
+    )
+    i, f, h = torch.int64, torch.float32, torch.float16
+    rows, columns = ((6, 4), (4, 1)), ((4, 6), (1, 4))
+    once = [(i, *rows), (f, *rows), (i, *rows), (f, *columns), (f, (5, 4), (4, 1)), (i, *rows)]
+    half = [(h, shape, stride) for _, shape, stride in once]
+    assert found == [*once, *once, *half, *half]
+
+
+def test_a_tensor_that_is_two_arguments_is_told_from_two_that_are_alike() -> None:
+    known = KnownOperations(Workspaces())
+    recorder = TraceRecorder({}, follows_values=True, known=known)
+    with known.mode, torch.no_grad():
+        x, y = torch.empty(300), torch.empty(300)
+        recorder.register_buffers({"x": x, "y": y})
+        with recorder:
+            x.add_(x)
+            x.add_(y)
+            loss = x.sum()
+        written = [recorder._record_of(tensor, Role.INPUT).is_written for tensor in (x, y)]
+    assert written == [True, False]
+    assert loss.shape == ()
+
+
+def test_a_batch_of_a_new_shape_runs_through_the_model_once() -> None:
+    shapes: list[tuple[int, ...]] = []
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if memfit.is_planning():
+            shapes.append(tuple(batch.shape))
+        return model(batch).square().mean()
+
+    with memfit.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(4, 6), plan=Plan()) as job:
+        shapes.clear()
+        job.step(torch.randn(3, 6))
+        job.step(torch.randn(3, 6))
+    assert shapes == [(3, 6)]
