@@ -217,3 +217,28 @@ def test_a_batch_of_a_new_shape_runs_through_the_model_once() -> None:
         job.step(torch.randn(3, 6))
         job.step(torch.randn(3, 6))
     assert shapes == [(3, 6)]
+
+
+class Dropping(nn.Module):
+    """Computes something that the loss does not use."""
+
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self.side, self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 512), nn.Linear(512, 64)
+        self.drops = drops
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drops:
+            self.side(x).softmax(-1).exp().sum()
+        return self.last(self.first(x).tanh()).square().mean()
+
+
+def test_a_graph_that_the_program_drops_is_gone_in_the_profile() -> None:
+    """What an output saves of itself must not keep its graph: in plain PyTorch the side's memory is free before the first layer runs."""
+    batch = torch.randn(256, 64)
+    peaks = {}
+    for drops in (False, True):
+        model = Dropping(drops=drops)
+        found = profile_step(model, holding_loss, batch, find_blocks(model), trace="fake")
+        peaks[drops] = found.traces[256].whole_peak_bytes
+    assert peaks[True] == peaks[False]
