@@ -123,7 +123,7 @@ class Job:
         """Forward, backward and update on one batch.
 
         Args:
-            batch: as the sample; other shapes are planned for when they come (about a second each time a new shape appears). One
+            batch: as the sample; other shapes are planned for when they come (some tenths of a second each time a new shape appears). One
                 with fewer rows than the plan has microbatches is cut into as many as it has rows.
 
         Returns:
