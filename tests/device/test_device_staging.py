@@ -47,12 +47,18 @@ def test_reads_and_writes_of_the_same_bytes_keep_their_order_without_waits(
     """Write, read, write, read, all asked for before any is done, where the disk is held up at first."""
     home, _ = staged
     opened, write = threading.Event(), Region.write
+    began, read = threading.Event(), Region.read
 
     def held_up(self: Region, *where: Any, **how: Any) -> Any:
         opened.wait()
         return write(self, *where, **how)
 
+    def told(self: Region, *where: Any, **how: Any) -> Any:
+        began.set()
+        return read(self, *where, **how)
+
     monkeypatch.setattr(Region, "write", held_up)
+    monkeypatch.setattr(Region, "read", told)
     first, second = filled(device, 1), filled(device, 2)
     found = [new_storage(NBYTES, device) for _ in range(2)]
     tickets = [
@@ -61,9 +67,12 @@ def test_reads_and_writes_of_the_same_bytes_keep_their_order_without_waits(
         home.write(0, NBYTES, second.untyped_storage()),
         home.read(0, NBYTES, found[1]),
     ]
+    # A read that overtakes the write begins at once: it is given the time to.
+    has_overtaken = began.wait(0.5)
     opened.set()
     for ticket in tickets:
         ticket.wait()
+    assert not has_overtaken
     assert torch.equal(bytes_view(found[0], 0, NBYTES), first)
     assert torch.equal(bytes_view(found[1], 0, NBYTES), second)
 
