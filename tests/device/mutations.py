@@ -280,14 +280,14 @@ GRADIENTS = (
 UPDATES = (
     Mutation(
         says="the update worker has a stream of its own",
-        where=_UPDATES + "_Job.__init__",
+        where=_UPDATES + "_SubmittedUpdate.__init__",
         take="devices.of(device).current_stream(device) if devices.is_accelerator(device) else None",
         put="None",
         tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
     ),
     Mutation(
         says="an update's bytes come on the worker's stream",
-        where=_UPDATES + "_Job.begin",
+        where=_UPDATES + "_SubmittedUpdate.begin",
         take="with self._in_order():",
         put="if True:",
         tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
@@ -295,7 +295,7 @@ UPDATES = (
     ),
     Mutation(
         says="an update computes on the worker's stream",
-        where=_UPDATES + "_Job.apply",
+        where=_UPDATES + "_SubmittedUpdate.apply",
         take="with self._in_order():",
         put="if True:",
         tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
@@ -303,7 +303,7 @@ UPDATES = (
     ),
     Mutation(
         says="an update ends on the worker's stream",
-        where=_UPDATES + "_Job._end",
+        where=_UPDATES + "_SubmittedUpdate._end",
         take="with self._in_order():",
         put="if True:",
         tests=[MOVED + "updates_of_a_step_inside_a_stream_use_that_stream_alone[late]"],
@@ -311,7 +311,7 @@ UPDATES = (
     ),
     Mutation(
         says="an update does not wait for what it shall come after",
-        where=_UPDATES + "_Job.apply",
+        where=_UPDATES + "_SubmittedUpdate.apply",
         take="self._after.wait()",
         put="pass",
         tests=[WAITS + "an_update_changes_nothing_before_its_gate_opens"],
@@ -319,7 +319,7 @@ UPDATES = (
     ),
     Mutation(
         says="pieces that go home are not waited for",
-        where=_UPDATES + "_Job.apply",
+        where=_UPDATES + "_SubmittedUpdate.apply",
         take="Tickets(before).wait()",
         put="pass",
         tests=[TRAVELS.format("summed-host")],
@@ -328,7 +328,7 @@ UPDATES = (
     ),
     Mutation(
         says="the last piece that goes home is not waited for",
-        where=_UPDATES + "_Job._end",
+        where=_UPDATES + "_SubmittedUpdate._end",
         take="Tickets(self._leaving).wait()",
         put="pass",
         tests=[TRAVELS.format("summed-host")],

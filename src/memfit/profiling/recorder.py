@@ -528,7 +528,9 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 def _is_called_by_autograd() -> bool:
-    frame = sys._getframe(2)
+    """Says whether autograd, and not the program, runs the operation that is watched now."""
+    frame = sys._getframe(1).f_back
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    # Autograd's thread for an accelerator has no frames of the program's below.
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
