@@ -64,7 +64,8 @@ def test_everything_that_is_used_was_waited_for(plan: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", sorted(FOUND))
 def test_what_the_search_once_found_waits(name: str) -> None:
     found = FOUND[name]
-    train_under(found.spec, found.plan, clips=found.clips, keeps=True)
+    with found.outcome():
+        train_under(found.spec, found.plan, clips=found.clips, keeps=True)
 
 
 @pytest.mark.timeout(0)

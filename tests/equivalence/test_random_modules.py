@@ -45,4 +45,5 @@ def test_random_models_under_random_plans_equal_plain_accumulation_bit_for_bit(d
 @pytest.mark.parametrize("name", sorted(FOUND))
 def test_what_the_search_once_found_stays_right(name: str) -> None:
     found = FOUND[name]
-    train_under(found.spec, found.plan, clips=found.clips, keeps=True)
+    with found.outcome():
+        train_under(found.spec, found.plan, clips=found.clips, keeps=True)

@@ -83,10 +83,13 @@ def traced_once(name: object, known: Traces = _known) -> Iterator[None]:
         *,
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
+        checks_repeat: bool = True,
     ) -> Profile:
         key = (name, tuple(counts), chunk_tokens, compute)
         if key not in known:
-            traced = trace(problem, batch, counts, chunk_tokens=chunk_tokens, compute=compute)
+            traced = trace(
+                problem, batch, counts, chunk_tokens=chunk_tokens, compute=compute, checks_repeat=checks_repeat
+            )
             known[key] = traced, problem.caches.use
         found, problem.caches.use = known[key]
         problem.caches.is_settled = True
