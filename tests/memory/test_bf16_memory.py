@@ -23,6 +23,7 @@ import json, sys
 import torch
 from torch import nn
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 from memfit.allocator import install
 

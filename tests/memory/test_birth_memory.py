@@ -37,6 +37,7 @@ def build(layers, width):
 _CHILD = f"""{_MODEL}
 import json, sys
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.allocator import install

@@ -21,6 +21,7 @@ _CHILD = """
 import json, sys
 import torch
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 from memfit.allocator import install
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -276,6 +276,7 @@ import sys
 import torch
 from torch import nn
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 from memfit.verification.meters import ProcessMeter
 prepare_process()

@@ -16,6 +16,7 @@ _CHILD = """
 import json, sys
 import torch
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 from memfit.core.plan import BlockPlan, Plan, Tier
 from memfit.allocator import install

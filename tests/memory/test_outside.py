@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 
 mode, directory = sys.argv[1], sys.argv[2]

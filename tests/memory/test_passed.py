@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memfit
+import memfit.api
 from memfit.core.errors import MemfitWarning
 from memfit.core.units import MIB
 from memfit.job.machine import prepare_process

@@ -68,6 +68,7 @@ import sys, torch
 import numpy as np
 from torch import nn
 import memfit
+import memfit.api
 from memfit.job.machine import prepare_process
 
 class Rows(torch.utils.data.Dataset):

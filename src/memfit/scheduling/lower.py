@@ -133,13 +133,34 @@ def update_work(plan: Plan, profile: Profile, block: int) -> tuple[tuple[WorkKin
     return tuple(work)
 
 
+class _Changes:
+    """Changes of device bytes of the operation in the making. An object of its own: who tells of changes and who asks for them would hold each other."""
+
+    def __init__(self) -> None:
+        self.found: list[ByteChange] = []
+
+    def begin(self) -> list[ByteChange]:
+        """The list of another operation."""
+        self.found = []
+        return self.found
+
+    def add(self, category: str, owner: str, nbytes: int) -> None:
+        """Notes bytes that come or go; none are no change."""
+        if nbytes:
+            self.found.append(ByteChange(Tier.DEVICE, category, owner, nbytes))
+
+    def add_gradient(self, block: int, nbytes: int) -> None:
+        """The same of a block's gradient."""
+        self.add("gradient", f"B{block}", nbytes)
+
+
 class _Draft:
     """An operation in the making."""
 
     __slots__ = ("after", "changes", "during", "gives", "is_chain", "transfers", "waits", "waits_after", "work")
 
-    def __init__(self) -> None:
-        self.changes: list[ByteChange] = []
+    def __init__(self, changes: list[ByteChange]) -> None:
+        self.changes = changes
         self.during: list[ByteChange] = []
         self.transfers: list[Transfer] = []
         self.waits: Sequence[Token] = ()
@@ -191,7 +212,10 @@ class _Lowering:
         if adds_apart is None:
             has_norm = any(isinstance(a, Norm) for a in schedule)
             adds_apart = plan.adds_apart(has_masters=profile.has_masters, clips_norm=has_norm)
-        self._gradients = GradientBytes(plan, profile, self._facts, adds_apart=adds_apart, change=self._change_gradient)
+        self._changes = _Changes()
+        self._gradients = GradientBytes(
+            plan, profile, self._facts, adds_apart=adds_apart, change=self._changes.add_gradient
+        )
         self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed))
         self._line_bytes = 0
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
@@ -214,7 +238,7 @@ class _Lowering:
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
         self._accumulated: set[int] = set()
-        self._draft = _Draft()
+        self._draft = _Draft(self._changes.begin())
 
     def step(self, commits: float) -> Step:
         """The whole step."""
@@ -253,7 +277,7 @@ class _Lowering:
     # --- one action -------------------------------------------------------------------------------------------------------------
 
     def _lower(self, action: Action) -> Operation:
-        self._draft = draft = _Draft()
+        self._draft = draft = _Draft(self._changes.begin())
         if not self._is_of_tail(action):
             self._gradients.end_arrivals()
         if not self._joint_left:
@@ -478,11 +502,7 @@ class _Lowering:
     # --- small ------------------------------------------------------------------------------------------------------------------
 
     def _change(self, category: str, owner: str, nbytes: int) -> None:
-        if nbytes:
-            self._draft.changes.append(ByteChange(Tier.DEVICE, category, owner, nbytes))
-
-    def _change_gradient(self, block: int, nbytes: int) -> None:
-        self._change("gradient", self._owner[block], nbytes)
+        self._changes.add(category, owner, nbytes)
 
     def _transfer(self, tier: Tier, direction: str, category: str, nbytes: int) -> None:
         if nbytes:
