@@ -283,6 +283,7 @@ def _train(
     from dataclasses import asdict
 
     import memfit
+    import memfit.api  # counts as an import: memfit loads its names when they are used
     from memfit.job.machine import prepare_process
     from memfit.recipes.gpt import build_adamw, build_warmup, causal_language_loss
 

@@ -150,6 +150,7 @@ def _work(
     from transformers import GPT2LMHeadModel  # noqa: F401, counts as an import: the model's class is loaded lazily
 
     import memfit
+    import memfit.api  # counts as an import: memfit loads its names when they are used
     from memfit.core.plan import Plan
     from memfit.job.machine import prepare_process
     from memfit.recipes import find_recipe

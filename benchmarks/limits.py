@@ -288,6 +288,7 @@ def _work(*, name: str, mode: str, limit: int | None, directory: str, group: str
     import torch
 
     import memfit
+    import memfit.api  # counts as an import: memfit loads its names when they are used
     from memfit.job.machine import prepare_process
     from memfit.verification.meters import ProcessMeter
 
