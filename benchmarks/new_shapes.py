@@ -32,7 +32,7 @@ def build(name: str, layers: int) -> Any:
     """A model of a width of 64 in training mode, with its dropout."""
     import transformers
 
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     if name == "gpt2":
         config = transformers.GPT2Config(n_layer=layers, n_embd=64, n_head=4, vocab_size=WORDS, **tokens)
         return transformers.GPT2LMHeadModel(config).train()
