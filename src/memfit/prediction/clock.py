@@ -13,7 +13,7 @@ Not modelled: links and compute slowing each other, the cost of a first step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
@@ -39,7 +39,11 @@ class ActionTime:
 
 def work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
     """Seconds of work, one kind after the other."""
-    rates = {
+    return _seconds(work, _rates(hardware))
+
+
+def _rates(hardware: Hardware) -> Mapping[WorkKind, float]:
+    return {
         WorkKind.FLOPS: hardware.flops_per_s,
         WorkKind.CALLS: CALLS_PER_S,
         WorkKind.UPDATED: hardware.update_elements_per_s,
@@ -47,6 +51,9 @@ def work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> 
         WorkKind.SPLIT: SPLIT_ELEMENTS_PER_S,
         WorkKind.ROUNDED: ROUNDED_ELEMENTS_PER_S,
     }
+
+
+def _seconds(work: Iterable[tuple[WorkKind, float]], rates: Mapping[WorkKind, float]) -> float:
     return sum(amount / rates[kind] for kind, amount in work)
 
 
@@ -55,6 +62,7 @@ class Clock:
 
     def __init__(self, hardware: Hardware | None) -> None:
         self._hardware = hardware
+        self._rates = None if hardware is None else _rates(hardware)
         self.now_s = 0.0
         self.stalls_s: dict[str, float] = {}
         self.bytes_read: Counter[str] = Counter()
@@ -76,15 +84,14 @@ class Clock:
     def _take(self, operation: Operation) -> ActionTime:
         start = self.now_s
         self._wait(operation.waits)
-        is_moving, is_working = bool(operation.transfers or operation.gives), bool(operation.work)
-        if is_working and not is_moving:
+        if operation.work:
             start = self.now_s  # what computes is shown without its stall
         end = begin = max([self.now_s, *(self._done_s.get(token, 0.0) for token in operation.after)])
         for transfer in operation.transfers:
             moved = self._serve(transfer, end if operation.is_chain else begin)
             end = max(end, moved)
-        if is_working and self._hardware is not None:
-            self.now_s += work_seconds(operation.work, self._hardware)
+        if self._rates is not None:
+            self.now_s += _seconds(operation.work, self._rates)
         if operation.gives is not None:
             end = max(end, self.now_s)
             self._done_s[operation.gives] = end

@@ -221,7 +221,6 @@ class _Lowering:
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
         self._homes = [plan.block(block.name) for block in profile.blocks]
         self._weight_bytes = [flat_weight_bytes(block) for block in profile.blocks]
-        self._here = set(range(len(profile.blocks))) - self._shape.visiting
         self._visiting: set[int] = set()
         self._is_itemized = is_itemized
         self._events = _events_by_microbatch(schedule, self._shape)
@@ -234,10 +233,9 @@ class _Lowering:
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
         self._reliefs: dict[tuple[int, Arrival], int] = {}
         self._work: dict[tuple[int, bool], tuple[tuple[WorkKind, float], ...]] = {}
-        # Tokens that were given, in order; blocks whose gradient left before the compute action that runs next; those whose sum rests at home.
+        # Tokens that were given, in order; blocks whose gradient left before the compute action that runs next.
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
-        self._accumulated: set[int] = set()
         self._draft = _Draft(self._changes.begin())
 
     def step(self, commits: float) -> Step:
@@ -264,7 +262,7 @@ class _Lowering:
         for index, block in enumerate(profile.blocks):
             homes, owner = self._homes[index], self._owner[index]
             states = profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
-            if index in self._here:
+            if self._is_here(index):
                 yield ByteChange(Tier.DEVICE, "weight", owner, self._weight_bytes[index])
             if homes.state_home is Tier.DEVICE and states:
                 yield ByteChange(Tier.DEVICE, "state", owner, states)
@@ -303,7 +301,6 @@ class _Lowering:
         match action:
             case Fetch(block=b):
                 self._line.wait(b)
-                self._here.add(b)
                 self._visiting.add(b)
                 size = self._weight_bytes[b]
                 self._change("weight", self._owner[b], size)
@@ -312,9 +309,7 @@ class _Lowering:
                 draft.gives = Token(_FETCH, self._owner[b])
             case Release(block=b):
                 self._line.wait(b)
-                if b in self._here:
-                    self._change("weight", self._owner[b], -self._weight_bytes[b])
-                self._here.discard(b)
+                self._change("weight", self._owner[b], -self._weight_bytes[b])
                 self._visiting.discard(b)
                 draft.waits = [*self._waits(_FETCH, b), *self._waits(_UPDATE, b)]
             case Accumulate(block=b):
@@ -347,10 +342,9 @@ class _Lowering:
         size = flat_gradient_bytes(self._profile.blocks[block])
         draft.after = self._waits(_ACCUMULATE, block)
         # The first gradient overwrites what is at home. A later one is added: on disk that reads the sum back first.
-        if home is Tier.DISK and block in self._accumulated:
+        if home is Tier.DISK and draft.after:
             self._transfer(home, "read", "gradient", size)
         self._transfer(home, "write", "gradient", size)
-        self._accumulated.add(block)
         self._leaving.append(block)
         draft.gives = Token(_ACCUMULATE, self._owner[block])
 
@@ -358,7 +352,7 @@ class _Lowering:
         """Reads, works and writes as a pipeline: it ends when the slowest of the three has. The device works, wherever the bytes rest."""
         draft = self._draft
         self._gradients.end_leaving()
-        self._line.submit(block, is_here=block in self._here)
+        self._line.submit(block, is_here=self._is_here(block))
         traffic = update_traffic(
             self._plan, self._profile, block, is_visiting=block in self._visiting, device=self._device
         )
@@ -483,7 +477,7 @@ class _Lowering:
             self._change("activation", owner, cost.owners.get(owner, 0) - before.get(owner, 0))
 
     def _relief_bytes(self, segment: int, arrival: Arrival) -> int:
-        """What a backward rises less by, because gradients come later than they are counted."""
+        """Bytes that a backward rises less by, because gradients come later than they are counted."""
         key = segment, arrival
         if key not in self._reliefs:
             facts = self._facts
@@ -500,6 +494,9 @@ class _Lowering:
         return [known[events] for events in self._events]
 
     # --- small ------------------------------------------------------------------------------------------------------------------
+
+    def _is_here(self, block: int) -> bool:
+        return block in self._visiting or block not in self._shape.visiting
 
     def _change(self, category: str, owner: str, nbytes: int) -> None:
         self._changes.add(category, owner, nbytes)
