@@ -26,6 +26,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
+from memory.subjects import gpt2
 
 MIB = 1 << 20
 # Losses, batch slices and what autograd's own thread lets go of a moment after backward has returned.
@@ -91,17 +92,6 @@ def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=3, n_embd=192, n_head=3, vocab_size=1200, n_positions=64, use_cache=False,
-                   tie_word_embeddings=False, bos_token_id=0, eos_token_id=0)
-    )  # fmt: skip
-    model.loss_type = "ForCausalLM"
-    return model
-
-
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,7 +108,7 @@ SUBJECTS = {
         lambda: {"rows": torch.randn(12, 1024)},
     ),
     "tower": Subject(_Tower, _rows_loss, _rows),
-    "gpt2": Subject(_gpt2, _own_loss, _tokens),
+    "gpt2": Subject(gpt2, _own_loss, _tokens),
     "llama": Subject(_llama, _own_loss, _tokens),
 }
 RECOMPUTE = CallPlan(saved=Saved.RECOMPUTE)

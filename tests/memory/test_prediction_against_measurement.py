@@ -32,6 +32,7 @@ from memfit.homes.update_pieces import PieceUpdates
 from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
+from memory.subjects import gpt2
 
 MIB = 1 << 20
 BF16 = ComputeDtype.BFLOAT16
@@ -61,17 +62,6 @@ class Subject:
     batch: Callable[[], Any]
     may_split: bool = True
     workspace_bytes: int = 0
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=3, n_embd=192, n_head=3, vocab_size=1200, n_positions=64, use_cache=False,
-                   tie_word_embeddings=False, bos_token_id=0, eos_token_id=0)
-    )  # fmt: skip
-    model.loss_type = "ForCausalLM"
-    return model
 
 
 def _vit() -> nn.Module:
@@ -161,7 +151,7 @@ def _pairs() -> dict[str, Tensor]:
 
 
 SUBJECTS = {
-    "gpt2": Subject(_gpt2, _loss, _tokens),
+    "gpt2": Subject(gpt2, _loss, _tokens),
     "small": Subject(_Rows, _square, lambda: {"values": torch.randn(60, 256)}),
     "vit": Subject(_vit, _loss, _images),
     "t5": Subject(_t5, _loss, _pairs),
