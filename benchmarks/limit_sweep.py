@@ -399,7 +399,7 @@ def _run(case: Case, limit: int, directory: Path) -> dict[str, Any]:
 
 
 def _load_libraries() -> None:
-    """What every fork would load: it is there in all of them, as in a process that loaded it itself."""
+    """Loads the modules that every fork would: it is there in all of them, as in a process that loaded it itself."""
     import torch
     import transformers
 

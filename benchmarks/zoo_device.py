@@ -88,7 +88,7 @@ def main() -> int:
 
 @dataclass
 class Table:
-    """What was trained so far.
+    """Trainings so far.
 
     Attributes:
         trained_modules: random ones.

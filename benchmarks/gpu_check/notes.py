@@ -23,7 +23,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Notes:
-    """What a child has measured so far."""
+    """Measurements of a child so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,5 +36,5 @@ class Notes:
 
 
 def read_notes(path: Path) -> Mapping[str, Any]:
-    """What a child noted; nothing if it noted nothing."""
+    """Reads the notes of a child; empty if it wrote none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -18,7 +18,7 @@ _KEPT_CHARACTERS = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a child ended.
+    """End of a child process.
 
     Attributes:
         outcome: "done", "failed" (an exit code), "crashed" (a signal) or "out of time".

@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the models of one run are.
+    """Sizes of the models of one run.
 
     Attributes:
         layers, width: of the language models; heads are 64 wide, or 16 in the tiny size.

@@ -86,7 +86,7 @@ def describe(device: torch.device, directory: Path) -> dict[str, Any]:
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Of the whole device, by everybody, this process's own context included."""
+    """Bytes in use on the whole device, by everybody, this process's own context included."""
     free, total = torch.accelerator.get_memory_info(device)
     return total - free
 

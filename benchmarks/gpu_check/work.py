@@ -1,4 +1,4 @@
-"""What each child process does: the machine's figures, the device tests, plain PyTorch, FSDP2, memfit under a plan, generation.
+"""The work of each child process: the machine's figures, the device tests, plain PyTorch, FSDP2, memfit under a plan, generation.
 
 In: a request and a place for notes. Out: notes, written as soon as something is measured. What every work has in common is in `Setting`.
 """
@@ -30,7 +30,7 @@ TIMED_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every work is given.
+    """Input of every work.
 
     Attributes:
         device: that everything runs on.
@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def sizes(self) -> Size:
-        """Of models and batches."""
+        """Seed of models and batches."""
         return SIZES[self.size]
 
     @property

@@ -1,4 +1,4 @@
-"""What a case stands for: its model, optimizer, loss and batches.
+"""Builds a case: its model, optimizer, loss and batches.
 
 In: the parts of a case, as JSON has them. Out: ordinary torch objects.
 """

@@ -23,7 +23,7 @@ PACKINGS = ("rows", "patches", "patch pictures", "pictures in rows", "padded pat
 
 @dataclass
 class Ask:
-    """What a batch is made for.
+    """Request for a batch.
 
     Attributes:
         kind, config: the model class and its configuration.

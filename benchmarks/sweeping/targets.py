@@ -15,7 +15,7 @@ from sweeping.asking import FIRST_WORD, LAST_WORD, ROWS, TOKENS, Ask, sides
 
 
 def labels(ask: Ask, batch: Mapping[str, Any]) -> Any:
-    """What the head learns, by the name of its task."""
+    """Targets of the head, by the name of its task."""
     for ending, make in _LABELS:
         if ending in ask.head:
             return make(ask, batch)

@@ -275,7 +275,7 @@ def run_again(
 
 
 def _compilations() -> int:
-    """How often torch.compile began to compile something in this process; it counts for messages of its own."""
+    """Number of compilations that torch.compile began in this process; torch counts them for its own messages."""
     compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
     return 0 if compiler is None else sum(compiler.FRAME_COMPILE_COUNTER.values())
 

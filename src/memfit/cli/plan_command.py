@@ -109,7 +109,7 @@ def _print_limit(console: Console, advice: Advice) -> None:
 
 
 def what_is_held(device: str) -> str:
-    """What stands before the job's tensors, in words: an accelerator's limit is for tensors alone."""
+    """Names the bytes that stand before the job's tensors: an accelerator's limit is for tensors alone."""
     if is_processor(device):
         return "held before the first tensor (interpreter, libraries)"
     return "alive on the device beside the job"

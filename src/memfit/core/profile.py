@@ -335,7 +335,7 @@ class Profile:
         raise KeyError(name)
 
     def resting_state_bytes(self, name: str) -> int:
-        """What the optimizer states of the block of that name take at home."""
+        """Bytes that the optimizer states of the block of that name take at home."""
         return self.state_home_bytes.get(name, self.state_bytes.get(name, 0))
 
     @property

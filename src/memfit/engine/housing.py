@@ -135,7 +135,7 @@ class House:
         return self.run is not None and self.run.scheme == "journal"
 
     def _moving_units(self, regions: Mapping[str, RegionSpec]) -> list[list[str]]:
-        """Of each block that trains and rests on disk, the regions that move together; see [Note: journal] in `store.journal`."""
+        """Regions that move together, by block that trains and rests on disk; see [Note: journal] in `store.journal`."""
         chosen = [b for b in self.blocks if b.index in self.states and self.plan.block(b.name).rests_on_disk]
         return [[name for name in _versions_of(block.name) if name in regions] for block in chosen]
 

@@ -51,7 +51,7 @@ class DiskHome:
 
     @property
     def has_versions(self) -> bool:
-        """What is written becomes current by a commit, whole."""
+        """Versions become current by a commit, whole."""
         return self._region.slots == 2
 
     @property
@@ -162,7 +162,7 @@ class DiskHome:
                 position += count
 
     def begin_version(self) -> None:
-        """What is written from now on is a new version: the last one was committed, or its step failed and is forgotten."""
+        """Begins a new version: the last one was committed, or its step failed and is forgotten."""
         self._written.clear()
 
 

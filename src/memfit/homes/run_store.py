@@ -70,7 +70,7 @@ def gradient_region(block: str) -> str:
 
 
 def masters_of(plan: Plan) -> Masters:
-    """How a plan's masters rest: whole; as what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`)."""
+    """Form in which a plan's masters rest: whole; as what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`)."""
     if plan.drops_masters:
         return "none"
     return "split" if plan.splits_masters else "whole"

@@ -193,7 +193,7 @@ class Staging:
             direction.close()
 
     def _now(self) -> torch.Event | None:
-        """What was enqueued on the compute stream until now."""
+        """Event behind all that was enqueued on the compute stream until now."""
         if self._stream is None:
             return None
         device = self._stream.device

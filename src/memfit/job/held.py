@@ -19,7 +19,7 @@ class ModelOwner(Protocol):
     """Something that has parameters in hand."""
 
     def holds(self, parameters: Collection[int]) -> str | None:
-        """What it is and how it is ended, as a sentence, if it has one of these parameters (by identity) now."""
+        """Sentence that says what holds the model and how that is ended, if it has one of these parameters (by identity) now."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a plan takes at least, without its schedule: for searches that look at many plans.
+"""Lower bounds of the bytes and seconds of a plan, without its schedule: for searches that look at many plans.
 
 In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below on the device, as `scheduling.lower` counts them; seconds that it takes at least.
 

@@ -14,7 +14,7 @@ from memfit.core.units import MIB, format_bytes, round_up
 # Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
 _BASE_VARIATION_BYTES = 4 * MIB
 OTHERS = "is alive on the device beside the job (other models, data, results of yours)"
-"""What the base of a device's limit is, in words."""
+"""Names the base of a device's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a step costs before it runs: bytes at every operation, seconds, and bytes moved.
+"""Prices a step before it runs: bytes at every operation, seconds, and bytes moved.
 
 In: `Step` (`scheduling.lower`), `Hardware`. Out: `Timeline` (`predict`), the residents at its peak (`peak_report`)
 and the check against a budget (`check_limits`). Nothing here imports torch.

@@ -22,7 +22,7 @@ class Resident:
 
 
 def residents_at(step: Step, index: int) -> tuple[Resident, ...]:
-    """What is alive on the device while operation `index` is at its highest, largest first. The sum is that operation's `peak_bytes`.
+    """Residents of the device while operation `index` is at its highest, largest first. The sum is that operation's `peak_bytes`.
 
     Activations are named by the call whose forward made them, all microbatches together, where the step was lowered with `is_itemized`.
     """

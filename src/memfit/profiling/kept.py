@@ -16,7 +16,7 @@ _TORCH_OWN = frozenset(vars(nn.Module()))
 
 
 def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What a call of the module may find there of an earlier one."""
+    """Tensors that a call of the module may find there of an earlier one."""
     for owner in module.modules():
         for name, value in vars(owner).items():
             if name not in _TORCH_OWN and isinstance(value, torch.Tensor | list | dict):

@@ -1,4 +1,4 @@
-"""What operations make of tensors without data: worked out once for each kind, and made again from that.
+"""Results of operations on tensors without data: worked out once for each kind, and made again from that.
 
 In: an operator and its arguments, as a dispatch mode receives them. Out: its results, and what the recorder asks of an operation.
 
@@ -41,7 +41,7 @@ _PLAIN = {
 
 @dataclass(slots=True, eq=False)
 class Kind:
-    """What an operator's schema tells, and the notes of its operations.
+    """Facts of an operator's schema, and the notes of its operations.
 
     Attributes:
         operator: as a dispatch mode receives it.
@@ -79,7 +79,7 @@ def _kind_of(func: Any) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the recorder asks of an operation. Tensors are counted as they stand among its arguments.
+    """Facts of an operation that the recorder asks for. Tensors are counted as they stand among its arguments.
 
     Attributes:
         workspace_bytes: inside itself.
@@ -136,7 +136,7 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What came out of an operation: results or plain values, one or (in a container of this type) several."""
+    """Output of an operation: results or plain values, one or (in a container of this type) several."""
 
     results: tuple[Any, ...]
     container: Callable[[Any], Any] | None
@@ -166,7 +166,7 @@ class KnownOperations:
         return kind
 
     def key(self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Any:
-        """What the results of an operation follow from; None where they are not to be noted.
+        """Key from which the results of an operation follow; None where they are not to be noted.
 
         Args:
             kind: of the operator.
@@ -318,7 +318,7 @@ _UNKNOWN = object()
 
 
 def _result(out: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What is noted of one result; `_UNKNOWN` where nothing can be."""
+    """Note of one result; `_UNKNOWN` where nothing can be."""
     if out is None or type(out) in (bool, int):
         return out
     if type(out) is not FakeTensor or (out.constant is not None and out.numel()) or out.layout is not torch.strided:
@@ -341,7 +341,7 @@ def _result(out: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _is_alike(made: Any, out: Any) -> bool:
-    """What was made from a note is what torch gave."""
+    """Says whether a result made from a note is the one that torch gave."""
     if not isinstance(out, torch.Tensor) or made is out:
         return made is out or (type(made) is type(out) and made == out)
     return _state_of(made) == _state_of(out)

@@ -312,7 +312,7 @@ class TraceRecorder(TorchDispatchMode):
         return entry[0] if entry else self._watch(storage, role, block=block)
 
     def _writes_to(self, tensor: torch.Tensor) -> int:
-        """How often the storage of a tensor was written so far; weights have rules of their own."""
+        """Number of writes to the storage of a tensor so far; weights have rules of their own."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return 0 if entry is None or entry[0].role is Role.WEIGHT else entry[0].writes
 
@@ -399,7 +399,7 @@ class TraceRecorder(TorchDispatchMode):
             record.saved_outside.add(self.segment)
 
     def saved_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd gets for a tensor that it saves: one over another storage of the same record. See [Note: two holders]."""
+        """Tensor that autograd gets for one that it saves: one over another storage of the same record. See [Note: two holders]."""
         record = self._record_of(tensor, Role.INPUT)
         if record.role is not Role.MADE or self.is_backward or type(tensor) is not FakeTensor or tensor.is_inference():
             return tensor

@@ -1,4 +1,4 @@
-"""What a recorder notes: storages, calls, stretches of the log.
+"""Records of a trace: storages, calls, stretches of the log.
 
 In: nothing. Out: mutable records, which a `Recorder` fills and `summary` reads.
 """
@@ -25,7 +25,7 @@ class Role(Enum):
 
 
 class TraceEvent(Enum):
-    """What happened: bytes came, bytes left, an operation held bytes inside itself, a gradient has been added to its parameter's."""
+    """Sort of an event: bytes came, bytes left, an operation held bytes inside itself, a gradient has been added to its parameter's."""
 
     ALLOCATED = "allocated"
     FREED = "freed"

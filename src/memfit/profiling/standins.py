@@ -133,7 +133,7 @@ def untouched_generators() -> Iterator[Callable[[], bool]]:
 
 
 def _is_same_numpy(left: Any, right: Any) -> bool:
-    """Of two states of NumPy's generator: a name, an array, numbers."""
+    """Compares two states of NumPy's generator: a name, an array, numbers."""
     return left[0] == right[0] and left[1].tobytes() == right[1].tobytes() and left[2:] == right[2:]
 
 

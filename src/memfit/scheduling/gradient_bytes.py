@@ -59,7 +59,7 @@ class GradientBytes:
         self._at_home: set[int] = set()
 
     def arrival(self, segment: int) -> Arrival:
-        """How the gradients of a segment's backward come, before they are counted."""
+        """Arrival of the gradients of a segment's backward, before they are counted."""
         blocks = self._shape.contributes[segment]
         is_shared = any(self._shape.blocks[b] in self._facts.shared_by for b in blocks)
         # What glue makes of loose ones comes at no known time.
@@ -147,7 +147,7 @@ class GradientBytes:
         self._change(block, -self._held.pop(block, 0))
 
     def _adding_bytes(self, block: int) -> int:
-        """What the largest gradient takes that is added to one of an earlier microbatch.
+        """Bytes of the largest gradient that is added to one of an earlier microbatch.
 
         One backward for all microbatches holds the first one on its way to the parameter. A view of a product is not added to in place, but into a third tensor,
         once: that is a sum, and no view.

@@ -1,4 +1,4 @@
-"""How large what a plan keeps is, and what an update or a commit moves: sizes of homes, buffers and transfers.
+"""Sizes of homes, buffers and transfers: of all that a plan keeps, and that an update or a commit moves.
 
 In: `Plan`, `Profile`. Out: bytes, the same for prediction and for the runtime's homes (`core.layout`).
 """
@@ -134,7 +134,7 @@ def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") ->
 
 
 def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int, scheme: Scheme = "generations") -> int:
-    """What a plan's disk comes to where its run is committed to a store: homes on disk lie inside of that, with a journal gradients too.
+    """Bytes of disk that a plan takes where its run is committed to a store: homes on disk lie inside of that, with a journal gradients too.
 
     Args:
         plan: the decisions.
