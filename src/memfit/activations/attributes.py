@@ -22,8 +22,7 @@ from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, Stays, plain_stor
 from memfit.activations.structure import direct_tensors
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
-
-_TORCH_OWN = frozenset(vars(torch.nn.Module()))
+from memfit.tensors.own_attributes import own_attributes
 
 
 class HeldAttributes:
@@ -45,8 +44,8 @@ class HeldAttributes:
         self._read: set[int] = set()
         self._entries: list[_Entry] = []
         for owner in module.modules():
-            for name, value in vars(owner).items():
-                if name in _TORCH_OWN or not isinstance(value, torch.Tensor | list | dict):
+            for name, value in own_attributes(owner):
+                if not isinstance(value, torch.Tensor | list | dict):
                     continue
                 movable = [t for t in direct_tensors(value) if (s := plain_storage(t)) is not None and not stays(s)]
                 if movable:

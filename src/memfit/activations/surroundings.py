@@ -30,6 +30,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from memfit import devices
 from memfit.activations.saved_tensors import version_of
 from memfit.core.units import MIB
+from memfit.tensors.own_attributes import PLAIN_TYPES
 
 SMALL_BUFFER_BYTES = 1 * MIB
 """On an accelerator, buffers up to this size are taken for changed without looking, because looking would wait for the
@@ -243,7 +244,6 @@ def _may_have_changed(
 
 
 _ABSENT: Any = object()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _TORCH_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 
@@ -265,7 +265,8 @@ class Attributes:
     def __init__(self, module: torch.nn.Module) -> None:
         self._modules = tuple(module.modules())
         self._entries = [
-            {name: value for name, value in vars(owner).items() if type(value) in _PLAIN} for owner in self._modules
+            {name: value for name, value in vars(owner).items() if type(value) in PLAIN_TYPES}
+            for owner in self._modules
         ]
         self._names = [frozenset(vars(owner)) for owner in self._modules]
 

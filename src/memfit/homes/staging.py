@@ -224,12 +224,8 @@ class Staging:
                 event = self._copy(bytes_view(into, into_offset + offset, count), piece.bytes(count), ready)
                 piece.busy = event
         finally:
-            for (
-                _,
-                _,
-                _,
-                ticket,
-            ) in coming:  # after an error: nothing may still be written into a piece that is used again
+            # After an error: nothing may still be written into a piece that is used again.
+            for *_, ticket in coming:
                 _quietly(ticket)
         if self._stream is None or event is None:
             return None

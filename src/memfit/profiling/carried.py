@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_TORCH_OWN = frozenset(vars(nn.Module()))
+from memfit.tensors.own_attributes import PLAIN_TYPES, own_attributes
+
 _ABSENT = object()
 
 
@@ -58,8 +58,8 @@ def _plain_of(modules: dict[str, nn.Module]) -> dict[str, Any]:
     return {
         f"{place}.{name}" if place else name: value
         for place, module in modules.items()
-        for name, value in vars(module).items()
-        if name not in _TORCH_OWN and type(value) in _PLAIN
+        for name, value in own_attributes(module)
+        if type(value) in PLAIN_TYPES
     }
 
 

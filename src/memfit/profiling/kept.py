@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from memfit.profiling.traced_trees import contained_tensors
-
-_TORCH_OWN = frozenset(vars(nn.Module()))
+from memfit.tensors.own_attributes import own_attributes
 
 
 def kept_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors that a call of the module may find there of an earlier one."""
     for owner in module.modules():
-        for name, value in vars(owner).items():
-            if name not in _TORCH_OWN and isinstance(value, torch.Tensor | list | dict):
+        for _, value in own_attributes(owner):
+            if isinstance(value, torch.Tensor | list | dict):
                 yield from (tensor for tensor in contained_tensors(value) if tensor.layout is torch.strided)
