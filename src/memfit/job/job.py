@@ -296,7 +296,7 @@ class Job:
             self._note()
 
     def check_split(self, sample: Any) -> None:
-        """For `fit`: refuses a loss that does not add up over microbatches; see `passes.check_split`."""
+        """For `fit`: refuses a loss that does not add up over microbatches; see `forward_passes.check_split`."""
         check_split(self._assembly, sample)
 
     @contextmanager

@@ -241,7 +241,7 @@ def _free_bytes(model: nn.Module) -> int:
 
 
 def _trace_guessing(setting: _Setting, sizes: Sequence[int]) -> list[Traced] | None:
-    """The traces of a program that reads numbers, on likely ones ([Note: likely values] in `values`); None where that leads nowhere."""
+    """The traces of a program that reads numbers, on likely ones ([Note: likely values] in `known_values`); None where that leads nowhere."""
     guessing = replace(setting, guesses=True)
     try:
         return _trace_fake(guessing, sizes)

@@ -6,7 +6,7 @@ In: `Plan`, `StepShape`, `ComputeOrder`. Out: placed accumulates, norm, updates,
 `clear` and `release` of a block wait for its update. Placed right after `update` they would stop the main thread until
 the states have been read and written. With `prefetch` of at least 1 they therefore come one compute action later: for
 that long the device holds one more gradient, or one more visiting block, which takes the place of a block fetched
-ahead (see `visits`): an update moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
+ahead (see `visit_actions`): an update moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
 0 they come directly, and nothing extra is held.
 """
 

@@ -17,7 +17,7 @@ So the step is decided by one commit, and then made block by block:
 5. the `moved` that leaves none behind also gives up the gradients, whose regions may be written in place again.
 
 Blocks lie one behind the other, the spare room before the first or behind the last of them: each step moves all of them past it, forwards and backwards
-in turn (`layout.lay_out_moving`). Each slot has the number of its step, so that what is left to do is what has another number than the record: a
+in turn (`placement.lay_out_moving`). Each slot has the number of its step, so that what is left to do is what has another number than the record: a
 replay after a crash makes those updates and no others, from old versions that no write has touched, and a crash in a replay changes nothing of this.
 
 The step and the small state of the store stay, until the step is sealed: what the program did after it (a scheduler, an average) is not known
