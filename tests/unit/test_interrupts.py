@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,14 @@ from memfit.job import interrupts
 
 def descriptors() -> set[str]:
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def python_hears_ctrl_c() -> Iterator[None]:
+    """As in a foreground process: a shell has what it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["as it is set", "as it is taken back"])
