@@ -91,7 +91,9 @@ class Job:
             id(slot.parameter) in parameters for _, slot in self._assembly.place.values()
         ):
             return None
-        return f"a live job, at step {self.steps}, has its parameters: call close() of that job first, as in job.close()"
+        return (
+            f"a live job, at step {self.steps}, has its parameters: call close() of that job first, as in job.close()"
+        )
 
     def begin_run(self) -> None:
         """For `fit`, at its end: commits a new run's first version, or puts the random numbers of a resumed one where they were."""
