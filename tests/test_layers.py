@@ -56,7 +56,8 @@ ARROWS: dict[str, frozenset[str]] = {
             "core batches deferred engine files homes huggingface job planning prediction profiling scheduling store tensors"
         ),
         "losses": "core huggingface",
-        "memfit": "core api losses tensors",
+        "arena": "core",
+        "memfit": "core api arena losses tensors",
         "cli": "core host formats api job report recipes",
         "__main__": "cli",
     }.items()

@@ -1,6 +1,7 @@
 """Worked examples of the field, with answers known beforehand, as memfit itself does them.
 
-The one on defragmenting a buffer of `narrow` views is `test_the_textbook_arena_keeps_live_tensors_through_defragmentation` in `memory/test_arena.py`.
+The one on defragmenting a buffer of `narrow` views is `test_live_tensors_keep_their_contents_through_defragmentation` in
+`unit/test_arena.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """memfit: you say how much memory there is; it trains your PyTorch model inside it and shows the proof.
 
-Names are loaded when they are first used: importing a part that needs no torch (`memfit.core`, `memfit.host`, the command line's help) does not load
-it, and settings that torch reads when it is loaded can still be made.
+Names are loaded when they are first used: importing a part that needs no torch (`memfit.core`, `memfit.host`, the
+command line's help) does not load it, and settings that torch reads when it is loaded can still be made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
-    from memfit import losses
+    from memfit import arena, losses
     from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
     from memfit.core.errors import (
         AwayError,
@@ -77,6 +77,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "arena",
     "empty",
     "fit",
     "infer",
@@ -89,8 +90,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name. Source: PEP 562."""
-    if name == "losses":
-        return importlib.import_module("memfit.losses")
+    if name in {"arena", "losses"}:
+        return importlib.import_module(f"memfit.{name}")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_ORIGINS[name]), name)

@@ -286,31 +286,6 @@ def test_many_threads_leave_the_counts_exact(allocator: Allocator) -> None:
     assert allocator.stats().mapped_bytes == base.mapped_bytes
 
 
-def test_a_placed_block_lies_where_it_was_told_and_maps_nothing_new(allocator: Allocator) -> None:
-    base = allocator.stats()
-    region, address = allocator.create_region(4 * MIB)
-    opened = allocator.stats()
-    assert opened.mapped_bytes - base.mapped_bytes == opened.arena_bytes - base.arena_bytes == 4 * MIB
-    allocator.place(address + 8192, 5000)
-    other = make_bytes(4999)  # another size does not take the place
-    placed = make_bytes(5000)
-    assert placed.data_ptr() == address + 8192
-    assert allocator.stats().placed_bytes - base.placed_bytes == 5000
-    assert allocator.stats().live_bytes - base.live_bytes == 9999
-    assert make_bytes(5000).data_ptr() != address + 8192
-    del placed, other
-    assert allocator.freed_in_region(region) == [address + 8192]
-    assert allocator.freed_in_region(region) == []
-    for wrong in (address - 64, address + 4 * MIB - 4999):
-        with pytest.raises(UsageError, match="not inside an open arena"):
-            allocator.place(wrong, 5000)
-    allocator.place(address, 77)
-    assert allocator.unplace()
-    assert not allocator.unplace()
-    assert allocator.abandon_region(region) == 0
-    assert allocator.stats().arena_bytes == base.arena_bytes
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so of every profile
 def test_the_profiler_still_sees_cpu_memory(allocator: Allocator) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

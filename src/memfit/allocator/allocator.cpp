@@ -1,13 +1,12 @@
-// memfit's CPU allocator under torch: exact counts, a hard limit, a bounded pool, planned addresses.
+// memfit's CPU allocator under torch: exact counts, a hard limit, a bounded pool.
 //
 // In: torch asks c10's CPU allocator for bytes. Out: bytes, counted per ledger. Python drives it through the C
 // functions at the end.
 //
 // [Note: what is counted]
-//   live    the bytes that torch asked for and has not freed (placed blocks included)
-//   mapped  what the process really holds for them: block sizes rounded up, plus pooled blocks, plus whole arenas
+//   live    the bytes that torch asked for and has not freed
+//   mapped  what the process really holds for them: block sizes rounded up, plus pooled blocks
 //   pooled  freed large blocks kept for reuse (part of mapped)
-//   arena   capacity of arenas (part of mapped); placed: live bytes inside arenas (part of live)
 // The limit is on mapped, so that the peak of the process follows it. Bytes become mapped before the system call that
 // takes them and cease to be after the one that gives them back: the count is never below the truth.
 //
@@ -20,8 +19,7 @@
 // [Note: which free]
 // The context of a DataPtr is the data pointer itself, so that c10's raw_allocate/raw_deallocate work too. A free tells
 // small from large blocks by address: large ones are page-aligned and stand in a table; small ones have a header of 16
-// bytes before the data. A small block can be page-aligned by accident; it is then not in the table. Placed blocks have
-// a context and a deleter of their own.
+// bytes before the data. A small block can be page-aligned by accident; it is then not in the table.
 //
 // [Note: fork]
 // One mutex guards all counts; pthread_atfork handlers take it around fork, so that a child never inherits it locked. A
@@ -46,13 +44,11 @@
 #include <iterator>
 #include <list>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <sstream>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 namespace {
 
@@ -70,8 +66,9 @@ constexpr int kLedgers = 2;
 const char* const kLedgerNames[kLedgers] = {"device", "host"};
 
 struct Account {
-  std::int64_t live = 0, peak = 0, mapped = 0, mapped_peak = 0, pooled = 0, arena = 0, placed = 0, blocks = 0,
-  allocations = 0, used_peak = 0, watched_peak = 0; std::int64_t limit = kNoLimit;
+  std::int64_t live = 0, peak = 0, mapped = 0, mapped_peak = 0, pooled = 0, blocks = 0, allocations = 0,
+               used_peak = 0, watched_peak = 0;
+  std::int64_t limit = kNoLimit;
 
   std::int64_t used() const {
     return mapped - pooled;
@@ -97,21 +94,6 @@ struct Pooled {
   int ledger;
 };
 
-struct Region {
-  char* base;
-  std::size_t bytes;
-  int ledger;
-  std::int64_t live = 0;
-  bool abandoned = false;            // its owner is gone: unmap when the last block is
-  std::vector<std::int64_t> freed;   // addresses freed since the owner asked last
-};
-
-struct Placed {
-  Region* region;
-  char* address;
-  std::size_t bytes;
-};
-
 struct State {
   std::mutex mutex;
   Account accounts[kLedgers];
@@ -124,8 +106,6 @@ struct State {
   bool passes_pool_limit() const {
     return pool_limit != kNoLimit && pool_bytes > pool_limit;
   }
-  std::map<std::int64_t, std::unique_ptr<Region>> regions;
-  std::int64_t next_region = 1;
   std::size_t page = 4096;
 };
 
@@ -136,13 +116,6 @@ State& state() {
 }
 
 thread_local int t_ledger = 0;
-thread_local struct {
-  bool is_set = false;
-  char* address = nullptr;
-  std::size_t bytes = 0;
-  std::int64_t region = 0;
-} t_place;
-thread_local std::string t_error;
 
 using Lock = std::unique_lock<std::mutex>;
 
@@ -439,66 +412,11 @@ void free_block(void* data) {
   account.mapped -= static_cast<std::int64_t>(small_mapped(header.bytes));
 }
 
-// Expects the mutex; leaves it open while the pages go.
-void destroy_region(State& s, Lock& lock, std::int64_t id) {
-  const std::unique_ptr<Region> region = std::move(s.regions.at(id));
-  s.regions.erase(id);
-  lock.unlock();
-  unmap_pages(region->base, region->bytes);
-  lock.lock();
-  s.accounts[region->ledger].mapped -= static_cast<std::int64_t>(region->bytes);
-  s.accounts[region->ledger].arena -= static_cast<std::int64_t>(region->bytes);
-}
-
-void free_placed(void* context) {
-  const std::unique_ptr<Placed> block(static_cast<Placed*>(context));
-  c10::profiledCPUMemoryReporter().Delete(block->address);
-  State& s = state();
-  Lock lock(s.mutex);
-  Region& region = *block->region;
-  Account& account = s.accounts[region.ledger];
-  uncount_live(account, block->bytes);
-  account.placed -= static_cast<std::int64_t>(block->bytes);
-  region.live -= 1;
-  if (!region.abandoned) {
-    region.freed.push_back(reinterpret_cast<std::int64_t>(block->address));
-  } else if (region.live == 0) {
-    for (const auto& [id, each] : s.regions) {
-      if (each.get() == &region) {
-        destroy_region(s, lock, id);
-        break;
-      }
-    }
-  }
-}
-
-c10::DataPtr allocate_placed(State& s, std::size_t n) {
-  t_place.is_set = false;
-  auto block = std::make_unique<Placed>();
-  Lock lock(s.mutex);
-  const auto found = s.regions.find(t_place.region);
-  const bool is_open = found != s.regions.end() && !found->second->abandoned;
-  TORCH_CHECK(is_open, "memfit: the arena was closed between place and the allocation");
-  Region& region = *found->second;
-  *block = Placed{&region, t_place.address, n};
-  Account& account = s.accounts[region.ledger];
-  count_live(account, n);
-  account.placed += static_cast<std::int64_t>(n);
-  region.live += 1;
-  lock.unlock();
-  c10::profiledCPUMemoryReporter().New(block->address, n);
-  char* const address = block->address;
-  return {address, block.release(), &free_placed, c10::Device(c10::DeviceType::CPU)};
-}
-
 struct MemfitAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t n) override {
     void* data = nullptr;
     if (n > 0) {
       State& s = state();
-      if (t_place.is_set && t_place.bytes == n) {
-        return allocate_placed(s, n);
-      }
       if (n > (SIZE_MAX >> 2)) {
         refuse("memfit: an allocation of " + std::to_string(n) + " bytes is larger than any address space", n);
       }
@@ -533,15 +451,11 @@ extern "C" {
 
 // The same order as the ctypes structure in binding.py.
 struct MemfitStats {
-  std::int64_t live, peak, mapped, mapped_peak, pooled, arena, placed, blocks, allocations, limit;
+  std::int64_t live, peak, mapped, mapped_peak, pooled, blocks, allocations, limit;
 };
 
 int memfit_interface() {
-  return 2;
-}
-
-const char* memfit_last_error() {
-  return t_error.c_str();
+  return 3;
 }
 
 // Makes glibc give freed memory back: with its defaults the peak of a process stays 11 to 100 % above its live tensors.
@@ -576,7 +490,7 @@ void memfit_stats(int ledger, MemfitStats* out) {
   State& s = state();
   Lock lock(s.mutex);
   const Account& a = s.accounts[ledger];
-  *out = {a.live, a.peak, a.mapped, a.mapped_peak, a.pooled, a.arena, a.placed, a.blocks, a.allocations, a.limit};
+  *out = {a.live, a.peak, a.mapped, a.mapped_peak, a.pooled, a.blocks, a.allocations, a.limit};
 }
 
 void memfit_reset_peak(int ledger) {
@@ -632,86 +546,6 @@ std::int64_t memfit_trim() {
   malloc_trim(0);
 #endif
   return given_back;
-}
-
-// The id of a fresh region, its address in `base`; 0 with the reason in memfit_last_error.
-std::int64_t memfit_region_create(std::int64_t bytes, int ledger, std::int64_t* base) {
-  State& s = state();
-  const std::size_t mapped = round_up(static_cast<std::size_t>(bytes), s.page);
-  Lock lock(s.mutex);
-  Account& account = s.accounts[ledger];
-  if (!reserve(s, lock, ledger, mapped)) {
-    t_error = limit_message(account, ledger, mapped);
-    return 0;
-  }
-  lock.unlock();
-  int reason = 0;
-  void* const address = map_reserved(s, ledger, mapped, &reason);
-  lock.lock();
-  if (address == nullptr) {
-    t_error = system_message(account, ledger, mapped, reason);
-    return 0;
-  }
-  account.arena += static_cast<std::int64_t>(mapped);
-  auto region = std::make_unique<Region>();
-  region->base = static_cast<char*>(address);
-  region->bytes = mapped;
-  region->ledger = ledger;
-  *base = reinterpret_cast<std::int64_t>(address);
-  s.regions.emplace(s.next_region, std::move(region));
-  return s.next_region++;
-}
-
-// The owner lets go: unmapped now, or when the last block in it is freed. Returns the live blocks that are left.
-std::int64_t memfit_region_abandon(std::int64_t id) {
-  State& s = state();
-  Lock lock(s.mutex);
-  const auto found = s.regions.find(id);
-  if (found == s.regions.end()) {
-    return 0;
-  }
-  found->second->abandoned = true;
-  const std::int64_t live = found->second->live;
-  if (live == 0) {
-    destroy_region(s, lock, id);
-  }
-  return live;
-}
-
-// Moves up to `room` addresses of blocks freed since the last call to `out`; returns how many.
-std::int64_t memfit_region_freed(std::int64_t id, std::int64_t* out, std::int64_t room) {
-  State& s = state();
-  Lock lock(s.mutex);
-  const auto found = s.regions.find(id);
-  if (found == s.regions.end()) {
-    return 0;
-  }
-  auto& freed = found->second->freed;
-  const auto count = std::min<std::int64_t>(room, static_cast<std::int64_t>(freed.size()));
-  std::copy(freed.end() - count, freed.end(), out);
-  freed.resize(freed.size() - static_cast<std::size_t>(count));
-  return count;
-}
-
-// This thread's next allocation of exactly `bytes` is served at `address`. 1 where that is not inside an open region.
-int memfit_place(std::int64_t address, std::int64_t bytes) {
-  State& s = state();
-  Lock lock(s.mutex);
-  char* const start = reinterpret_cast<char*>(address);
-  for (const auto& [id, region] : s.regions) {
-    if (!region->abandoned && start >= region->base && start + bytes <= region->base + region->bytes) {
-      t_place = {true, start, static_cast<std::size_t>(bytes), id};
-      return 0;
-    }
-  }
-  return 1;
-}
-
-// Withdraws a place that was not used. 1 if there was one.
-int memfit_unplace() {
-  const bool was_set = t_place.is_set;
-  t_place.is_set = false;
-  return was_set ? 1 : 0;
 }
 
 }  // extern "C"

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from memfit.allocator.compiling import load_library
 from memfit.core.errors import TierUnavailableError, UsageError
 from memfit.core.units import format_bytes
@@ -23,7 +21,6 @@ from memfit.core.units import format_bytes
 Ledger = Literal["device", "host"]
 
 _LEDGERS: dict[str, int] = {"device": 0, "host": 1}
-_ADDRESSES = 256  # freed addresses read from an arena at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +28,13 @@ class AllocatorStats:
     """The counts of one ledger at one moment.
 
     Attributes:
-        live_bytes: bytes that torch asked for and still holds, to the byte; includes `placed_bytes`.
+        live_bytes: bytes that torch asked for and still holds, to the byte.
         peak_bytes: the most `live_bytes` since `reset_peak`.
         live_blocks: blocks that are live. With `live_bytes` it is a leak detector without noise.
         pooled_bytes: freed large blocks kept for reuse; part of `mapped_bytes`.
         allocations: blocks ever allocated.
-        mapped_bytes: what the process holds for this ledger: live blocks with their rounding, the pool, and whole
-            arenas.
+        mapped_bytes: what the process holds for this ledger: live blocks with their rounding, and the pool.
         mapped_peak_bytes: the most `mapped_bytes` since `reset_peak`; the limit is on this.
-        arena_bytes: capacity of the arenas, used or not; part of `mapped_bytes`.
-        placed_bytes: live bytes inside arenas; part of `live_bytes`, and of `mapped_bytes` through `arena_bytes`.
         limit_bytes: the limit on `mapped_bytes`, or None.
     """
 
@@ -51,8 +45,6 @@ class AllocatorStats:
     allocations: int
     mapped_bytes: int
     mapped_peak_bytes: int
-    arena_bytes: int
-    placed_bytes: int
     limit_bytes: int | None
 
 
@@ -67,8 +59,6 @@ class _Stats(ctypes.Structure):
             "mapped",
             "mapped_peak",
             "pooled",
-            "arena",
-            "placed",
             "blocks",
             "allocations",
             "limit",
@@ -105,8 +95,6 @@ class Allocator:
             allocations=raw.allocations,
             mapped_bytes=raw.mapped,
             mapped_peak_bytes=raw.mapped_peak,
-            arena_bytes=raw.arena,
-            placed_bytes=raw.placed,
             limit_bytes=None if raw.limit < 0 else raw.limit,
         )
 
@@ -175,51 +163,6 @@ class Allocator:
         finally:
             self._library.memfit_set_ledger(before)
 
-    def place(self, address: int, nbytes: int) -> None:
-        """Serves this thread's next allocation of exactly `nbytes` at `address`, inside an open region. For `Arena`.
-
-        The block counts as live in the region's ledger, not as mapped. Freeing it gives nothing back; it only tells the
-        region.
-
-        Raises:
-            UsageError: the bytes do not lie inside one open region.
-        """
-        if nbytes <= 0 or self._library.memfit_place(address, nbytes) != 0:
-            raise UsageError(f"cannot place {nbytes} bytes at {address:#x}: that is not inside an open arena")
-
-    def unplace(self) -> bool:
-        """Withdraws this thread's `place` if no allocation has taken it; says whether there was one."""
-        return bool(self._library.memfit_unplace())
-
-    def create_region(self, nbytes: int, ledger: Ledger = "device") -> tuple[int, int]:
-        """Maps memory for an arena, rounded up to whole pages and counted as mapped as a whole.
-
-        Returns:
-            The region's id, and its address (a multiple of 4096, of 2 MiB from that size on).
-
-        Raises:
-            torch.OutOfMemoryError: the limit or the system refuses.
-        """
-        base = ctypes.c_int64()
-        region = int(
-            self._library.memfit_region_create(_checked_bytes("capacity", nbytes), _index(ledger), ctypes.byref(base))
-        )
-        if region == 0:
-            raise torch.OutOfMemoryError(self._library.memfit_last_error().decode())
-        return region, base.value
-
-    def abandon_region(self, region: int) -> int:
-        """Lets a region go: at once, or when the last block in it is freed. Returns how many blocks are live in it."""
-        return int(self._library.memfit_region_abandon(region))
-
-    def freed_in_region(self, region: int) -> list[int]:
-        """Addresses of the placed blocks that were freed since the last call."""
-        room = (ctypes.c_int64 * _ADDRESSES)()
-        freed: list[int] = []
-        while count := int(self._library.memfit_region_freed(region, room, _ADDRESSES)):
-            freed.extend(room[:count])
-        return freed
-
 
 _lock = threading.Lock()
 _installed: Allocator | None = None  # torch has one CPU allocator a process, so this is the process's too
@@ -286,7 +229,6 @@ def _checked_bytes(what: str, size_bytes: int) -> int:
 def _declare(library: ctypes.CDLL) -> None:
     i64, number, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
     for name, result, arguments in (
-        ("memfit_last_error", ctypes.c_char_p, []),
         ("memfit_set_ledger", number, [number]),
         ("memfit_stats", None, [number, pointer]),
         ("memfit_reset_peak", None, [number]),
@@ -296,11 +238,6 @@ def _declare(library: ctypes.CDLL) -> None:
         ("memfit_pool_limit", i64, []),
         ("memfit_set_pool_limit", None, [i64]),
         ("memfit_trim", i64, []),
-        ("memfit_region_create", i64, [i64, number, pointer]),
-        ("memfit_region_abandon", i64, [i64]),
-        ("memfit_region_freed", i64, [i64, pointer, i64]),
-        ("memfit_place", number, [i64, i64]),
-        ("memfit_unplace", number, []),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -23,7 +23,7 @@ import torch
 
 from memfit.core.errors import TierUnavailableError
 
-INTERFACE = 2  # memfit_interface() in allocator.cpp: raised together whenever a C function changes
+INTERFACE = 3  # memfit_interface() in allocator.cpp: raised together whenever a C function changes
 
 _LOGGER = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("allocator.cpp")

@@ -1,7 +1,7 @@
 """Where no compiler is at hand: malloc that gives memory back, and coarse counts from the operating system.
 
 In: glibc and /proc. Out: `FallbackAllocator`, with the same `stats`, `reset_peak`, `set_limit` and `trim` as
-`Allocator`, measured instead of counted. It cannot serve planned addresses, so there is no `Arena` on it.
+`Allocator`, measured instead of counted.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ class FallbackAllocator:
             allocations=0,
             mapped_bytes=live_bytes,
             mapped_peak_bytes=peak_bytes,
-            arena_bytes=0,
-            placed_bytes=0,
             limit_bytes=self._limit_bytes,
         )
 

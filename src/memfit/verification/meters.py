@@ -149,7 +149,7 @@ class CpuMeter:
         return self._allocator.stats(self._ledger).peak_bytes
 
     def held_peak_bytes(self) -> int:
-        """The most mapped bytes (rounding, pool and arenas included) since `reset_peak`."""
+        """The most mapped bytes (rounding and pool included) since `reset_peak`."""
         return self._allocator.stats(self._ledger).mapped_peak_bytes
 
     def reset_peak(self) -> None:

@@ -1,6 +1,6 @@
-"""Which parts of a piece of memory are taken: positions only, no memory.
+"""Which parts of a buffer are taken: positions only, no memory.
 
-In: a capacity, and blocks that come and go. Out: where the next one fits, and how broken up the rest is.
+In: a capacity, and blocks that are taken and freed. Out: where the next one fits, and how fragmented the rest is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 
 from memfit.core.errors import UsageError
-from memfit.core.units import round_up
 
 Fit = Literal["best", "first"]
 
@@ -22,10 +21,10 @@ class ArenaStatistics:
     """An arena at one moment.
 
     Attributes:
-        capacity_bytes: all of it.
-        live_bytes: what was asked for and not given back.
-        live_blocks: how many blocks that is.
-        free_bytes: capacity minus live blocks, each rounded up to the alignment.
+        capacity_bytes: size of the buffer.
+        live_bytes: bytes allocated and not released.
+        live_blocks: number of blocks that `live_bytes` is made of.
+        free_bytes: capacity minus live bytes.
         largest_free_bytes: the largest single hole.
         fragmentation: 1 - largest_free / free; 0.0 where nothing is free.
     """
@@ -38,31 +37,26 @@ class ArenaStatistics:
     fragmentation: float
 
 
-class Book:
-    """Which parts of [0, capacity) are taken. Each block takes its bytes rounded up to the alignment."""
+class Occupancy:
+    """The live blocks of [0, capacity), by their offset in bytes."""
 
-    def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.alignment_bytes = alignment_bytes
-        self.sizes: dict[int, int] = {}  # offset -> requested bytes
+        self.sizes: dict[int, int] = {}  # offset -> bytes
         self._offsets: list[int] = []  # sorted
 
     def offsets(self) -> list[int]:
-        """Where the live blocks begin, in ascending order."""
+        """Returns where the live blocks begin, in ascending order."""
         return list(self._offsets)
 
-    def end(self, offset: int) -> int:
-        """Where the block at `offset` ends, rounding included."""
-        return min(self.capacity_bytes, offset + round_up(self.sizes[offset], self.alignment_bytes))
-
     def holes(self) -> list[tuple[int, int]]:
-        """The free pieces as (begin, end), in ascending order."""
-        ends = [0, *(self.end(offset) for offset in self._offsets)]
+        """Returns the free parts as (begin, end), in ascending order."""
+        ends = [0, *(offset + self.sizes[offset] for offset in self._offsets)]
         starts = [*self._offsets, self.capacity_bytes]
         return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
 
     def find(self, nbytes: int, fit: Fit) -> int:
-        """The offset of the smallest (best) or lowest (first) hole that holds `nbytes`; the lower one of equals.
+        """Returns the offset of the smallest (best) or lowest (first) hole that holds `nbytes`.
 
         Raises:
             torch.OutOfMemoryError: there is none; the message says whether closing the holes would help.
@@ -82,18 +76,18 @@ class Book:
         )
 
     def take(self, offset: int, nbytes: int) -> None:
-        """Takes a place, or refuses with a `UsageError` that names the block in the way."""
-        if offset % self.alignment_bytes != 0:
-            raise UsageError(
-                f"offset {offset} is not a multiple of the arena's alignment of {self.alignment_bytes} bytes"
-            )
+        """Marks a place as taken.
+
+        Raises:
+            UsageError: the place is outside, or overlaps a live block, which the message names.
+        """
         if offset < 0 or offset + nbytes > self.capacity_bytes:
             raise UsageError(
                 f"{nbytes} bytes at offset {offset} do not lie inside the arena of {self.capacity_bytes} bytes"
             )
         index = bisect.bisect_left(self._offsets, offset)
         for neighbour in self._offsets[max(0, index - 1) : index + 1]:
-            if neighbour < offset + nbytes and offset < self.end(neighbour):
+            if neighbour < offset + nbytes and offset < neighbour + self.sizes[neighbour]:
                 raise UsageError(
                     f"{nbytes} bytes at offset {offset} would overlap the live block of {self.sizes[neighbour]} bytes "
                     f"at offset {neighbour}"
@@ -101,13 +95,13 @@ class Book:
         self._offsets.insert(index, offset)
         self.sizes[offset] = nbytes
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Frees the block at `offset`."""
         del self.sizes[offset]
         del self._offsets[bisect.bisect_left(self._offsets, offset)]
 
     def statistics(self) -> ArenaStatistics:
-        """How full and how broken up it is."""
+        """Returns how full and how fragmented the buffer is."""
         holes = [high - low for low, high in self.holes()]
         free, largest = sum(holes), max(holes, default=0)
         return ArenaStatistics(
