@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -33,9 +34,29 @@ def test_choices_may_be_given_as_their_words() -> None:
         (Plan, {"order": "sideways"}, r"order of Plan is one of \['layer-major', 'microbatch-major'\], not 'sideways'"),
         (CallPlan, {"saved": "lost"}, "saved of CallPlan is one of"),
         (BlockPlan, {"state_home": "cloud"}, "state_home of BlockPlan is one of"),
+        (BlockPlan, {"update_on": "disk"}, r"update_on of BlockPlan is one of \['device', 'host'\]"),
         (Plan, {"microbatches": "4"}, "microbatches of Plan is no word: '4'"),
     ],
 )
 def test_other_words_are_refused_by_name(kind: Any, given: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         kind(**given)
+
+
+def test_where_an_update_runs_is_part_of_a_plan_that_older_ones_leave_out() -> None:
+    on_host = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+    plan = Plan(blocks={"a": on_host, "b": BlockPlan(state_home=Tier.HOST)})
+    assert Plan.from_json(plan.to_json()) == plan
+    older = json.loads(plan.to_json())
+    for block in older["blocks"].values():
+        del block["update_on"]
+    read = Plan.from_json(json.dumps(older))
+    assert [read.block(name).update_on for name in "ab"] == [Tier.DEVICE, Tier.DEVICE]
+    assert [on_host.updates_on_host(device) for device in ("cuda", "cpu")] == [True, False]
+
+
+@pytest.mark.parametrize("missing", ["gradient_home", "state_home"])
+def test_an_update_on_the_host_needs_its_gradients_and_states_there(missing: str) -> None:
+    homes: Any = {"gradient_home": Tier.HOST, "state_home": Tier.DISK, "update_on": Tier.HOST, missing: Tier.DEVICE}
+    with pytest.raises(PlanError, match="block 'a' is updated on the host"):
+        Plan(blocks={"a": BlockPlan(**homes)}).check(["a"], 1)

@@ -17,7 +17,7 @@ from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TraceProfile
-from memfit.core.schedule import Backward, Fetch, Forward, Reload, Schedule, Seed
+from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.homes.memory import MemoryHome
@@ -529,7 +529,76 @@ def test_an_update_of_what_rests_on_the_host_is_priced_where_it_is_done(device: 
         assert traffic.written == {(Tier.HOST, name): nbytes for name, nbytes in written.items()}
     elements = sum(math.prod(p.shape) for p in profile.blocks[index].parameters)
     hardware = replace(machine(), device=device, update_elements_per_s=1e3)
-    assert update_seconds(plan, profile, index, hardware) == pytest.approx(elements / 1e3)
+    assert update_seconds(plan, profile, index, hardware) == pytest.approx((elements / 1e3, 0.0))
+
+
+@pytest.mark.parametrize("weights", list(Tier))
+def test_an_update_on_the_host_moves_what_does_not_rest_there(weights: Tier) -> None:
+    profile = gpt_profile(layers=2)
+    host = BlockPlan(weight_home=weights, gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+    index = next(i for i, b in enumerate(profile.blocks) if b.name == "h.0")
+    plan, weight = Plan(blocks={"h.0": host}), flat_weight_bytes(profile.blocks[index])
+    # Down from the device and up again, from the disk and back, or nothing.
+    link = {Tier.DEVICE: Tier.HOST, Tier.DISK: Tier.DISK}.get(weights)
+    expected = {} if link is None else {(link, "weight"): weight}
+    for is_visiting in (False, True):
+        traffic = update_traffic(plan, profile, index, is_visiting=is_visiting, device="cuda")
+        assert (traffic.read, traffic.written) == (expected, expected)
+    elements = sum(math.prod(p.shape) for p in profile.blocks[index].parameters)
+    hardware = replace(machine(), device="cuda", update_elements_per_s=1e9, host_update_elements_per_s=1e3)
+    assert update_seconds(plan, profile, index, hardware) == pytest.approx((0.0, elements / 1e3))
+    # Where the processor is the device, the host's cores are it.
+    assert update_seconds(plan, profile, index, replace(hardware, device="cpu"))[1] == 0
+
+
+def test_updates_on_the_host_run_beside_backward_one_after_the_other() -> None:
+    """By arithmetic: all transfers and all device work take no time to speak of, so that the step is its host updates."""
+    profile = gpt_profile(layers=4)
+    host = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+    plan = Plan(blocks={f"h.{i}": host for i in range(4)})
+    link = Link(read_bytes_per_s=1e18, write_bytes_per_s=1e18)
+    hardware = replace(
+        machine(),
+        device="cuda",
+        host=link,
+        flops_per_s=1e18,
+        update_elements_per_s=1e18,
+        host_update_elements_per_s=1e6,
+    )
+    layer = next(b for b in profile.blocks if b.name == "h.0")
+    elements = sum(math.prod(p.shape) for p in layer.parameters)
+    schedule = build_step(plan, profile, clips_norm=False)
+    step = lower(schedule, plan, profile, device="cuda")
+    timeline = predict(step, hardware)
+    assert timeline.seconds == pytest.approx(4 * elements / 1e6, rel=0.02)
+    # No release waits for one: its device bytes are not those that the update works on.
+    on_host = {i for i, b in enumerate(profile.blocks) if b.name in plan.blocks}
+    ends = [o for o in step if isinstance(o.action, Release | Clear) and o.action.block in on_host]
+    assert ends and "update" not in {t.kind for o in ends for t in o.waits}
+    assert {t.kind for o in step for t in o.waits if isinstance(o.action, Commit)} >= {"accumulate", "update"}
+    # On the device as fast as there, the same updates delay backward: never faster.
+    on_device = replace(plan, blocks={name: replace(b, update_on=Tier.DEVICE) for name, b in plan.blocks.items()})
+    other = predict(
+        lower(build_step(on_device, profile, clips_norm=False), on_device, profile, device="cuda"),
+        replace(hardware, update_elements_per_s=1e6),
+    )
+    assert other.seconds >= timeline.seconds * 0.98
+
+
+def test_the_disks_buffers_are_host_memory_beside_an_accelerator() -> None:
+    profile = gpt_profile(layers=2)
+    plan = Plan(blocks={f"h.{i}": DISK for i in range(2)})
+    schedule = build_step(plan, profile, clips_norm=False)
+    found = {
+        device: [
+            c
+            for c in lower(schedule, plan, profile, device=device, staging_bytes=4 * MIB).resting
+            if c.owner == "disk buffers"
+        ]
+        for device in ("cpu", "cuda")
+    }
+    assert [(c.tier, c.nbytes) for c in found["cpu"]] == [(Tier.DEVICE, 4 * MIB)]
+    assert [(c.tier, c.nbytes) for c in found["cuda"]] == [(Tier.HOST, 4 * MIB)]
 
 
 def test_host_memory_where_the_device_is_the_host_is_refused() -> None:

@@ -232,7 +232,7 @@ class Task:
             traced = found
             if max(found.traces) < rows:
                 traced = self.problem.profile_for(replace(cut, microbatches=found.batch_rows // rows), self.sample)
-            checked = bytes_of_check(cut, traced, rows)
+            checked = bytes_of_check(cut, traced, rows, device=self.device)
             if checked > peak:
                 peak, report = (
                     checked,

@@ -30,6 +30,7 @@ _WORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "weight_home": _TIER,
     "gradient_home": _TIER,
     "state_home": _TIER,
+    "update_on": _TIER,
     "order": {
         "layer-major": ("breadth-first",),
         "microbatch-major": ("depth-first", "gradient accumulation", "plain accumulation"),
@@ -49,6 +50,7 @@ _FIELDS = {
     "weight_home": ("weight_placement", "param_home", "parameter_home"),
     "gradient_home": ("gradient_placement", "grad_home"),
     "state_home": ("state_placement", "optimizer_home", "optimizer_state_home"),
+    "update_on": ("update_device", "optimizer_device", "step_on"),
     "saved": ("activations", "checkpointing"),
 }
 

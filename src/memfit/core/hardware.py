@@ -41,9 +41,11 @@ class Hardware:
         device_bytes, host_bytes, disk_bytes: capacities; host_bytes is None where the device is the host.
         host, disk: links; host is None where the device is the host.
         bf16_flops_per_s: the same in bf16; None: as flops_per_s.
-        update_elements_per_s: parameters an AdamW update passes in a second.
-        codec_elements_per_s: elements of optimizer states that are decoded and encoded in a second; probed where such formats are allowed (one core of a
-            2020s server: 2e8).
+        update_elements_per_s: parameters that an AdamW update on the device passes in a second.
+        host_update_elements_per_s: the same on the host's cores, beside an accelerator; not asked for where the processor is the device.
+        codec_elements_per_s: elements of optimizer states that the device decodes and encodes in a second; probed where such formats are allowed (one
+            core of a 2020s server: 2e8).
+        host_codec_elements_per_s: the same on the host's cores, beside an accelerator.
     """
 
     device: str
@@ -55,6 +57,8 @@ class Hardware:
     host_bytes: int | None = None
     update_elements_per_s: float = 3e8
     codec_elements_per_s: float = 2e8
+    host_update_elements_per_s: float = 3e8
+    host_codec_elements_per_s: float = 2e8
     bf16_flops_per_s: float | None = None
 
     def to_json(self) -> str:

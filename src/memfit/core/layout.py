@@ -19,6 +19,8 @@ PIECE_ELEMENTS = 1 << 19
 STAGING_PIECE_BYTES = 4 * MIB
 STAGING_PIECES = 2
 PINNED_STAGING_BYTES = 2 * STAGING_PIECES * STAGING_PIECE_BYTES
+# Pieces of weights at home on the device that an update on the host has in pinned memory: one that leaves, one that is worked on, one that comes.
+MOVED_PIECES = 3
 
 Scheme = Literal["generations", "journal"]
 """How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""

@@ -78,14 +78,26 @@ class UpdateTime(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """Homes of one block's tensors."""
+    """Homes of one block's tensors, and the processor that updates them.
+
+    Attributes:
+        weight_home, gradient_home, state_home: where they rest; masters rest with the states.
+        update_on: the processor of which tier runs the optimizer on the block. DEVICE: what rests elsewhere passes the link in pieces and goes back. HOST: the
+            host's cores work on what rests there, beside the device's backward; only gradients go down and new weights up. Gradients and states must
+            be at home on the host or on disk then. Without an accelerator both are the same processor.
+
+    Source: Ren et al. 2021, "ZeRO-Offload", section 4.
+    """
 
     weight_home: Tier = Tier.DEVICE
     gradient_home: Tier = Tier.DEVICE
     state_home: Tier = Tier.DEVICE
+    update_on: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
         _take_words(self)
+        if self.update_on is Tier.DISK:
+            raise PlanError("update_on of BlockPlan is one of ['device', 'host']: a disk computes nothing")
 
     def __repr__(self) -> str:
         return named_values(self)
@@ -94,6 +106,16 @@ class BlockPlan:
     def rests_on_disk(self) -> bool:
         """Weights and states (and masters, which rest with these) have no other home."""
         return self.weight_home is Tier.DISK and self.state_home is Tier.DISK
+
+    def updates_on_host(self, device: str) -> bool:
+        """Says whether the update runs beside the device, on another processor than it.
+
+        Prices (`scheduling.lower`) and homes (`engine.housing`) both ask here.
+
+        Args:
+            device: as `is_processor` takes it.
+        """
+        return self.update_on is Tier.HOST and not is_processor(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +280,11 @@ class Plan:
             if call.saved is Saved.OFFLOAD and call.saved_home is Tier.DEVICE:
                 raise PlanError(f"calls[{index}] is offloaded to the device; use saved='keep', or host or disk")
         for name, block in self.blocks.items():
+            if block.update_on is Tier.HOST and Tier.DEVICE in (block.gradient_home, block.state_home):
+                raise PlanError(
+                    f"block {name!r} is updated on the host (update_on='host'), so that its gradients and states must be at home there or on disk: say "
+                    "gradient_home='host' and state_home='host', or update_on='device'"
+                )
             has_spare_slots = block.weight_home is Tier.DISK and block.state_home is Tier.DISK
             if self.is_atomic and self.update is UpdateTime.IN_BACKWARD and not has_spare_slots:
                 raise PlanError(
@@ -301,7 +328,7 @@ class Plan:
 
 
 _ENUMS: dict[str, type[StrEnum]] = {
-    "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "saved": Saved, "saved_home": Tier,
+    "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "update_on": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype, "state_format": StateFormat,
 }  # fmt: skip

@@ -83,8 +83,9 @@ class Operation(NamedTuple):
         transfers: begun by it, each in its link's queue.
         is_chain: each transfer begins when the one before it has ended; else all begin at once.
         after: tokens that its transfers begin behind, while the main thread goes on.
-        gives: done when its transfers, and its work, are.
+        gives: done when its transfers, and its work on either processor, are.
         work: amounts by kind, done by the device, one after the other.
+        host_work: the same of the host's cores, done beside the main thread: in order, behind `after`, while the transfers go on.
     """
 
     action: Action
@@ -97,6 +98,7 @@ class Operation(NamedTuple):
     after: tuple[Token, ...] = ()
     gives: Token | None = None
     work: tuple[tuple[WorkKind, float], ...] = ()
+    host_work: tuple[tuple[WorkKind, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

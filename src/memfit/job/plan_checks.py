@@ -19,6 +19,8 @@ from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 
 def check_tiers(plan: Plan, machine: Machine) -> None:
     """Host memory is a tier only beside a device. Raises `PlanError`."""
+    if any(block.updates_on_host(machine.device.type) for block in plan.blocks.values()):
+        raise PlanError("update_on='host' is not carried out yet beside an accelerator: say update_on='device'")
     if lacks_tier(plan, machine):
         raise PlanError(
             "the plan names the tier 'host', but without a GPU the device is host memory itself: use 'device' or 'disk', or fit(emulate_device=True)"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.hardware import Hardware
-from memfit.core.plan import Order, Plan, Tier
+from memfit.core.plan import Order, Plan, Tier, is_processor
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape, describe_step
 from memfit.core.step import WorkKind
-from memfit.prediction.clock import work_seconds
+from memfit.prediction.clock import host_work_seconds, work_seconds
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
 from memfit.scheduling.lower import segment_flops, update_work
 from memfit.scheduling.segment_facts import SegmentFacts
@@ -50,11 +50,12 @@ class PeakBounds:
     Args:
         profile: of the model.
         staging_bytes: as in `scheduling.lower`.
+        device: likewise; beside an accelerator the staging is host memory.
     """
 
-    def __init__(self, profile: Profile, *, staging_bytes: int) -> None:
+    def __init__(self, profile: Profile, *, staging_bytes: int, device: str = "cpu") -> None:
         self._profile = profile
-        self._staging_bytes = staging_bytes
+        self._staging_bytes = staging_bytes if is_processor(device) else 0
         self._weights = [flat_weight_bytes(block) for block in profile.blocks]
         # What backward makes; where it adds up in another dtype it takes more.
         self._gradients = [flat_gradient_bytes(block, is_summed=False) for block in profile.blocks]
@@ -148,9 +149,12 @@ def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware:
     return plan.microbatches * work_seconds([(WorkKind.FLOPS, flops), (WorkKind.CALLS, calls)], hardware)
 
 
-def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> float:
-    """Seconds for which a block's update delays compute: the device does it, wherever the bytes rest."""
-    return work_seconds(update_work(plan, profile, block), hardware)
+def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> tuple[float, float]:
+    """Seconds for which a block's update delays compute, and for which it keeps the host's cores busy: one of the two is zero."""
+    work = update_work(plan, profile, block)
+    if plan.block(profile.blocks[block].name).updates_on_host(hardware.device):
+        return 0.0, host_work_seconds(work, hardware)
+    return work_seconds(work, hardware), 0.0
 
 
 def commit_seconds(plan: Plan, profile: Profile, hardware: Hardware, commits: float) -> float:

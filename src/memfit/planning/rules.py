@@ -177,11 +177,15 @@ class _Question:
     def _check_bytes(self, plan: Plan, profile: Profile) -> int:
         key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters)
         if key not in self.checks:
-            self.checks[key] = bytes_of_check(plan, profile, self.checked_rows, staging_bytes=self.staging_bytes)
+            self.checks[key] = bytes_of_check(
+                plan, profile, self.checked_rows, staging_bytes=self.staging_bytes, device=self.hardware.device
+            )
         return self.checks[key]
 
 
-def bytes_of_check(plan: Plan, profile: Profile, rows: int, *, staging_bytes: int = STAGING_BYTES) -> int:
+def bytes_of_check(
+    plan: Plan, profile: Profile, rows: int, *, staging_bytes: int = STAGING_BYTES, device: str = "cpu"
+) -> int:
     """Predicted device peak of so many rows (all, if the batch has fewer) that run forward whole, to show that the batch may be cut.
 
     Args:
@@ -189,12 +193,14 @@ def bytes_of_check(plan: Plan, profile: Profile, rows: int, *, staging_bytes: in
         profile: with a trace of that many rows or more; the smallest such is taken.
         rows: that are checked.
         staging_bytes: as in `scheduling.lower`.
+        device: likewise.
     """
     needed = min(rows, profile.batch_rows)
     sizes = {count: -(-profile.batch_rows // count) for count in range(1, profile.batch_rows + 1)}
     count = max(count for count, size in sizes.items() if size >= needed and size in profile.traces)
     schedule = build_forward(plan, profile, 1)
-    return peaks(lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes))[Tier.DEVICE]
+    step = lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes, device=device)
+    return peaks(step)[Tier.DEVICE]
 
 
 def choose_plan(
@@ -342,7 +348,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
     trace = trace_of(profile, plan.microbatches)
     work_s = compute_seconds(trace, plan, shape, hardware)
     moved_s: dict[tuple[Tier, str], float] = {}
-    resident = 0
+    resident, host_s = 0, 0.0
     for block, profiled in enumerate(profile.blocks):
         homes = plan.block(profiled.name)
         weight = flat_weight_bytes(profiled)
@@ -354,7 +360,8 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         if block in shape.visiting:
             _add(moved_s, hardware, homes.weight_home, "read", weight)
         if block in shape.trainable:
-            work_s += update_seconds(plan, profile, block, hardware)
+            on_device_s, on_host_s = update_seconds(plan, profile, block, hardware)
+            work_s, host_s = work_s + on_device_s, host_s + on_host_s
             traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
             for (tier, _), nbytes in traffic.read.items():
                 _add(moved_s, hardware, tier, "read", nbytes)
@@ -364,7 +371,8 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
         index=index,
         candidate=candidate,
         profile=profile,
-        seconds_bound=max([work_s, *moved_s.values()]) + commit_seconds(plan, profile, hardware, question.commits),
+        seconds_bound=max([work_s, host_s, *moved_s.values()])
+        + commit_seconds(plan, profile, hardware, question.commits),
         bytes_bound=resident,
         regroups=regroups_sums(plan, profile),
     )
@@ -401,7 +409,7 @@ def _search_leanest(waiting: list[_Priced], built: list[_Built], question: _Ques
         return []
     found: list[_Built] = []
     least = min((b.cost.peak_bytes for b in built if b.fits_elsewhere), default=math.inf)
-    bounds = PeakBounds(waiting[0].profile, staging_bytes=question.staging_bytes)
+    bounds = PeakBounds(waiting[0].profile, staging_bytes=question.staging_bytes, device=question.hardware.device)
     bounded = [(bounds.of(candidate.candidate.plan), candidate) for candidate in waiting]
     for bound, candidate in sorted(bounded, key=lambda one: (one[0], one[1].index)):
         if bound > least:
@@ -477,7 +485,14 @@ def _does_not_fit(
         advice.insert(0, "the disk as a tier")
     plan, profile = leanest.priced.candidate.plan, leanest.priced.profile
     schedule = build_step(plan, profile, clips_norm=question.clips_norm)
-    step = lower(schedule, plan, profile, staging_bytes=question.staging_bytes, is_itemized=True)
+    step = lower(
+        schedule,
+        plan,
+        profile,
+        staging_bytes=question.staging_bytes,
+        device=question.hardware.device,
+        is_itemized=True,
+    )
     report = peak_report(step, rows=6)
     checked = leanest.cost.peak_bytes - peaks(step)[Tier.DEVICE]
     if checked > 0:

@@ -5,9 +5,9 @@ In: `Step`, `Hardware`. Out: `ActionTime` an operation, stalls by cause, bytes m
 [Note: the clock]
 One main thread takes the operations in order. Compute takes its time; transfers start at once, or when what they need is
 done, and are served by their link in the order they were issued: reading and writing are two queues a tier. The main
-thread stops only where an operation waits; those seconds are stalls, by what was waited for. An update's elements are worked on by the device
-that computes, wherever they rest, and that time delays compute.
-Not modelled: links and compute slowing each other, the cost of a first step.
+thread stops only where an operation waits; those seconds are stalls, by what was waited for. An update's elements are worked on by the device, which
+delays compute, or by the host's cores, which take one update after the other beside it.
+Not modelled: links and compute slowing each other, updates on the host taking memory's bandwidth from transfers, the cost of a first step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ class ActionTime:
 
 
 def work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
-    """Seconds of work, one kind after the other."""
+    """Seconds of work on the device, one kind after the other."""
     return _seconds(work, _rates(hardware))
+
+
+def host_work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
+    """The same on the host's cores, beside an accelerator."""
+    return _seconds(work, _host_rates(hardware))
 
 
 def _rates(hardware: Hardware) -> Mapping[WorkKind, float]:
@@ -48,6 +53,15 @@ def _rates(hardware: Hardware) -> Mapping[WorkKind, float]:
         WorkKind.CALLS: CALLS_PER_S,
         WorkKind.UPDATED: hardware.update_elements_per_s,
         WorkKind.ENCODED: hardware.codec_elements_per_s,
+        WorkKind.SPLIT: SPLIT_ELEMENTS_PER_S,
+        WorkKind.ROUNDED: ROUNDED_ELEMENTS_PER_S,
+    }
+
+
+def _host_rates(hardware: Hardware) -> Mapping[WorkKind, float]:
+    return {
+        WorkKind.UPDATED: hardware.host_update_elements_per_s,
+        WorkKind.ENCODED: hardware.host_codec_elements_per_s,
         WorkKind.SPLIT: SPLIT_ELEMENTS_PER_S,
         WorkKind.ROUNDED: ROUNDED_ELEMENTS_PER_S,
     }
@@ -63,6 +77,9 @@ class Clock:
     def __init__(self, hardware: Hardware | None) -> None:
         self._hardware = hardware
         self._rates = None if hardware is None else _rates(hardware)
+        self._host_rates = None if hardware is None else _host_rates(hardware)
+        # When the host's cores are through with the updates that they were given.
+        self._host_free_s = 0.0
         self.now_s = 0.0
         self.stalls_s: dict[str, float] = {}
         self.bytes_read: Counter[str] = Counter()
@@ -92,6 +109,9 @@ class Clock:
             end = max(end, moved)
         if self._rates is not None:
             self.now_s += _seconds(operation.work, self._rates)
+        if operation.host_work and self._host_rates is not None:
+            self._host_free_s = max(begin, self._host_free_s) + _seconds(operation.host_work, self._host_rates)
+            end = max(end, self._host_free_s)
         if operation.gives is not None:
             end = max(end, self.now_s)
             self._done_s[operation.gives] = end

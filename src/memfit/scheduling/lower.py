@@ -5,7 +5,8 @@ In: `Schedule`, `Plan`, `Profile`. Out: `core.step.Step`.
 What is counted on the device, by category: *weight*, flat buffers (`core.layout`) of blocks, the model's buffers and the batch; *gradient*, see
 `gradient_bytes`; *state*, of the optimizer, and masters, where their home is the device; *activation* and *transient*, see `lifetimes`, a transient also holds
 the gradient that is about to be added to another; *staging*, what updates hold of the pieces that they work on and of what the optimizer makes (`pieces`), from
-an update to the action that waits for it; pieces of gradients that are widened or added at home; the disk's bounce buffers. Not modelled: scratch that no trace
+an update to the action that waits for it; pieces of gradients that are widened or added at home; the disk's bounce buffers, which beside an accelerator
+are host memory. Not modelled: scratch that no trace
 sees (the reserve of a limit), loss chunking (the trace must have been taken with it).
 
 What waits for what is `core.schedule`'s [Note: what an action means], as tokens.
@@ -45,7 +46,7 @@ from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, WorkK
 from memfit.core.units import MIB
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.lifetimes import ActivationEvent, EventCost, Lifetimes
-from memfit.scheduling.pieces import Line, UpdatePieces
+from memfit.scheduling.pieces import Line, UpdatePieces, moved_weight_bytes
 from memfit.scheduling.segment_facts import Arrival, SegmentFacts
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
@@ -86,7 +87,7 @@ def lower(
         profile: with a trace of the rows that a microbatch has.
         microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a forward-only pass may run
             fewer than that at a time).
-        staging_bytes: of the disk's threads, held all the time where something rests on disk or leaves to it.
+        staging_bytes: of the disk's threads, held all the time where something rests on disk or leaves to it: host memory beside an accelerator.
         adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None: as this plan says.
         commits: to a store, a step: 1 with durability "step", 1 / N with N, 0 without a store.
         device: "cpu" where the processor is the device, which updates what rests in its memory in place; else the accelerator's name, between which and the
@@ -134,7 +135,7 @@ def update_work(plan: Plan, profile: Profile, block: int) -> tuple[tuple[WorkKin
 
 
 class _Changes:
-    """Changes of device bytes of the operation in the making. An object of its own: who tells of changes and who asks for them would hold each other."""
+    """Changes of bytes of the operation in the making. An object of its own: who tells of changes and who asks for them would hold each other."""
 
     def __init__(self) -> None:
         self.found: list[ByteChange] = []
@@ -144,10 +145,10 @@ class _Changes:
         self.found = []
         return self.found
 
-    def add(self, category: str, owner: str, nbytes: int) -> None:
+    def add(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Notes bytes that come or go; none are no change."""
         if nbytes:
-            self.found.append(ByteChange(Tier.DEVICE, category, owner, nbytes))
+            self.found.append(ByteChange(tier, category, owner, nbytes))
 
     def add_gradient(self, block: int, nbytes: int) -> None:
         """The same of a block's gradient."""
@@ -157,7 +158,18 @@ class _Changes:
 class _Draft:
     """An operation in the making."""
 
-    __slots__ = ("after", "changes", "during", "gives", "is_chain", "transfers", "waits", "waits_after", "work")
+    __slots__ = (
+        "after",
+        "changes",
+        "during",
+        "gives",
+        "host_work",
+        "is_chain",
+        "transfers",
+        "waits",
+        "waits_after",
+        "work",
+    )
 
     def __init__(self, changes: list[ByteChange]) -> None:
         self.changes = changes
@@ -169,6 +181,7 @@ class _Draft:
         self.is_chain = True
         self.gives: Token | None = None
         self.work: tuple[tuple[WorkKind, float], ...] = ()
+        self.host_work: tuple[tuple[WorkKind, float], ...] = ()
 
     def finish(self, action: Action) -> Operation:
         """The operation, which changes no more."""
@@ -183,6 +196,7 @@ class _Draft:
             after=tuple(self.after),
             gives=self.gives,
             work=self.work,
+            host_work=self.host_work,
         )
 
 
@@ -216,10 +230,11 @@ class _Lowering:
         self._gradients = GradientBytes(
             plan, profile, self._facts, adds_apart=adds_apart, change=self._changes.add_gradient
         )
-        self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed))
-        self._line_bytes = 0
+        self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed, device=device))
+        self._line_bytes: Mapping[Tier, int] = self._line.peak_bytes
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
         self._homes = [plan.block(block.name) for block in profile.blocks]
+        self._updates_on_host = [homes.updates_on_host(device) for homes in self._homes]
         self._weight_bytes = [flat_weight_bytes(block) for block in profile.blocks]
         self._visiting: set[int] = set()
         self._is_itemized = is_itemized
@@ -255,10 +270,13 @@ class _Lowering:
         batch_bytes = profile.buffer_bytes + inputs * self._schedule.microbatches
         if batch_bytes:
             yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
+        beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
         if self._staging_bytes:
-            yield ByteChange(Tier.DEVICE, "staging", "disk buffers", self._staging_bytes)
-        if uses_disk(plan, self._shape) and not is_processor(self._device):
+            yield ByteChange(beside, "staging", "disk buffers", self._staging_bytes)
+        if uses_disk(plan, self._shape) and beside is Tier.HOST:
             yield ByteChange(Tier.HOST, "staging", "pinned pieces", PINNED_STAGING_BYTES)
+        if moved := moved_weight_bytes(plan, profile, self._device):
+            yield ByteChange(Tier.HOST, "staging", "weights of updates", moved)
         for index, block in enumerate(profile.blocks):
             homes, owner = self._homes[index], self._owner[index]
             states = profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
@@ -289,8 +307,9 @@ class _Lowering:
             case _:
                 draft.during = list(draft.changes)
                 self._settle(action)
-                self._change("staging", "updates", self._line.peak_bytes - self._line_bytes)
-                self._line_bytes = self._line.peak_bytes
+                for tier, nbytes in self._line.peak_bytes.items():
+                    self._changes.add("staging", "updates", nbytes - self._line_bytes[tier], tier)
+                self._line_bytes = dict(self._line.peak_bytes)
         if draft.gives is not None:
             self._given[draft.gives] = None
         return draft.finish(action)
@@ -308,16 +327,14 @@ class _Lowering:
                 self._transfer(self._homes[b].weight_home, "read", "weight", size)
                 draft.gives = Token(_FETCH, self._owner[b])
             case Release(block=b):
-                self._line.wait(b)
                 self._change("weight", self._owner[b], -self._weight_bytes[b])
                 self._visiting.discard(b)
-                draft.waits = [*self._waits(_FETCH, b), *self._waits(_UPDATE, b)]
+                draft.waits = [*self._waits(_FETCH, b), *self._updated(b)]
             case Accumulate(block=b):
                 self._accumulate(b)
             case Clear(block=b):
-                self._line.wait(b)
                 self._gradients.clear(b)
-                draft.waits = self._waits(_UPDATE, b)
+                draft.waits = self._updated(b)
             case Update(block=b):
                 self._update(b)
             case Norm() | Unscale() | Check():
@@ -328,7 +345,8 @@ class _Lowering:
                 self._line.wait_for_all()
                 draft.waits = [*self._all_of(_ACCUMULATE), *self._all_of(_UPDATE)]
                 if self._plan.is_atomic and self._staging_bytes:
-                    draft.during.append(ByteChange(Tier.DEVICE, "staging", "new versions", _COMPLETING_BYTES))
+                    beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
+                    draft.during.append(ByteChange(beside, "staging", "new versions", _COMPLETING_BYTES))
             case _:
                 pass
 
@@ -349,7 +367,7 @@ class _Lowering:
         draft.gives = Token(_ACCUMULATE, self._owner[block])
 
     def _update(self, block: int) -> None:
-        """Reads, works and writes as a pipeline: it ends when the slowest of the three has. The device works, wherever the bytes rest."""
+        """Reads, works and writes as a pipeline: it ends when the slowest of the three has."""
         draft = self._draft
         self._gradients.end_leaving()
         self._line.submit(block, is_here=self._is_here(block))
@@ -361,7 +379,11 @@ class _Lowering:
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(Transfer(tier, direction, category, nbytes))
         draft.is_chain = False
-        draft.work = update_work(self._plan, self._profile, block)
+        work = update_work(self._plan, self._profile, block)
+        if self._updates_on_host[block]:
+            draft.host_work = work
+        else:
+            draft.work = work
         draft.gives = Token(_UPDATE, self._owner[block])
 
     # --- computing --------------------------------------------------------------------------------------------------------------
@@ -510,6 +532,13 @@ class _Lowering:
 
     def _given_only(self, token: Token) -> list[Token]:
         return [token] if token in self._given else []
+
+    def _updated(self, block: int) -> list[Token]:
+        """Waits for the block's update before its device bytes go. One on the host touches none of them: it goes on."""
+        if self._updates_on_host[block]:
+            return []
+        self._line.wait(block)
+        return self._waits(_UPDATE, block)
 
     def _all_of(self, kind: str) -> list[Token]:
         return [token for token in self._given if token.kind == kind]

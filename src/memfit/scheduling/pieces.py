@@ -1,11 +1,12 @@
 """What updates hold for a moment: pieces that come from their homes, are worked on, and go back.
 
-In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces.
+In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces, on the device and on the host.
 
 [Note: three pieces]
 Updates are made one after the other, piece by piece (`homes.updates`). While a piece is updated, the next one comes and the one before it leaves, also
 from one block to the next. So at the worst there are at once: what leaves of one piece, all of the next, and what comes of the one after it. What rests on the
-device, and the weights of a block that visits, are worked on where they lie and take nothing.
+device, and the weights of a block that visits, are worked on where they lie and take nothing. An update on the host has its pieces there, and what rests there
+takes nothing; weights at home on the device pass through pinned pieces that stay (`moved_weight_bytes`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.core.layout import PIECE_ELEMENTS
+from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
 from memfit.core.plan import Plan, Tier
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
 
@@ -30,7 +31,7 @@ _DIFFERENCE_BYTES = 2 + 1 / 8
 
 @dataclass(frozen=True, kw_only=True)
 class PieceBytes:
-    """One piece's bytes on the device.
+    """One piece's bytes, where it is worked on.
 
     Attributes:
         coming: memory that it is brought into, until it has been worked on.
@@ -50,13 +51,20 @@ class UpdatePieces:
         plan: the decisions.
         profile: with `updates`; a parameter without an entry is not updated.
         is_summed: gradients on the device are in the masters' dtype.
+        device: as `core.plan.is_processor` takes it.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, *, is_summed: bool) -> None:
+    def __init__(self, plan: Plan, profile: Profile, *, is_summed: bool, device: str = "cpu") -> None:
         self._plan = plan
+        self._device = device
         self._profile = profile
         self._is_summed = is_summed
         self._found: dict[tuple[int, bool], tuple[PieceBytes, ...]] = {}
+
+    def place(self, block: int) -> Tier:
+        """The tier whose processor works on a block's pieces."""
+        homes = self._plan.block(self._profile.blocks[block].name)
+        return Tier.HOST if homes.updates_on_host(self._device) else Tier.DEVICE
 
     def of(self, block: int, *, is_here: bool) -> tuple[PieceBytes, ...]:
         """The pieces of a block in order; of a long row of equal ones no more than tell its most.
@@ -81,6 +89,12 @@ class UpdatePieces:
         self, block: BlockProfile, parameter: TensorProfile, update: UpdateProfile, elements: int, *, is_here: bool
     ) -> PieceBytes:
         plan, homes = self._plan, self._plan.block(block.name)
+        on_host = homes.updates_on_host(self._device)
+        place = Tier.HOST if on_host else Tier.DEVICE
+        # What does not rest where it is worked on comes in pieces. On the host a weight at home on the device goes, but where a master is made of it, through
+        # the pinned pieces that `moved_weight_bytes` counts.
+        is_read_here = homes.weight_home is Tier.HOST if on_host else is_here
+        is_here = homes.weight_home is not Tier.DISK if on_host else is_here
         numel = math.prod(parameter.shape)
         has_master = bool(parameter.master_nbytes)
         whole = parameter.master_nbytes or parameter.nbytes
@@ -92,11 +106,11 @@ class UpdatePieces:
         made = 0  # at the end of the work: what goes home and is not what came
         # The master, or the weight where it is its own.
         rounded = share(parameter.nbytes) if has_master and not is_here else 0
-        has_state_away = homes.state_home is not Tier.DEVICE
+        has_state_away = homes.state_home is not place
         if has_master and (plan.splits_masters or plan.drops_masters):
             # Made of the weight, and of what is kept beside it.
             kept = share(_DIFFERENCE_BYTES * numel) if plan.splits_masters else 0
-            coming += share(whole) + rounded + kept
+            coming += share(whole) + (0 if is_read_here else share(parameter.nbytes)) + kept
             made += kept
             leaving += kept if has_state_away else 0
         elif has_state_away if has_master else not is_here:
@@ -106,9 +120,9 @@ class UpdatePieces:
             made += rounded
         leaving += rounded if homes.weight_home is not Tier.DEVICE else 0
         # The gradient.
-        if homes.gradient_home is not Tier.DEVICE:
+        if homes.gradient_home is not place:
             coming += share(whole)
-        elif whole != parameter.nbytes and not self._is_summed:
+        elif whole != parameter.nbytes and not self._is_summed and not on_host:
             working += share(whole)
         # States: what is encoded is decoded to work on it, and encoded into other memory.
         coming += share(update.state_bytes) if has_state_away else 0
@@ -138,13 +152,13 @@ class Line:
     def __init__(self, pieces: UpdatePieces) -> None:
         self._pieces = pieces
         self._waiting: list[tuple[int, bool]] = []
-        self._last: list[PieceBytes] = []
-        self.peak_bytes = 0
+        self._last: dict[Tier, list[PieceBytes]] = {}
+        self.peak_bytes: dict[Tier, int] = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0)
 
     def submit(self, block: int, *, is_here: bool) -> None:
         """A block's update begins."""
         self._waiting.append((block, is_here))
-        self._join(self._pieces.of(block, is_here=is_here))
+        self._join(self._pieces.place(block), self._pieces.of(block, is_here=is_here))
 
     def wait(self, block: int) -> None:
         """A block's update is through, and with it those that began before."""
@@ -157,17 +171,33 @@ class Line:
         self._restart([])
 
     def _restart(self, left: list[tuple[int, bool]]) -> None:
-        self._waiting, self._last, self.peak_bytes = [], [], 0
+        self._waiting, self._last = [], {}
+        self.peak_bytes = dict.fromkeys(self.peak_bytes, 0)
         for block, is_here in left:
             self.submit(block, is_here=is_here)
 
-    def _join(self, pieces: tuple[PieceBytes, ...]) -> None:
-        row = [*self._last, *pieces]
+    def _join(self, place: Tier, pieces: tuple[PieceBytes, ...]) -> None:
+        # Those of the other processor that lie between two of this one's only take time: the two are counted as neighbours.
+        row = [*self._last.get(place, ()), *pieces]
         for index, piece in enumerate(row):
             before = row[index - 1].leaving if index else 0
             after = row[index + 1].coming if index + 1 < len(row) else 0
-            self.peak_bytes = max(self.peak_bytes, before + piece.coming + piece.working + after)
-        self._last = row[-2:]
+            self.peak_bytes[place] = max(self.peak_bytes[place], before + piece.coming + piece.working + after)
+        self._last[place] = row[-2:]
+
+
+def moved_weight_bytes(plan: Plan, profile: Profile, device: str) -> int:
+    """Host memory through which updates on the host take new weights to the device, and bring them where no master says them: `MOVED_PIECES` of the largest."""
+    largest = 0
+    for block in profile.blocks:
+        homes = plan.block(block.name)
+        if not homes.updates_on_host(device) or homes.weight_home is not Tier.DEVICE:
+            continue
+        for parameter in block.parameters:
+            if parameter.name in profile.updates and parameter.requires_grad and (numel := math.prod(parameter.shape)):
+                elements = max(_cut(parameter, profile.updates[parameter.name]), default=0)
+                largest = max(largest, parameter.nbytes // numel * elements)
+    return MOVED_PIECES * largest
 
 
 def added_bytes(block: BlockProfile) -> int:

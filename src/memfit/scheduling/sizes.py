@@ -16,7 +16,7 @@ from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.shape import StepShape
 from memfit.core.units import MIB, round_up
 
-# Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: with an accelerator they lie beside the device.
+# Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: beside an accelerator they are host memory.
 STAGING_BYTES = 4 * MIB
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
@@ -149,13 +149,15 @@ def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int, scheme:
 def update_traffic(
     plan: Plan, profile: Profile, block: int, *, is_visiting: bool, device: str = "cpu"
 ) -> UpdateTraffic:
-    """Bytes that an update of a block moves between the device, which computes it, and the homes.
+    """Bytes that an update of a block moves between the processor that computes it and the homes.
 
     What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read, and weight, master and states are written back; a weight that
-    visits is not read again, nor is one that is rounded from a whole master.
+    visits is not read again, nor is one that is rounded from a whole master. On the host nothing visits: what rests there does not move, and a weight at home
+    on the device comes down, unless a whole master says it, and goes up again.
     """
     profiled = profile.blocks[block]
     homes = plan.block(profiled.name)
+    on_host = homes.updates_on_host(device)
     place = homes.weight_home
     read: Counter[tuple[Tier, str]] = Counter()
     written: Counter[tuple[Tier, str]] = Counter()
@@ -166,11 +168,16 @@ def update_traffic(
     }
     has_masters = flat_master_bytes(profiled) > 0
     # A split master is read together with the weight that says its upper bits; without masters, the weight is all there is.
-    reads_weight = not is_visiting and (plan.splits_masters or plan.drops_masters or not has_masters)
+    reads_weight = (on_host or not is_visiting) and (plan.splits_masters or plan.drops_masters or not has_masters)
     if has_masters:
         sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
     for category, (home, nbytes) in sizes.items():
-        if updates_in_place(home, device):
+        if home is Tier.HOST if on_host else updates_in_place(home, device):
+            continue
+        if home is Tier.DEVICE:
+            # The weight alone, over the link to the host: what is read of it leaves the device.
+            read[Tier.HOST, category] += nbytes
+            written[Tier.HOST, category] += nbytes if reads_weight else 0
             continue
         if category != "weight" or reads_weight:
             read[home, category] += nbytes
