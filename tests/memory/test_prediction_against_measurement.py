@@ -170,6 +170,8 @@ VARIANTS: dict[str, Callable[[Profile], Plan]] = {
     "arguments-away": lambda profile: Plan(
         calls=plans.fates(profile, CallPlan(saved=Saved.RECOMPUTE, boundary_home=Tier.DISK))
     ),
+    # A tail of many layers gives up nothing before all of it has run back.
+    "long-tail-2": lambda profile: Plan(microbatches=2, blocks=plans.on_disk(profile), tail=2),
     "bf16-resident": lambda profile: Plan(compute_dtype=BF16),
     "bf16-disk": lambda profile: Plan(blocks=plans.on_disk(profile), compute_dtype=BF16),
     "bf16-disk-recompute-4": lambda profile: replace(_known("disk-recompute-4", profile), compute_dtype=BF16),
@@ -337,6 +339,7 @@ DEFAULT = {
         "offload",
         "select",
         "microbatch-major-4",
+        "long-tail-2",
         "bf16-resident",
         "bf16-disk",
         "bf16-disk-recompute-4",

@@ -191,7 +191,15 @@ class _Step:
         before = [t for t in self.texts[:position] if t in (f"fetch B{block}", f"release B{block}")]
         return bool(before) and before[-1].startswith("fetch")
 
+    def is_in_tail(self, position: int) -> bool:
+        """Between a seed and the last backward of its pass, where a pass is one tail's."""
+        return self.tail is not None and any(
+            isinstance(self.actions[p[0]], Seed) and p[0] < position < p[-1] for p in self.passes if p
+        )
+
     def weights(self) -> bool:
+        if any(self.is_in_tail(i) for i, t in enumerate(self.texts) if t.startswith("release")):
+            return False
         for b in range(len(self.profile.blocks)):
             moves = [self.texts[i].split()[0] for i in self.at(f"fetch B{b}", f"release B{b}")]
             if moves != ["fetch", "release"] * (len(moves) // 2) or (moves and not self.visits(b)):
@@ -245,6 +253,9 @@ class _Step:
         return max(i for p in self.passes for i in p)
 
     def gradients(self) -> bool:
+        settling = ("accumulate", "update", "clear")
+        if any(self.is_in_tail(i) for i, t in enumerate(self.texts) if t.split()[0] in settling):
+            return False
         for b, profiled in enumerate(self.profile.blocks):
             accumulates, updates, clears = self.at(f"accumulate B{b}"), self.at(f"update B{b}"), self.at(f"clear B{b}")
             if not self.trains(b):

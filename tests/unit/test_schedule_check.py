@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memfit.core.errors import PlanError
@@ -93,6 +95,14 @@ def test_an_illegal_edit_of_a_fused_step_is_pointed_at(edit: str, action: str, r
 def test_an_illegal_edit_of_a_clipped_step_is_pointed_at(edit: str, action: str, reason: str) -> None:
     with pytest.raises(PlanError, match=rf"^action \d+, {action}: .*{reason}"):
         check_schedule(edited(CLIPPED, edit, clips_norm=True), CLIPPED, PROFILE, clips_norm=True)
+
+
+@pytest.mark.parametrize("edit", ["update B4 < backward C3 m1", "release B4 < backward C3 m1"])
+def test_nothing_leaves_and_nothing_is_updated_while_a_tail_runs_back(edit: str) -> None:
+    plan = replace(FUSED, tail=3)
+    moved = edit.partition(" < ")[0]
+    with pytest.raises(PlanError, match=rf"^action \d+, {moved}: the tail is running back"):
+        check_schedule(edited(plan, edit), plan, PROFILE)
 
 
 def test_a_schedule_that_ends_too_early_is_refused() -> None:

@@ -31,7 +31,8 @@ reload, accumulate, update) return at once; whoever needs the result waits for i
 *Passes of backward.* Without a tail, a seed runs through all the backwards that follow it. With a tail (layer-major
 order), `seed m0` runs from the loss of m0 down to the tail's first call and stops at its cut; when all microbatches have
 done so, the engine begins one joint backward of all of them, from the cut, at the first backward of a call before the
-tail. No seed announces it.
+tail. No seed announces it. Inside a tail's backward no gradient goes home, nothing is updated and no weights leave: autograd hands
+over the gradients of a tail when all of it has run back (`engine.tail`).
 
 *What stays.* What `offload C5 m0` moves is decided by the plan: all that call 5 saved (offload), or the arguments of the
 recompute segment that begins at call 5 (recompute, select). With several microbatches the tail's blocks stay on the

@@ -294,7 +294,6 @@ class Engine:
         self._cuts: list[CutEdge] = []
         self._hooks_before_tail: list[dict[int, Any]] = []
         self._tail_began: dict[int, int] = {}
-        self._deferred: list[Action] = []
         self._opened.clear()
         self._recomputing = 0
         self._work: StepInput | None = None
@@ -444,9 +443,6 @@ class Engine:
             self._aliases.forget()
             self._finish_frames()
             self._phase = EnginePhase.FORWARD
-            deferred, self._deferred = self._deferred, []
-            for action in deferred:
-                self._do(action)
             if self._cuts and not self._foresees_joint():
                 self._departures.append("gradients reach calls before the tail, where the trace saw none")
                 self._run_joint()
@@ -680,12 +676,7 @@ class Engine:
                 if isinstance(passed, Forward | Start | Seed | Commit):
                     raise PlanError(f"autograd reached {action} before the schedule's {passed}")
                 self._next += 1
-                if isinstance(passed, Backward):
-                    continue
-                if self._phase is EnginePhase.TAIL and isinstance(passed, Accumulate | Update | Clear | Release):
-                    # A tail's gradients reach the parameters when its whole backward returns (see `differentiate_tail`).
-                    self._deferred.append(passed)
-                else:
+                if not isinstance(passed, Backward):
                     self._do(passed)
             self._next = position + 1
         self.at = str(action)

@@ -106,6 +106,11 @@ class _Checker:
     def take(self, action: Action) -> None:
         """Checks one action and takes its effect."""
         _require(not self.committed, "the step is already committed")
+        if isinstance(action, Accumulate | Update | Clear | Release):
+            _require(
+                not self.passes.is_in_tail,
+                "the tail is running back, and gives up gradients and weights only when it has",
+            )
         match action:
             case Start() | Forward() | Seed() | Backward():
                 self._compute(action)

@@ -7,7 +7,8 @@ In: `Plan`, `StepShape`, `ComputeOrder`. Out: placed accumulates, norm, updates,
 the states have been read and written. With `prefetch` of at least 1 they therefore come one compute action later: for
 that long the device holds one more gradient, or one more visiting block, which takes the place of a block fetched
 ahead (see `visit_actions`): an update moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
-0 they come directly, and nothing extra is held.
+0 they come directly, and nothing extra is held. Inside a tail nothing is updated before all of it has run back, and what waits
+for an update comes then at the earliest.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
     """After the last backward of a stage that adds to a block's gradient, it goes home (if that is not the device)."""
     shape = order.shape
     contributors = {c.position: shape.contributes[c.segment] for c in order.computes if c.is_backward}
+    whole = {c.position: order.gap_whole(ordinal) for ordinal, c in enumerate(order.computes)}
     placed: list[Placed] = []
     for stage in order.stages:
         last: dict[int, int] = {}
@@ -30,7 +32,7 @@ def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
             last.update(dict.fromkeys(contributors.get(position, ()), position))
         last.update(dict.fromkeys(shape.loose, stage[-1]))
         placed += [
-            Placed(gap=position + 1, phase=GapPhase.ACCUMULATE, action=Accumulate(block))
+            Placed(gap=whole.get(position, position + 1), phase=GapPhase.ACCUMULATE, action=Accumulate(block))
             for block, position in sorted(last.items())
             if plan.block(shape.blocks[block]).gradient_home is not Tier.DEVICE
         ]
@@ -61,8 +63,10 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
     ordinals = {c.position: i for i, c in enumerate(order.computes)}
     placed: list[Placed] = []
     for block, position in sorted(updates.items()):
-        placed.append(Placed(gap=position + 1, phase=GapPhase.UPDATE, action=Update(block)))
-        gap = waiting_gap(order, ordinals[position], plan.prefetch) if position in ordinals else position + 1
+        ordinal = ordinals.get(position)  # None: of a seed
+        begin = position + 1 if ordinal is None else order.gap_whole(ordinal)
+        placed.append(Placed(gap=begin, phase=GapPhase.UPDATE, action=Update(block)))
+        gap = begin if ordinal is None else waiting_gap(order, ordinal, plan.prefetch)
         placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
     last: list[Action] = [Unscale(), Check()] if plan.scales_losses else []
     last += [Norm()] if clips_norm else []
@@ -81,7 +85,7 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
 def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:
     """The gap where the end of an update that began after `ordinal` is waited for."""
     is_later = prefetch >= 1 and ordinal + 1 < len(order.computes)
-    return order.gap_after(ordinal + 1 if is_later else ordinal)
+    return max(order.gap_after(ordinal + 1 if is_later else ordinal), order.gap_whole(ordinal))
 
 
 def _clears(plan: Plan, order: ComputeOrder, block: int) -> list[Action]:

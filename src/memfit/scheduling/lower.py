@@ -242,6 +242,7 @@ class _Lowering:
         self._costs = self._all_costs()
         self._done = [0] * schedule.microbatches
         self._cut_bytes = self._bytes_at_cut()
+        self._tail_left = 0
         self._joint_left = sum(isinstance(a, Backward) and not self._is_of_tail(a) for a in schedule)
         self._crossed: set[int] = set()
         self._live = [0] * schedule.microbatches
@@ -294,7 +295,7 @@ class _Lowering:
 
     def _lower(self, action: Action) -> Operation:
         self._draft = draft = _Draft(self._changes.begin())
-        if not self._is_of_tail(action):
+        if not self._tail_left:
             self._gradients.end_arrivals()
         if not self._joint_left:
             while self._crossed:
@@ -392,11 +393,13 @@ class _Lowering:
         added = relief = 0
         if isinstance(action, Seed):
             self._gradients.begin_pass()
+            self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
         if isinstance(action, Backward):
             segment = self._segment[action.first]
+            self._tail_left -= self._is_of_tail(action)
             relief = self._relief_bytes(segment, self._gradients.arrival(segment))
             contributors = {*self._shape.contributes[segment], *self._shape.loose}
             added = self._gradients.contribute(contributors, segment)

@@ -93,9 +93,25 @@ class ComputeOrder:
         """The gap right after a forward or backward."""
         return self.computes[ordinal].position + 1
 
+    def gap_whole(self, ordinal: int) -> int:
+        """The gap in which what a forward or backward has made is whole: right after it; of a tail's backward, after the tail's last one.
+
+        A microbatch's tail runs back in one piece: its gradients reach the parameters, and its weights may leave, when all of it has (`engine.tail`).
+        """
+        return self.gap_after(self._tail_ends.get(ordinal, ordinal))
+
+    @cached_property
+    def _tail_ends(self) -> dict[int, int]:
+        """By ordinal of a tail's backward: that of the same microbatch's last one."""
+        if not self.keeps_tail:
+            return {}
+        of_tail = [c.is_backward and c.segment >= self.shape.tail_segment for c in self.computes]
+        last = {c.microbatch: ordinal for ordinal, c in enumerate(self.computes) if of_tail[ordinal]}
+        return {ordinal: last[c.microbatch] for ordinal, c in enumerate(self.computes) if of_tail[ordinal]}
+
     def stays(self, ordinal: int, following: int) -> bool:
         """A block used by both stays between: they are neighbours, or both in a tail that keeps its blocks."""
-        if following == ordinal + 1:
+        if following == self._tail_ends.get(ordinal, ordinal) + 1:
             return True
         tail = self.shape.tail_segment
         return self.keeps_tail and self.computes[ordinal].segment >= tail and self.computes[following].segment >= tail

@@ -50,6 +50,11 @@ class Passes:
         """A backward has begun."""
         return bool(self._seeded)
 
+    @property
+    def is_in_tail(self) -> bool:
+        """The tail of a microbatch is running back: what it makes is not whole before its last backward."""
+        return self._has_tail and bool(self._pending) and self._pending[0][0] >= self._shape.tail_segment
+
     def has_run(self, segment: int, microbatch: int) -> bool:
         """The segment went forward for this microbatch."""
         return self._progress.get(microbatch, 0) > segment

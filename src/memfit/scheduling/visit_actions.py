@@ -51,7 +51,7 @@ def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) 
             if following is not None and order.stays(ordinal, following):
                 continue
             is_updated = updates.get(block) == order.computes[ordinal].position
-            gap = waiting_gap(order, ordinal, prefetch) if is_updated else order.gap_after(ordinal)
+            gap = waiting_gap(order, ordinal, prefetch) if is_updated else order.gap_whole(ordinal)
             visits.append(Visit(block=block, first=first, last=ordinal, release_gap=gap))
             first = following if following is not None else first
     return sorted(visits, key=lambda v: (v.first, v.block))
@@ -64,7 +64,8 @@ def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) ->
     # Groups on the device at a compute action that does not use them, by its ordinal; a group's name is its first use.
     unused: list[set[tuple[int, bool]]] = [set() for _ in order.computes]
     for visit in visits:
-        if visit.release_gap > order.gap_after(visit.last):
+        # Blocks of a tail stay in it anyway.
+        if visit.release_gap > order.gap_whole(visit.last):
             unused[visit.last + 1].add((visit.first, True))
     released: dict[int, int] = {}
     groups: dict[int, list[Visit]] = {}
