@@ -226,7 +226,7 @@ def test_a_flipped_bit_of_a_gradient_or_the_record_is_found(tmp_path: Path, io: 
             content = EVEN.gradient(1, block)
             store.region(f"{block}/gradient").write(0, len(content), filled(content), slot="current").wait()
         EVEN.journal(store).begin(1, EVEN.record(1, 0))
-        state = store.disk._states[name]
+        state = store.disk._regions[name]
         place = state.places[state.committed]
         store.close()
         path = directory / f"homes-{place.file}.bin"

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
 
 import torch
 
+from memfit.core.closing import ClosesAtExit
 from memfit.store import DiskIO, Extent, ScratchFile, memory_of_storage
 from memfit.tensors.guard import is_away
 
 _LEAST_BYTES = 64 << 10
 
 
-class WeightsAside:
+class WeightsAside(ClosesAtExit):
     """The bytes of parameters, in an unnamed file. A context manager: what is still aside at its end comes back.
 
     Parameters keep shape, strides and identity; a storage that several share goes once. Storages that cannot be resized (mapped files, borrowed
@@ -106,9 +106,3 @@ class WeightsAside:
             self._bring(key)
         self._file.close()
         self._io.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 from torch import nn
 
+from memfit.core.closing import ClosesAtExit
 from memfit.deferred.origin import Origin
 from memfit.files.matching import Matched, match
 from memfit.files.opening import open_weight_files
 
 
-class WeightFiles:
+class WeightFiles(ClosesAtExit):
     """The files of a model's weights, open. A context manager.
 
     Names and layout are matched as transformers' `from_pretrained` does, by its own rules: renamed, packed and cut tensors, the base model's prefix, tied weights
@@ -94,9 +94,3 @@ class WeightFiles:
     def close(self) -> None:
         """Closes the files; may be repeated."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
+from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import StoreError
 from memfit.core.units import format_bytes
 from memfit.files.tensor_bytes import row_major_parts
@@ -30,7 +29,7 @@ from memfit.tensors.container import (
 from memfit.tensors.trees import new_storage, typed_view
 
 
-class TensorFile:
+class TensorFile(ClosesAtExit):
     """An open file.
 
     Memory: the header; one piece of 8 MiB while a tensor is read. The page cache is emptied behind the reading.
@@ -128,11 +127,3 @@ class TensorFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

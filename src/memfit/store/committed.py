@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
+from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import UsageError
 from memfit.core.units import KIB, round_up
 from memfit.store.checksums import PIECE_BYTES
@@ -41,7 +42,7 @@ Durability = Literal["step", "exit"] | int
 State = Mapping[str, Any]
 
 
-class CommittedStore:
+class CommittedStore(ClosesAtExit):
     """An open store with commits. Made by `create` or `open`; one at a time for a directory, over all processes.
 
     Disk: twice its regions, in whole blocks, and twice `state_bytes`, claimed at creation. Moved: a step writes what it
@@ -178,11 +179,6 @@ class CommittedStore:
     def step(self) -> int | None:
         """The step whose versions reads see."""
         return self.disk.step if self._ended is None else self._ended
-
-    @property
-    def can_forget_a_step(self) -> bool:
-        """A step that fails before `end_step` has not touched what reads see. False between rarer commits."""
-        return not self.disk.has_advanced
 
     def check(self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str]) -> None:
         """Refuses a store that holds something else than what is wanted, as `open` does with the same arguments.
@@ -325,12 +321,6 @@ class CommittedStore:
         finally:
             self._ended = None
             self.disk.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
-        self.close()
 
 
 def check_durability(durability: object) -> None:

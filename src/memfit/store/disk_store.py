@@ -16,8 +16,8 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
+from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.layout import Scheme
 from memfit.store.directory import create_files, files_of, open_files, read_manifest_file, remove_files
@@ -36,13 +36,14 @@ from memfit.store.manifest import (
 from memfit.store.os_errors import explain, store_error
 from memfit.store.placement import RegionSpec, lay_out, lay_out_moving
 from memfit.store.publish import DoubtError, publish, settle, sync_files
-from memfit.store.region import Region, RegionState, check_complete, share_room
-from memfit.store.sealing import JournalNote, check_in_place, complete_sums, filled_at_first, next_manifest
+from memfit.store.region import Region
+from memfit.store.region_table import RegionTable
+from memfit.store.sealing import JournalNote, check_in_place, complete_sums, next_manifest
 from memfit.store.state_files import read_state, write_state
 from memfit.store.tensor_tables import differences, in_words
 
 
-class DiskStore:
+class DiskStore(ClosesAtExit):
     """An open store. Made by `create` or `open`; one at a time for a directory, over all processes.
 
     Dropping it without `close` frees the lock and the files and loses what was not committed.
@@ -87,25 +88,7 @@ class DiskStore:
         self._in_doubt: str | None = "it was opened to be looked at" if reads_only else None
         self._texts: dict[str, tuple[RegionEntry, str]] = {}
         self._verifies = verifies
-        self._states = {
-            name: RegionState(
-                entry.spec,
-                entry.places,
-                list(entry.steps),
-                entry.current,
-                manifest.piece_bytes if manifest.keeps_sums_of(entry.spec) else None,
-            )
-            for name, entry in manifest.regions.items()
-        }
-        if manifest.scheme == "journal":
-            share_room(self._states)
-        for name, entry in manifest.regions.items():
-            sums = self._states[name].sums
-            if sums is not None and entry.sums is not None:
-                sums[entry.current].load(entry.sums)
-            elif sums is not None and is_new:
-                for slot_sums in sums:
-                    slot_sums.know_zeros()
+        self._regions = RegionTable(manifest, is_new=is_new)
 
     @classmethod
     def create(
@@ -263,13 +246,12 @@ class DiskStore:
             moved: asked as if the next versions of these were committed.
         """
         with self._lock:
-            state = self._state(name)
-            return state.is_free(state.spare, [self._state(other) for other in moved])
+            return self._regions.is_free(name, moved)
 
     def shares_room(self, name: str) -> bool:
         """Slots of other regions overlap those of this one."""
         with self._lock:
-            return any(self._state(name).under)
+            return any(self._regions[name].under)
 
     @property
     def generation(self) -> int:
@@ -282,24 +264,14 @@ class DiskStore:
         return sum(self._manifest.file_bytes)
 
     @property
-    def has_advanced(self) -> bool:
-        """Reads see versions that are not committed yet; see `advance`."""
-        return any(state.current != state.committed for state in self._states.values())
-
-    @property
     def piece_bytes(self) -> int | None:
         """How many bytes a checksum covers; None without checksums."""
         return self._manifest.piece_bytes
 
     @property
-    def is_direct(self) -> bool:
-        """True if the file system takes direct I/O for all files."""
-        return all(handle.is_direct for handle in self._handles)
-
-    @property
     def regions(self) -> Mapping[str, RegionSpec]:
         """What the store holds."""
-        return {name: state.spec for name, state in self._states.items()}
+        return {name: state.spec for name, state in self._regions.items()}
 
     def region(self, name: str) -> Region:
         """A region, to read and write.
@@ -309,7 +281,7 @@ class DiskStore:
         """
         return Region(
             name=name,
-            state=self._state(name),
+            state=self._regions[name],
             handles=self._handles,
             io=self.io,
             lock=self._lock,
@@ -342,7 +314,8 @@ class DiskStore:
             StoreError: a write failed, or the store is closed or in doubt. Reads see what they saw.
         """
         with self._lock:
-            for state in self._ready(flips).values():
+            self._check_usable(is_write=True)
+            for state in self._regions.ready(flips).values():
                 state.current = state.spare
 
     def roll_back(self) -> None:
@@ -353,12 +326,7 @@ class DiskStore:
         """
         with self._lock:
             self._check_usable(is_write=True)
-            for state in self._states.values():
-                state.current = state.committed
-                if state.spec.slots == 2 and state.steps[state.committed] is not None:
-                    for ticket in state.logs[state.spare].pending():
-                        ticket.join()
-                    state.logs[state.spare].forget_writes()
+            self._regions.roll_back()
 
     def commit(
         self,
@@ -391,22 +359,21 @@ class DiskStore:
         if state is not None and not self._manifest.has_state_files:
             raise UsageError("this store keeps no state beside its regions: create it with `state_bytes`")
         with self._lock:
-            named = list(flips)
-            advanced = [name for name, found in self._states.items() if found.current != found.committed]
-            flipped = self._ready([*named, *(name for name in advanced if name not in named)])
+            self._check_usable(is_write=True)
+            flipped = self._regions.ready(flips, with_advanced=True)
             if self.scheme == "journal":
-                self._end_transfers()  # reads too: what lies under a version that moved may be written next
-            check_in_place(self._states)
+                self._regions.end_transfers()  # reads too: what lies under a version that moved may be written next
+            check_in_place(self._regions)
             self._directory_lock.check_held()
-            filled = self._filled(journal)
+            filled = self._regions.filled(journal, is_first=self.step is None)
             try:
                 entry = None if journal is None else self._manifest.state
                 if state is not None:
                     entry = write_state(self._state_handles, state, current=self._manifest.state)
-                complete_sums(self._states, flipped, filled, self._handles, self.io)
+                complete_sums(self._regions, flipped, filled, self._handles, self.io)
                 manifest = next_manifest(
                     self._manifest,
-                    self._states,
+                    self._regions,
                     step=step,
                     flipped=flipped,
                     filled=filled,
@@ -421,7 +388,8 @@ class DiskStore:
             except DoubtError as error:
                 self._in_doubt = error.doubt
                 raise
-            self._adopt(manifest, flipped)
+            self._manifest = manifest
+            self._regions.adopt(manifest, flipped)
 
     def forget_writes(self, names: Iterable[str]) -> None:
         """What was written to regions with one slot that are not committed is no version: writes that failed are not asked for any more.
@@ -430,13 +398,7 @@ class DiskStore:
             UsageError: there is none of that name, or it is committed.
         """
         with self._lock:
-            for name in names:
-                state = self._state(name)
-                if state.spec.slots != 1 or (state.sums is not None and state.is_whole):
-                    raise UsageError(f"region {name!r} holds the committed step {state.steps[state.committed]}")
-                for ticket in state.logs[0].pending():
-                    ticket.join()
-                state.logs[0].forget_writes()
+            self._regions.forget_writes(names)
 
     def close(self, *, delete: bool = False) -> None:
         """Ends the transfers under way, closes the files and gives the directory back. Repeating it does nothing.
@@ -457,7 +419,7 @@ class DiskStore:
                 # A forked data loader that cleans up: its threads and files are copies, the store is the parent's.
                 self._let_go()
                 return
-            self._end_transfers()
+            self._regions.end_transfers()
             if self._owns_io:
                 self.io.close()
             try:
@@ -474,77 +436,16 @@ class DiskStore:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                         raise explain(error, doing="remove the directory", path=self.directory) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
-        self.close()
-
     def _let_go(self, *, remove_lock: bool = False) -> None:
         for handle in (*self._handles, *self._state_handles):
             handle.close()
         self._directory_lock.release(remove=remove_lock)
-
-    # ---- parts of a commit
-
-    def _end_transfers(self) -> None:
-        for state in self._states.values():
-            for log in state.logs:
-                for ticket in log.pending():
-                    ticket.join()
-
-    def _filled(self, journal: JournalNote | None) -> frozenset[str]:
-        """The regions with one slot and checksums that this commit makes whole."""
-        if journal is None:
-            return filled_at_first(self._states) if self.step is None else frozenset()
-        for name in (*journal.fills, *journal.frees):
-            state = self._state(name)
-            if state.spec.slots != 1 or state.sums is None:
-                raise UsageError(f"region {name!r} is none with one slot and checksums")
-            failure = state.logs[0].failure() if name in journal.fills else None
-            if failure is not None:
-                raise store_error(f"{name!r} was not written: {failure}", failure.errno) from failure
-        return journal.fills
-
-    def _state(self, name: str) -> RegionState:
-        state = self._states.get(name)
-        if state is None:
-            known = ", ".join(sorted(self._states)[:5])
-            raise UsageError(f"the store has no region {name!r:.200}; it has {len(self._states)}, such as {known}")
-        return state
 
     def _check_usable(self, *, is_write: bool) -> None:
         if self._is_closed:
             raise store_error(f"the store at {self.directory} is closed: open it again")
         if is_write and self._in_doubt is not None:
             raise store_error(f"the store at {self.directory} can only be read: {self._in_doubt}; open it again")
-
-    def _ready(self, flips: Iterable[str]) -> dict[str, RegionState]:
-        """The regions whose spare slots are whole, after the writes under way have ended."""
-        self._check_usable(is_write=True)
-        names = list(flips)
-        if len(set(names)) != len(names):
-            raise UsageError("a region is named twice in `flips`")
-        states = {name: self._state(name) for name in names}
-        for state in self._states.values():
-            for log in state.logs:
-                for ticket in log.pending_writes():
-                    ticket.join()
-        for name, state in states.items():
-            check_complete(name, state)
-        return states
-
-    def _adopt(self, manifest: Manifest, flipped: Mapping[str, RegionState]) -> None:
-        self._manifest = manifest
-        for name, state in self._states.items():
-            entry = manifest.regions[name]
-            is_new = state.steps != list(entry.steps)
-            state.steps, state.committed, state.current = list(entry.steps), entry.current, entry.current
-            if name in flipped:
-                # What was current is now the room for the next version, and none of that is written.
-                state.logs[state.spare].forget_writes()
-            if is_new or entry.steps[entry.current] == manifest.step:
-                state.logs[state.current].forget_writes()
 
 
 def check_same(found: Mapping[str, str], wanted: Mapping[str, str], directory: Path) -> None:

@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
+from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import UsageError
 from memfit.core.units import MIB, format_bytes, round_up
 from memfit.store.file_operations import FileOperations, open_unnamed
@@ -134,7 +134,7 @@ class ScratchStatistics:
     """Extents that are not free yet."""
 
 
-class ScratchFile:
+class ScratchFile(ClosesAtExit):
     """An unnamed file with an allocator.
 
     Args:
@@ -171,11 +171,6 @@ class ScratchFile:
         self._live_bytes = 0
         self._high_water_bytes = 0
         self._extents = 0
-
-    @property
-    def is_direct(self) -> bool:
-        """True if the file system takes direct I/O."""
-        return self._handle.is_direct
 
     def put(
         self, memory: Memory, nbytes: int | None = None, *, label: str = "activation", urgent: bool = False
@@ -265,12 +260,6 @@ class ScratchFile:
         """Gives the disk back, when the transfers under way have ended. Repeating it does nothing."""
         with self._lock:
             self._handle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if not self._handle.is_open:
