@@ -236,7 +236,7 @@ class OptimizerDriver:
         Raises:
             UsageError: outside of a step, twice in a step, pieces out of order or not aligned, or scalars that changed
                 between pieces.
-            UnsupportedError: the optimizer needs all parameters at once (`update_together`), or a sparse gradient.
+            UnsupportedError: the optimizer needs all parameters at once, or a sparse gradient.
         """
         entry = self._entry(name)
         verdict = self.verdict(name, weight_piece.dtype, weight_piece.device)
@@ -245,7 +245,7 @@ class OptimizerDriver:
             if verdict.kind is UpdateKind.JOINT:
                 raise UnsupportedError(
                     f"{entry.name!r} cannot be updated alone: {verdict.reason}. Its optimizer must see all weights, "
-                    "gradients and states at once (update_together, in a plan that keeps them all), or be replaced."
+                    "gradients and states at once: replace it."
                 )
             if first == (entry.name in self._open):
                 told = "a second first piece" if first else "a piece before the first one"
@@ -262,59 +262,15 @@ class OptimizerDriver:
                     "them as they were before the step; store the new ones with the last piece."
                 )
             state = shadow.run([part])[0]
-            self._check_keys(entry, part, state)
+            layout = self.state_layout(entry.name, part.weight.dtype)
+            structure.check_keys(type(self._optimizer).__name__, entry.name, layout, state)
             if last:
                 del self._open[entry.name]
                 self._done.add(entry.name)
             if weight_piece.shape != part.weight.shape:  # a 0-d weight: states go back as the piece came
-                like = {t.key for t in self.state_layout(entry.name, weight_piece.dtype) if t.shape_kind == "like"}
+                like = {t.key for t in layout if t.shape_kind == "like"}
                 state = {key: value.view(weight_piece.shape) if key in like else value for key, value in state.items()}
             return state
-
-    def update_together(
-        self, pieces: Mapping[str, tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]]
-    ) -> dict[str, State]:
-        """One step on whole parameters in one call, for `JOINT` optimizers.
-
-        Any other optimizer gets the same bits as by `update`. Call it once a step: a joint class counts calls.
-        Memory: all weights, gradients and states of the optimizer at once, and what the class needs beside them.
-
-        Args:
-            pieces: for every parameter that has a gradient: weight, gradient and state, whole and in their own shapes.
-                They reach the class in the order of its groups, whatever their order here.
-
-        Returns:
-            The new states by name, as `update` returns them. What the class wrote into its groups or attributes is
-            kept.
-
-        Raises:
-            UsageError: outside of a step, a parameter twice, or a shape that is not the parameter's.
-            UnsupportedError: a sparse gradient, or state that belongs to no parameter.
-        """
-        with self._lock:
-            given = {self._entry(name).name: piece for name, piece in pieces.items()}
-            order = [entry for entry in self._entries.values() if entry.name in given]
-            parts: list[Part] = []
-            for entry in order:
-                weight, gradient, state = given[entry.name]
-                shadow = self._shadow_for(entry)
-                if weight.shape != entry.parameter.shape:
-                    raise UsageError(
-                        f"{entry.name!r} was handed over in shape {tuple(weight.shape)}, not "
-                        f"{tuple(entry.parameter.shape)}."
-                    )
-                group, verdict = shadow.groups[entry.group], self._verdicts[entry.group]
-                structure.check_piece(entry, verdict, group, weight, gradient, whole=True)
-                parts.append(self._lend(entry, weight, gradient, state)[0])
-            if not parts:
-                return {}
-            shadow = self._shadow_for(order[0])
-            states = shadow.run(parts, every_group=True)
-            for entry, part, state in zip(order, parts, states, strict=True):
-                self._check_keys(entry, part, state)
-            shadow.write_back(self._optimizer)
-            self._done.update(given)
-            return {entry.name: state for entry, state in zip(order, states, strict=True)}
 
     # The user's object.
 
@@ -405,10 +361,6 @@ class OptimizerDriver:
         return part, {
             key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()
         }
-
-    def _check_keys(self, entry: Entry, part: Part, state: State) -> None:
-        layout = self.state_layout(entry.name, part.weight.dtype)
-        structure.check_keys(type(self._optimizer).__name__, entry.name, layout, state)
 
     def _check_loaded(self, loaded: Mapping[Any, State]) -> None:
         structure.check_groups(self._optimizer, self._entries.values(), self._structure)

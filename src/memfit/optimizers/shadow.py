@@ -154,11 +154,10 @@ class Shadow:
         self.used_groups: list[dict[str, Any]] = []
         """The group dicts of the latest `run` without their parameters, as the class left them."""
 
-    def run(self, parts: Sequence[Part], *, every_group: bool = False) -> list[State]:
+    def run(self, parts: Sequence[Part]) -> list[State]:
         """One step of the user's class on these parts, in place; returns each part's new state, in order.
 
-        The class sees the groups that own the parts, or, with `every_group`, all of them (those without a part are
-        empty).
+        The class sees only the groups that own the parts.
 
         Tensors that the class replaced instead of writing in place are copied back into the memory that was lent, so
         that weights and states always end where they came from. Gradients may be overwritten (torch's foreach SGD with
@@ -169,7 +168,7 @@ class Shadow:
         """
         instance = self.instance
         proxies = [_proxy(part) for part in parts]
-        instance.param_groups = self._groups_for(parts, proxies, every_group=every_group)
+        instance.param_groups = self._groups_for(parts, proxies)
         state: defaultdict[Any, State] = defaultdict(dict)
         for part, proxy in zip(parts, proxies, strict=True):
             if part.state:  # an empty entry would look like an existing one to `if p not in self.state`
@@ -201,19 +200,9 @@ class Shadow:
             instance.state = defaultdict(dict)
             instance.param_groups = []
 
-    def write_back(self, optimizer: Optimizer) -> None:
-        """Keeps what the class wrote into its groups and attributes in a run over every group (say, a counter)."""
-        for live, used in zip(optimizer.param_groups, self.used_groups, strict=True):
-            changed = {k: v for k, v in used.items() if k not in ("param_names", "foreach")}
-            live.update({k: v for k, v in changed.items() if live.get(k) is not v})
-        own = ("state", "param_groups", *_HOOK_ATTRIBUTES)
-        vars(optimizer).update({k: v for k, v in vars(self.instance).items() if k not in own})
-
-    def _groups_for(
-        self, parts: Sequence[Part], proxies: Sequence[torch.nn.Parameter], *, every_group: bool
-    ) -> list[dict[str, Any]]:
+    def _groups_for(self, parts: Sequence[Part], proxies: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Copies of the groups that own the parts, in group order, with the proxies as their parameters."""
-        members: dict[int, list[int]] = {index: [] for index in range(len(self.groups))} if every_group else {}
+        members: dict[int, list[int]] = {}
         for position, part in enumerate(parts):
             members.setdefault(part.group, []).append(position)
         groups: list[dict[str, Any]] = []
