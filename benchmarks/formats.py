@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import memfit
-from memfit.core.plan import BlockPlan, Plan, Saved, Tier
+from memfit.core.plan import BlockPlan, Plan, Saved
 from memfit.core.precision import ComputeDtype
 from memfit.core.state_formats import StateFormat
+from memfit.core.tiers import Tier
 from memfit.prediction.predict import predict
 from memfit.recipes.gpt import find_recipe
 from memfit.scheduling.lower import lower
@@ -81,7 +82,7 @@ def measure(name: str, place: str, directory: Path) -> dict[str, Any]:
         result["resident"] = (timeline.moments[-1].after_bytes, live_bytes)
     if place == "disk":
         assert live_bytes < parameters / 100, "with homes on disk, weights and states are not resident between steps"
-        result["on disk"] = (timeline.disk_peak_bytes, files)
+        result["on disk"] = (timeline.peak_in(Tier.DISK), files)
         result["read"] = (sum(timeline.bytes_read.values()), after[0] - read)
         result["written"] = (sum(timeline.bytes_written.values()), after[1] - written)
     return result

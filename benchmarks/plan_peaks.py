@@ -58,8 +58,9 @@ def measure(seed: int, case: Row) -> Row:
     import memfit
     from limiting.building import build_batch, build_loss, build_model, build_optimizer
     from memfit.allocator import install
-    from memfit.core.hardware import Hardware, Link
+    from memfit.core.hardware import Hardware, Link, TierSpec
     from memfit.core.precision import ComputeDtype
+    from memfit.core.tiers import Tier
     from memfit.prediction import predict
     from memfit.scheduling.lower import lower
     from sweeping.drawing import draw_plan, relaxed
@@ -80,10 +81,10 @@ def measure(seed: int, case: Row) -> Row:
 
     refusal, known = "", {}
     link = Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-    hardware = Hardware(
-        device="cpu", flops_per_s=1e10, device_bytes=1 << 34, disk=link, disk_bytes=1 << 36, host=link if case["has_host"] else None,
-        host_bytes=1 << 34 if case["has_host"] else None,
-    )  # fmt: skip
+    tiers = {Tier.DEVICE: TierSpec(nbytes=1 << 34), Tier.DISK: TierSpec(nbytes=1 << 36, link=link)}
+    if case["has_host"]:
+        tiers[Tier.HOST] = TierSpec(nbytes=1 << 34, link=link)
+    hardware = Hardware(device="cpu", flops_per_s=1e10, tiers=tiers)
     try:
         model, optimizer = make()
         with traced_once(known):

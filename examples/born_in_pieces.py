@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 
 WIDTH = 512
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import memfit
 from memfit.allocator import install
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.job.problem import Problem, driver_of
 from memfit.prediction.predict import predict
@@ -260,7 +261,7 @@ def _predicted(compute: str, home: Tier) -> Predicted:
     last = [moment for moment in timeline.moments if moment.action.startswith("backward")][-1]
     parameters = sum(p.numel() for p in model.parameters())
     # The batch and the loss are there too: one row.
-    sizes = (timeline.moments[-1].after_bytes, last.after_bytes, timeline.host_peak_bytes)
+    sizes = (timeline.moments[-1].after_bytes, last.after_bytes, timeline.peak_in(Tier.HOST))
     return Predicted(*(round(size / parameters, 1) for size in sizes))
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 
 
 def make_plan(

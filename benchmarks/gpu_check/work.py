@@ -22,6 +22,7 @@ from gpu_check.notes import Notes
 from gpu_check.plans import make_plan
 from gpu_check.subjects import SIZES, SUBJECTS, Batch, Size, Subject
 from gpu_check.views import device_bytes_by_driver, host_peak_bytes
+from memfit.core.tiers import Tier
 
 ROOT = Path(__file__).parents[2]
 WARM_UP_STEPS = 2
@@ -228,8 +229,8 @@ def ours(
         priced = predict(lower(job.schedule, job.plan, job.profile, device=device), speeds)
         notes.note(
             predicted_bytes=priced.peak_bytes,
-            predicted_host_bytes=priced.host_peak_bytes,
-            predicted_disk_bytes=priced.disk_peak_bytes,
+            predicted_host_bytes=priced.peak_in(Tier.HOST),
+            predicted_disk_bytes=priced.peak_in(Tier.DISK),
             predicted_step_s=priced.seconds if machine is not None else None,
             microbatches=job.plan.microbatches,
         )

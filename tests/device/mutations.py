@@ -28,7 +28,7 @@ NOBODY = WAITS + "a_saved_tensor_that_nobody_needs_any_more_ends_its_transfer_fi
 PLAIN = TRAINING + "training_on_a_device_equals_plain_pytorch_bit_for_bit[late-{}]"
 TOKENS = INFERENCE + "generation_on_a_device_gives_the_tokens_of_transformers[late-{}]"
 
-_MEMORY, _TIERS = "memfit.homes.memory:", "memfit.homes.tiers:"
+_MEMORY, _TIERS = "memfit.homes.memory:", "memfit.homes.offloaded:"
 _STAGING, STAGED = "memfit.homes.staging:", "test_device_staging.py::test_"
 _UPDATES, _PIECES = "memfit.homes.updates:", "memfit.homes.update_pieces:"
 

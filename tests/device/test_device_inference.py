@@ -11,7 +11,8 @@ import torch
 import memfit
 from equivalence import test_inference, zoo
 from equivalence.carried import Way, carry
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.huggingface import caches
 
 VOCABULARY, WIDTH = 96, 64

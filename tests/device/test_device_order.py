@@ -18,21 +18,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
 from memfit import devices
-from memfit.core.hardware import Hardware, Link
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, Tier
+from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.optimizers.shadow import snapshot_groups
 
 ROWS, WIDTH, LAYERS, STEPS = 8, 64, 3, 3
 FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
 HARDWARE = Hardware(
-    device="an accelerator",  # that nobody probes
+    device="an accelerator",
     flops_per_s=1e11,
-    device_bytes=1 << 40,
-    disk=FAST,
-    disk_bytes=1 << 40,
-    host=FAST,
-    host_bytes=1 << 40,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 40),
+        Tier.HOST: TierSpec(nbytes=1 << 40, link=FAST),
+        Tier.DISK: TierSpec(nbytes=1 << 40, link=FAST),
+    },
 )
 TEMPERATURE: ContextVar[float] = ContextVar("device temperature", default=1.0)
 Batch = tuple[torch.Tensor, torch.Tensor]

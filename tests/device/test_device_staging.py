@@ -14,7 +14,8 @@ from torch import nn
 import memfit
 from memfit import devices
 from memfit.core.layout import PINNED_STAGING_BYTES, STAGING_PIECE_BYTES
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.homes import DiskHome, Staging
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
@@ -166,6 +167,6 @@ def test_a_job_stages_through_pinned_pieces_that_are_bounded_and_foreseen(device
         staging = job._assembly.house._staging
         assert staging is not None
         assert staging.held_bytes == PINNED_STAGING_BYTES
-        assert predict(lower(job.schedule, plan, job.profile, device="cuda")).host_peak_bytes == PINNED_STAGING_BYTES
+        assert predict(lower(job.schedule, plan, job.profile, device="cuda")).peak_in(Tier.HOST) == PINNED_STAGING_BYTES
     with pytest.raises(memfit.DoesNotFitError, match="host"):
         memfit.fit(model, optimizer, loss, batch, plan=plan, host_limit="8MiB", directory=tmp_path / "homes")

@@ -19,8 +19,9 @@ from torch import nn
 
 import memfit
 from memfit import devices
-from memfit.core.plan import BlockPlan, Order, Plan, Tier
+from memfit.core.plan import BlockPlan, Order, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.homes import DONE, DiskHome, MemoryHome, Tickets, TransferHandle
 from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import bytes_view

@@ -20,8 +20,9 @@ import memfit
 from memfit import devices
 from memfit.activations import HostStore, Offloader, StagedScratchStore
 from memfit.core.limits import DEVICE_RESERVE_BYTES
-from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Clear, Commit, Update
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.engine.settling import Settling
 from memfit.engine.visits import Visits

@@ -21,7 +21,7 @@ from equivalence.carried import Way, carry, train_drawn, train_pair
 from equivalence.compare import Differences
 from equivalence.plain import adamw, clone_states
 from equivalence.zoo_pairs import DEFAULT_PAIRS
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 
 # `--examples` asks for fresh ones, and as many.
 _given = settings()

@@ -30,7 +30,8 @@ from equivalence.plain import adamw
 from equivalence.random_modules import ModelSpec, make_case
 from equivalence.with_memfit import Traces, fit_with, profile_by_name, traced_once
 from memfit.activations import Offloader
-from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.plan import Plan, UpdateTime
+from memfit.core.tiers import Tier
 
 AWAY = (Tier.DISK, Tier.HOST)
 _traces: Traces = {}

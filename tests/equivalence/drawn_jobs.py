@@ -18,7 +18,8 @@ from equivalence.random_modules import ROWS, ModelSpec, make_case, random_plans,
 from equivalence.with_memfit import Traces, fit_with, profile_of, traced_once
 from equivalence.zoo import Case
 from memfit.core.errors import UnsupportedError
-from memfit.core.plan import Order, Plan, Tier
+from memfit.core.plan import Order, Plan
+from memfit.core.tiers import Tier
 
 STEP = sgd(lr=0.5)
 MakeCase = Callable[[ModelSpec], Case]

@@ -12,7 +12,8 @@ import pytest
 
 from equivalence.random_modules import BlockSpec, CallSpec, Glue, Kind, ModelSpec, Side
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)

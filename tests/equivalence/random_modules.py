@@ -24,8 +24,9 @@ from torch.nn import functional
 
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 
 WIDTH = 8
 PLACES = 3

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from memfit.activations import CallSite, Frame, HostStore, Offloader, ScratchStore, SegmentGroup, Writes, make_frame
-from memfit.core.plan import CallPlan, Saved, Tier
+from memfit.core.plan import CallPlan, Saved
+from memfit.core.tiers import Tier
 from memfit.store import DiskIO, ScratchFile
 
 KEEP = CallPlan(saved=Saved.KEEP)

@@ -18,9 +18,10 @@ from equivalence.fsdp import FsdpTrainer, one_rank
 from equivalence.plain import MakeOptimizer, RandomState, adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import TIERS, Tier
 from memfit.job.saving import load
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
@@ -242,7 +243,7 @@ def test_a_save_holds_the_masters_and_goes_on_with_the_same_bits(tmp_path: Path)
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("home", list(plans.Tier)[::2])
+@pytest.mark.parametrize("home", TIERS[::2])
 def test_what_is_changed_between_steps_becomes_the_master_and_the_rest_keeps_its_digits(
     home: Any, tmp_path: Path
 ) -> None:
@@ -314,9 +315,14 @@ def test_two_bytes_a_parameter_travel_forward_and_two_backward(tmp_path: Path) -
 def test_the_planner_takes_bf16_only_where_it_is_allowed(allow: frozenset[str]) -> None:
     model, optimizer, rows = _small()
     machine = Hardware(
-        device="cpu", flops_per_s=1e9, bf16_flops_per_s=1e12, device_bytes=1 << 36, disk_bytes=1 << 36,
-        disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
-    )  # fmt: skip
+        device="cpu",
+        flops_per_s=1e9,
+        tiers={
+            Tier.DEVICE: TierSpec(nbytes=1 << 36),
+            Tier.DISK: TierSpec(nbytes=1 << 36, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)),
+        },
+        bf16_flops_per_s=1e12,
+    )
     with memfit.fit(
         model, optimizer, _square, rows, limit="64GiB", enforce=False, hardware=machine, allow=allow
     ) as job:

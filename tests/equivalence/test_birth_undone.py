@@ -13,8 +13,9 @@ import memfit
 from equivalence.compare import same_bits
 from memfit.allocator import install
 from memfit.core.errors import StoreError, UnsupportedError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.store import Region
 from memfit.tensors.guard import is_away
 

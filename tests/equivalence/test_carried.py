@@ -15,7 +15,8 @@ from torch.nn import functional
 
 import memfit
 from memfit.core.errors import UnsupportedError
-from memfit.core.plan import BlockPlan, Order, Plan, Tier
+from memfit.core.plan import BlockPlan, Order, Plan
+from memfit.core.tiers import Tier
 from memfit.planning.candidates import list_candidates
 
 WIDTH = 8

@@ -26,7 +26,8 @@ from memfit.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 
 NAME = "kwargs"
 DISK = plans.BY_NAME["disk"]

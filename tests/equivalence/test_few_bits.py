@@ -20,7 +20,8 @@ from equivalence.compare import JobLike, assert_equal_training
 from equivalence.plain import adamw
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import MemfitWarning, UnsupportedError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 
 AWAY = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
 PLANS = {"resident": Plan(), "disk": Plan(blocks={f"layers.{i}": AWAY for i in range(3)})}

@@ -14,10 +14,11 @@ from equivalence import plans
 from equivalence.test_fp16 import Net, adamw, batch, build, loss_of, scaler_state
 from memfit.api.advise import advise
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.state_formats import StateFormat
+from memfit.core.tiers import Tier
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
@@ -279,7 +280,10 @@ def test_the_planner_takes_fp16_weights_where_they_are_allowed_and_faster() -> N
     model = build()
     link = Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
     hardware = Hardware(
-        device="a GPU", flops_per_s=1e12, bf16_flops_per_s=4e12, device_bytes=1 << 40, disk=link, disk_bytes=1 << 40
+        device="a GPU",
+        flops_per_s=1e12,
+        tiers={Tier.DEVICE: TierSpec(nbytes=1 << 40), Tier.DISK: TierSpec(nbytes=1 << 40, link=link)},
+        bf16_flops_per_s=4e12,
     )
     for allow, expected in (({"fp16-weights"}, {FP16}), ({"fp16"}, {ComputeDtype.FLOAT16})):
         plan = advise(model, adamw(model), loss_of, batch(0), limit="8GiB", allow=allow, hardware=hardware).plan

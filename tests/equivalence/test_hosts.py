@@ -19,7 +19,8 @@ from equivalence.test_users_code import Net, batch_of, case_of, loss_of, on_disk
 from equivalence.with_memfit import profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import BlockPlan, Order, Plan, Tier
+from memfit.core.plan import BlockPlan, Order, Plan
+from memfit.core.tiers import Tier
 
 
 def fit_with(plan: Plan) -> MakeJob:

@@ -16,8 +16,9 @@ from equivalence.compare import same_bits
 from equivalence.test_birth import born
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import AwayError, DoesNotFitError, UsageError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.huggingface import caches
 from memfit.tensors.guard import is_away
 

@@ -16,7 +16,8 @@ from equivalence import zoo
 from equivalence.compare import same_bits
 from equivalence.test_birth import assert_same_model, born, fit_from
 from memfit.core.errors import StoreError, UsageError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.huggingface.conversions import file_tensors, loading_conversions
 from memfit.job.saving import load
 from memfit.tensors.guard import is_away

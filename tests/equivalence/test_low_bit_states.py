@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.core.errors import PlanError, UsageError
-from memfit.core.hardware import Hardware, Link
-from memfit.core.plan import BlockPlan, Order, Plan, Tier
+from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.plan import BlockPlan, Order, Plan
 from memfit.core.state_formats import StateFormat
+from memfit.core.tiers import Tier
 from memfit.formats import BlockFormat, find_format
 from memfit.homes import update_pieces
 from memfit.job import saving
@@ -300,11 +301,11 @@ def _slow_disk() -> Iterator[Hardware]:
         yield Hardware(
             device="cuda",
             flops_per_s=1e13,
-            device_bytes=1 << 40,
-            disk=link,
-            disk_bytes=1 << 40,
-            host=link,
-            host_bytes=1 << 40,
+            tiers={
+                Tier.DEVICE: TierSpec(nbytes=1 << 40),
+                Tier.HOST: TierSpec(nbytes=1 << 40, link=link),
+                Tier.DISK: TierSpec(nbytes=1 << 40, link=link),
+            },
         )
 
 

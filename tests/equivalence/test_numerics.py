@@ -17,8 +17,9 @@ import memfit
 from equivalence import plans
 from equivalence.with_memfit import traced_once
 from memfit.core.numerics import Exactness, declare
-from memfit.core.plan import Order, Plan, Tier
+from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import find_tail, list_candidates
 from memfit.profiling.blocks import find_blocks

@@ -10,7 +10,8 @@ import torch
 import memfit
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import DoesNotFitError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 
 TOWER = Tower(width=64)

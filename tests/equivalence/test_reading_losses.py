@@ -14,15 +14,20 @@ from torch.nn import functional
 import memfit
 from equivalence import plans
 from memfit.api.advise import advise
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import CallPlan, Order, Plan, Saved
+from memfit.core.tiers import Tier
 from memfit.job.problem import Problem
 
 WIDTH, ROWS = 24, 8
 MACHINE = Hardware(
-    device="cpu", flops_per_s=1e9, device_bytes=1 << 36, disk_bytes=1 << 36,
-    disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
-)  # fmt: skip
+    device="cpu",
+    flops_per_s=1e9,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 36),
+        Tier.DISK: TierSpec(nbytes=1 << 36, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)),
+    },
+)
 LOGGED: list[Any] = []
 
 

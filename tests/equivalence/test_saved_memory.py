@@ -31,7 +31,7 @@ from equivalence.saved_harness import (
 )
 from memfit.activations import HostStore, Offloader, StagedScratchStore
 from memfit.core.errors import StoreError
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.homes import Staging
 from memfit.store import DiskIO, ScratchFile
 

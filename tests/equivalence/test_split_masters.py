@@ -15,8 +15,9 @@ from equivalence.compare import Differences
 from equivalence.plain import adamw, clone_all, clone_states
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import PlanError, StoreError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.homes.split import SplitMasters
 from memfit.job.saving import load
 from memfit.prediction.predict import predict
@@ -147,7 +148,7 @@ def test_a_step_moves_and_keeps_what_is_predicted(tmp_path: Path) -> None:
         assert written_after[category] - written[category] <= nbytes
         assert written_after[category] - written[category] > 0.9 * nbytes
     assert read_after["master"] - read["master"] <= predicted.bytes_read["master"] == 2 * block
-    assert predicted.disk_peak_bytes <= kept <= predicted.disk_peak_bytes + (1 << 20)
+    assert predicted.peak_in(Tier.DISK) <= kept <= predicted.peak_in(Tier.DISK) + (1 << 20)
 
 
 def test_there_must_be_masters_to_split() -> None:

@@ -15,7 +15,8 @@ import memfit
 from equivalence import plans
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import MemfitWarning, StoreError
-from memfit.core.plan import CallPlan, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.tiers import Tier
 
 TOWER = Tower(width=32)
 BIG = Tower(width=384)

@@ -17,7 +17,8 @@ from faults import small_run
 from faults.small_run import adamw, build, draw, loss, profile, train
 from faults.test_resume import Loop, assert_same
 from memfit.core.errors import MemfitWarning, PlanError, StoreError, UnsupportedError, UsageError
-from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.tiers import Tier
 from memfit.job.exporting import export_run
 from memfit.store import DiskStore, verify
 from memfit.store.os_errors import store_error

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.core.errors import StoreError, UsageError
-from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.tiers import Tier
 from memfit.job.exporting import export_run
 from memfit.job.saving import load
 

@@ -13,7 +13,8 @@ from equivalence import plans
 from faults import small_run
 from faults.small_run import adamw, build, draw, loss
 from memfit.core.errors import DoesNotFitError
-from memfit.core.plan import CallPlan, Plan, Saved, Tier
+from memfit.core.plan import CallPlan, Plan, Saved
+from memfit.core.tiers import Tier
 from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 
 PAGE_BYTES = 4096
@@ -53,7 +54,7 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
     offloading = Plan(calls=plans.fates(found, CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)))
     for number, plan in enumerate((resident, on_disk, offloading)):
         job = fit(tmp_path / f"free-{number}", plan, ROWS)
-        needed = disk_bytes_with_store(plan, job.profile, job._assembly.parts.prepared.timeline.disk_peak_bytes)
+        needed = disk_bytes_with_store(plan, job.profile, job._assembly.parts.prepared.timeline.peak_in(Tier.DISK))
         claimed = store_bytes(plan, job.profile)
         # Homes on disk lie in the store: only gradients, which have no spare slot, and activations take more.
         assert (needed == claimed) == (plan is resident)

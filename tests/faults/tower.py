@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 
 ROWS = 64
 Batch = dict[str, Tensor]
@@ -17,11 +18,11 @@ _FAST = Link(read_bytes_per_s=1e10, write_bytes_per_s=1e10)
 HARDWARE = Hardware(
     device="cpu",
     flops_per_s=1e11,
-    device_bytes=1 << 40,
-    disk=_FAST,
-    disk_bytes=1 << 40,
-    host=_FAST,
-    host_bytes=1 << 40,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 40),
+        Tier.HOST: TierSpec(nbytes=1 << 40, link=_FAST),
+        Tier.DISK: TierSpec(nbytes=1 << 40, link=_FAST),
+    },
 )
 """A machine that nobody probes, so that plans for it are the same wherever they are made."""
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
 from memfit.core.schedule import Schedule
+from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 from unit.profiles import gpt_profile

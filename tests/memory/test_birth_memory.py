@@ -39,7 +39,8 @@ import json, sys
 import memfit
 import memfit.api
 from memfit.job.machine import prepare_process
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.allocator import install
 
 layers, width, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -18,7 +18,8 @@ import torch
 import memfit
 import memfit.api
 from memfit.job.machine import prepare_process
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.allocator import install
 from transformers import MixtralConfig, MixtralForCausalLM
 

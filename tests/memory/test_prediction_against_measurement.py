@@ -22,10 +22,11 @@ import memfit
 from equivalence import plans
 from equivalence.late import Late
 from memfit.allocator import Allocator, install
-from memfit.core.plan import CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Schedule, Seed, Update
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.homes import DiskHome, TransferHandle
 from memfit.homes.update_pieces import PieceUpdates

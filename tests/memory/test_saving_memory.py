@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import memfit
 from memfit.allocator import Allocator, install
 from memfit.core.errors import LimitBreachError, TierUnavailableError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.files.writer import PIECE_BYTES
 from memfit.job.saving import load

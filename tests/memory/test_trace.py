@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import memfit
 from memfit.core.errors import AwayError, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import BlockPlan, Tier
+from memfit.core.plan import BlockPlan
 from memfit.core.profile import Profile, TraceProfile
+from memfit.core.tiers import Tier
 from memfit.profiling.blocks import find_blocks
 from memfit.profiling.trace import arrange_blocks, profile_real, profile_step
 from memfit.profiling.workspaces import workspace_bytes

@@ -11,9 +11,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TensorProfile, TraceProfile
 from memfit.core.schedule import Backward, Forward, Schedule, Seed, Start
+from memfit.core.tiers import TIERS, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,11 @@ def _plan(draw: Any, profile: Profile, calls: int) -> Plan:
     fates: list[CallPlan] = []
     for i in range(calls):
         saved = draw(st.sampled_from(Saved))
-        boundary = draw(st.sampled_from(Tier))
+        boundary = draw(st.sampled_from(TIERS))
         joins = i > 0 and saved in (Saved.RECOMPUTE, Saved.SELECT) and fates[-1].saved is saved and draw(st.booleans())
         home = draw(st.sampled_from([Tier.HOST, Tier.DISK]))
         fates.append(CallPlan(saved=saved, saved_home=home, boundary_home=boundary, joins_previous=joins))
-    tiers = st.sampled_from(Tier)
+    tiers = st.sampled_from(TIERS)
     return Plan(
         microbatches=draw(st.integers(1, 3)),
         order=draw(st.sampled_from(Order)),

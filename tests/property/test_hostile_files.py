@@ -28,8 +28,9 @@ from faults import small_run
 from faults.crash_disk import RecordedDisk
 from faults.journal_story import EVEN
 from memfit.core.errors import MemfitError, StoreInUseError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.files.index import weight_file_names
 from memfit.files.names import STALE
@@ -56,11 +57,11 @@ LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=1e9)
 MACHINE = Hardware(
     device="cpu",
     flops_per_s=1e11,
-    device_bytes=1 << 33,
-    disk=LINK,
-    disk_bytes=1 << 40,
-    host=LINK,
-    host_bytes=1 << 36,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 33),
+        Tier.HOST: TierSpec(nbytes=1 << 36, link=LINK),
+        Tier.DISK: TierSpec(nbytes=1 << 40, link=LINK),
+    },
     bf16_flops_per_s=2e11,
 )
 

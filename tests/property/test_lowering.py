@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memfit
-from memfit.core.hardware import Hardware, Link
-from memfit.core.plan import Order, Plan, Tier
+from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.step import Step, Transfer
+from memfit.core.tiers import Tier
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
 from memfit.scheduling.build import build_forward, build_step
@@ -26,11 +27,11 @@ from unit.profiles import PAGE, gpt_profile
 MACHINE = Hardware(
     device="gpu",
     flops_per_s=1e9,
-    device_bytes=1 << 40,
-    disk=Link(read_bytes_per_s=3e6, write_bytes_per_s=1e6),
-    disk_bytes=1 << 40,
-    host=Link(read_bytes_per_s=2e7, write_bytes_per_s=1e7),
-    host_bytes=1 << 40,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 40),
+        Tier.HOST: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=2e7, write_bytes_per_s=1e7)),
+        Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=3e6, write_bytes_per_s=1e6)),
+    },
 )
 
 
@@ -144,7 +145,7 @@ def test_a_commit_is_a_transfer_of_the_step() -> None:
     aligned = transfer.nbytes - profile.buffer_bytes - states
     assert profile.weight_bytes <= aligned < profile.weight_bytes + PAGE * len(profile.blocks)
     assert seldom.sealing[0].nbytes == round(transfer.nbytes / 10)
-    assert predict(each, MACHINE).commit_s == transfer.nbytes / MACHINE.disk.write_bytes_per_s
+    assert predict(each, MACHINE).commit_s == transfer.nbytes / MACHINE.link(Tier.DISK).write_bytes_per_s
     assert peaks(each) == peaks(without)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.core.hardware import Hardware, Link
-from memfit.core.plan import Tier
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import Candidate, list_candidates
@@ -16,7 +16,11 @@ from memfit.scheduling.lower import lower
 from unit.profiles import chain_profile, gpt_profile
 
 LINK = Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-MACHINE = Hardware(device="cpu", flops_per_s=1e11, device_bytes=1 << 40, disk=LINK, disk_bytes=1 << 40)
+MACHINE = Hardware(
+    device="cpu",
+    flops_per_s=1e11,
+    tiers={Tier.DEVICE: TierSpec(nbytes=1 << 40), Tier.DISK: TierSpec(nbytes=1 << 40, link=LINK)},
+)
 PROFILES = {
     "gpt": gpt_profile(layers=3, width=256, vocabulary=4096, tokens=64, rows=(8, 4, 1), factor=16),
     "tied": gpt_profile(layers=2, width=256, vocabulary=512, is_tied=True, rows=(8, 2, 1)),

@@ -13,15 +13,21 @@ from torch import nn
 import memfit
 from memfit.api.advise import advise
 from memfit.core.errors import UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.job.problem import Problem
 
 MACHINE = Hardware(
-    device="cpu", flops_per_s=1e9, bf16_flops_per_s=1e12, device_bytes=1 << 36, disk_bytes=1 << 36,
-    disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
-)  # fmt: skip
+    device="cpu",
+    flops_per_s=1e9,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 36),
+        Tier.DISK: TierSpec(nbytes=1 << 36, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)),
+    },
+    bf16_flops_per_s=1e12,
+)
 
 
 def _problem() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from memfit.cli import app
 from memfit.core.errors import UsageError
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
+from memfit.core.tiers import Tier
 
 RECIPE = ("--recipe", "gpt-tiny")
 

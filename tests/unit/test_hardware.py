@@ -10,16 +10,29 @@ import pytest
 import torch
 
 from memfit.core.errors import UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.tiers import Tier
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job.problem import read_hardware
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
-MACHINE = Hardware(device="cpu", flops_per_s=1e11, device_bytes=1 << 33, disk=LINK, disk_bytes=1 << 40)
+MACHINE = Hardware(
+    device="cpu",
+    flops_per_s=1e11,
+    tiers={Tier.DEVICE: TierSpec(nbytes=1 << 33), Tier.DISK: TierSpec(nbytes=1 << 40, link=LINK)},
+)
 WITH_HOST = Hardware(
-    device="a GPU", flops_per_s=1.1e13, device_bytes=1 << 36, disk=LINK, disk_bytes=1 << 40, host=LINK, host_bytes=1 << 37,
-    bf16_flops_per_s=3e14, codec_elements_per_s=1.25e9, update_elements_per_s=7.0,
-)  # fmt: skip
+    device="a GPU",
+    flops_per_s=1.1e13,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 36),
+        Tier.HOST: TierSpec(nbytes=1 << 37, link=LINK),
+        Tier.DISK: TierSpec(nbytes=1 << 40, link=LINK),
+    },
+    bf16_flops_per_s=3e14,
+    codec_elements_per_s=1.25e9,
+    update_elements_per_s=7.0,
+)
 
 
 @pytest.mark.parametrize("machine", [MACHINE, WITH_HOST])
@@ -53,7 +66,7 @@ def test_a_machine_comes_back_from_its_text_and_its_file(machine: Hardware, tmp_
         ({"disk": [1, 2]}, "'disk' of the hardware file is no link"),
         ({"disk": {"read_bytes_per_s": 1}}, "no 'write_bytes_per_s'"),
         ({"disk": {"read_bytes_per_s": 1, "write_bytes_per_s": -1}}, "'write_bytes_per_s'"),
-        ({"host_bytes": 5}, "'host' without 'host_bytes'"),
+        ({"host_bytes": 5}, "no 'host', the link"),
         ({"speed": 5}, "unknown field 'speed'"),
         ({"format": 2}, '"format": 1'),
         ({"format": True}, '"format": 1'),

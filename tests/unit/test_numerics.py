@@ -14,10 +14,11 @@ import memfit
 from memfit.api.advise import advise
 from memfit.api.choosing import Choice, choose
 from memfit.core.errors import DoesNotFitError, UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget, Limits
 from memfit.core.numerics import ALLOWANCES, GAIN, TECHNIQUES, Exactness, Wish, declare, table
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
+from memfit.core.tiers import Tier
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import list_candidates
@@ -31,9 +32,13 @@ from unit.profiles import gpt_profile
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 MACHINE = Hardware(
-    device="cpu", flops_per_s=2e9, device_bytes=1 << 36, disk_bytes=1 << 36,
-    disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
-)  # fmt: skip
+    device="cpu",
+    flops_per_s=2e9,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 36),
+        Tier.DISK: TierSpec(nbytes=1 << 36, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)),
+    },
+)
 PROFILE = gpt_profile(layers=2, width=256, vocabulary=4096, tokens=64, rows=(8, 4, 2, 1))
 
 
@@ -56,7 +61,9 @@ def _all() -> list[tuple[Plan, int, float]]:
 def test_a_plan_that_regroups_sums_is_taken_only_where_none_else_fits_or_where_it_gains_a_tenth(
     read_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = replace(MACHINE, disk=Link(read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=read_bytes_per_s))
+    link = Link(read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=read_bytes_per_s)
+    disk = replace(MACHINE.tiers[Tier.DISK], link=link)
+    machine = replace(MACHINE, tiers={**MACHINE.tiers, Tier.DISK: disk})
     monkeypatch.setattr(f"{__name__}.MACHINE", machine)
     plans = _all()
     least = min(peak for _, peak, _ in plans)

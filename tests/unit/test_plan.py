@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 
 
 def test_choices_may_be_given_as_their_words() -> None:
@@ -33,7 +34,11 @@ def test_choices_may_be_given_as_their_words() -> None:
     [
         (Plan, {"order": "sideways"}, r"order of Plan is one of \['layer-major', 'microbatch-major'\], not 'sideways'"),
         (CallPlan, {"saved": "lost"}, "saved of CallPlan is one of"),
-        (BlockPlan, {"state_home": "cloud"}, "state_home of BlockPlan is one of"),
+        (
+            BlockPlan,
+            {"state_home": "Cloud 9"},
+            r"state_home of BlockPlan is one of \['device', 'host', 'disk', .*not 'Cloud 9'",
+        ),
         (BlockPlan, {"update_on": "disk"}, r"update_on of BlockPlan is one of \['device', 'host'\]"),
         (Plan, {"microbatches": "4"}, "microbatches of Plan is no word: '4'"),
     ],

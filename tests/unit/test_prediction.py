@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import DoesNotFitError, PlanError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TraceProfile
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
+from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.homes.memory import MemoryHome
@@ -303,10 +304,10 @@ def test_homes_count_on_their_tiers_and_have_a_spare_slot_on_disk_where_steps_ar
     plan = Plan(blocks={"h.0": DISK, "h.1": host})
     timeline = timeline_of(plan, profile)
     weight = flat_weight_bytes(profile.block("h.0"))
-    assert timeline.disk_peak_bytes == weight + profile.state_bytes["h.0"]
-    assert timeline.host_peak_bytes == weight + weight + profile.state_bytes["h.1"]
+    assert timeline.peak_in(Tier.DISK) == weight + profile.state_bytes["h.0"]
+    assert timeline.peak_in(Tier.HOST) == weight + weight + profile.state_bytes["h.1"]
     atomic = timeline_of(Plan(blocks={"h.0": DISK}, is_atomic=True, update=UpdateTime.AFTER_BACKWARD), profile)
-    assert atomic.disk_peak_bytes == 2 * (weight + profile.state_bytes["h.0"])
+    assert atomic.peak_in(Tier.DISK) == 2 * (weight + profile.state_bytes["h.0"])
 
 
 def test_offloaded_activations_count_where_they_rest() -> None:
@@ -318,7 +319,7 @@ def test_offloaded_activations_count_where_they_rest() -> None:
     # All four leave: between the last layer and its backward stand the norm and the head, forward and back.
     assert timeline.bytes_written == {"activation": LAYERS * 9 * U}
     assert timeline.bytes_read == timeline.bytes_written
-    assert timeline.disk_peak_bytes == LAYERS * 9 * U
+    assert timeline.peak_in(Tier.DISK) == LAYERS * 9 * U
 
 
 def test_bytes_moved_a_parameter_are_those_of_the_closed_form() -> None:
@@ -356,7 +357,7 @@ def test_bytes_moved_a_parameter_in_bf16_are_those_of_the_closed_form() -> None:
     assert timeline.bytes_read == {"weight": 2 * weight, "master": master, "state": states}
     assert timeline.bytes_written == {"weight": weight, "master": master, "state": states}
     # Gradients stay on the device.
-    assert timeline.disk_peak_bytes == weight + master + states
+    assert timeline.peak_in(Tier.DISK) == weight + master + states
 
 
 def test_of_split_masters_seventeen_bits_a_parameter_move_and_rest() -> None:
@@ -373,7 +374,7 @@ def test_of_split_masters_seventeen_bits_a_parameter_move_and_rest() -> None:
     # The weights visit in backward, where the update finds the upper bits.
     assert timeline.bytes_read == {"weight": 2 * weight, "master": rest, "state": states}
     assert timeline.bytes_written == {"weight": weight, "master": rest, "state": states}
-    assert timeline.disk_peak_bytes == weight + rest + states
+    assert timeline.peak_in(Tier.DISK) == weight + rest + states
     resident = timeline_of(replace(plan, blocks={}), profile)
     whole = timeline_of(replace(plan, blocks={}, splits_masters=False), profile)
     saved = sum(flat_master_bytes(b) - master_home_bytes(plan, b) for b in profile.blocks)
@@ -433,12 +434,12 @@ def test_the_report_names_the_largest_first() -> None:
 def test_a_limit_is_held_against_every_action() -> None:
     profile = gpt_profile(layers=2)
     timeline = timeline_of(Plan(), profile)
-    check_limits(timeline, device_bytes=timeline.peak_bytes)
+    check_limits(timeline, {Tier.DEVICE: timeline.peak_bytes})
     with pytest.raises(DoesNotFitError, match="backward C4 m0") as error:
-        check_limits(timeline, device_bytes=timeline.peak_bytes - 1)
+        check_limits(timeline, {Tier.DEVICE: timeline.peak_bytes - 1})
     assert error.value.smallest_limit_bytes == timeline.peak_bytes
     with pytest.raises(DoesNotFitError, match="disk"):
-        check_limits(timeline_of(Plan(blocks={"h.0": DISK}), profile), disk_bytes=1)
+        check_limits(timeline_of(Plan(blocks={"h.0": DISK}), profile), {Tier.DISK: 1})
 
 
 def test_a_size_that_was_not_traced_is_refused() -> None:
@@ -451,9 +452,10 @@ def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
     return Hardware(
         device="cpu",
         flops_per_s=flops,
-        device_bytes=1 << 40,
-        disk=Link(read_bytes_per_s=disk, write_bytes_per_s=disk),
-        disk_bytes=1 << 40,
+        tiers={
+            Tier.DEVICE: TierSpec(nbytes=1 << 40),
+            Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=disk, write_bytes_per_s=disk)),
+        },
         update_elements_per_s=1e30,
     )
 
@@ -532,7 +534,7 @@ def test_an_update_of_what_rests_on_the_host_is_priced_where_it_is_done(device: 
     assert update_seconds(plan, profile, index, hardware) == pytest.approx((elements / 1e3, 0.0))
 
 
-@pytest.mark.parametrize("weights", list(Tier))
+@pytest.mark.parametrize("weights", list(TIERS))
 def test_an_update_on_the_host_moves_what_does_not_rest_there(weights: Tier) -> None:
     profile = gpt_profile(layers=2)
     host = BlockPlan(weight_home=weights, gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
@@ -560,7 +562,7 @@ def test_updates_on_the_host_run_beside_backward_one_after_the_other() -> None:
     hardware = replace(
         machine(),
         device="cuda",
-        host=link,
+        tiers={**machine().tiers, Tier.HOST: TierSpec(nbytes=1 << 40, link=link)},
         flops_per_s=1e18,
         update_elements_per_s=1e18,
         host_update_elements_per_s=1e6,
@@ -603,7 +605,7 @@ def test_the_disks_buffers_are_host_memory_beside_an_accelerator() -> None:
 
 def test_host_memory_where_the_device_is_the_host_is_refused() -> None:
     profile = gpt_profile(layers=1)
-    with pytest.raises(PlanError, match="the device is the host"):
+    with pytest.raises(PlanError, match="the tier 'host', which this machine does not have"):
         timeline_of(Plan(blocks={"h.0": BlockPlan(weight_home=Tier.HOST)}), profile, machine())
 
 
@@ -636,9 +638,13 @@ def test_a_commit_writes_what_rests_in_memory_and_its_seconds_belong_to_the_step
     """Twelve bytes a parameter with two moments in fp32, at the speed of the disk; nothing for what rests on disk; a share where every third step commits."""
     profile = gpt_profile(layers=2)
     machine = Hardware(
-        device="cpu", flops_per_s=1e9, device_bytes=1 << 40, disk_bytes=1 << 40,
-        disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=5e8),
-    )  # fmt: skip
+        device="cpu",
+        flops_per_s=1e9,
+        tiers={
+            Tier.DEVICE: TierSpec(nbytes=1 << 40),
+            Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=5e8)),
+        },
+    )
     weights = sum(p.nbytes for b in profile.blocks for p in b.parameters)
     on_disk = {b.name: BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK) for b in profile.blocks}
     for blocks, share in (({}, 3), (on_disk, 0), ({n: BlockPlan(state_home=Tier.DISK) for n in on_disk}, 1)):
@@ -657,9 +663,13 @@ def test_the_planner_keeps_blocks_on_disk_where_each_commit_would_write_them() -
     """Compute and one link take turns: without a store memory is faster, with one a step in memory pays for the disk afterwards."""
     profile = gpt_profile(layers=4, tokens=512, width=512, rows=(8,))
     machine = Hardware(
-        device="cpu", flops_per_s=1e9, device_bytes=1 << 40, disk_bytes=1 << 40,
-        disk=Link(read_bytes_per_s=1e8, write_bytes_per_s=1e8),
-    )  # fmt: skip
+        device="cpu",
+        flops_per_s=1e9,
+        tiers={
+            Tier.DEVICE: TierSpec(nbytes=1 << 40),
+            Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=1e8, write_bytes_per_s=1e8)),
+        },
+    )
     budget = Budget(limit_bytes=None, base_bytes=0, reserve_bytes=0)
     found = {commits: choose_plan(profile, budget, machine, commits=commits) for commits in (0.0, 1.0)}
     assert found[0.0].plan.blocks == {} or not any(b.rests_on_disk for b in found[0.0].plan.blocks.values())

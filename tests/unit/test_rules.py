@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from memfit.core.errors import DoesNotFitError, UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.numerics import regroups_sums, weighed_seconds
-from memfit.core.plan import Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import Order, Plan, Saved, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.shape import describe_step
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
@@ -33,9 +34,10 @@ def machine(*, disk_bytes: int = 1 << 40) -> Hardware:
     return Hardware(
         device="cpu",
         flops_per_s=1e11,
-        device_bytes=1 << 40,
-        disk=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9),
-        disk_bytes=disk_bytes,
+        tiers={
+            Tier.DEVICE: TierSpec(nbytes=1 << 40),
+            Tier.DISK: TierSpec(nbytes=disk_bytes, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)),
+        },
     )
 
 
@@ -112,13 +114,13 @@ def test_where_accumulation_alone_fits_nothing_is_recomputed_unless_that_is_fast
     profile = gpt_profile(layers=8, batch_rows=8, rows=(8, 4, 2, 1))
     accumulation = Plan(microbatches=2, order=Order.MICROBATCH_MAJOR)
     alone = predicted(accumulation, profile)
-    choice = choose_plan(profile, limit(alone.peak_bytes), machine(), has_disk=False, staging_bytes=0)
+    choice = choose_plan(profile, limit(alone.peak_bytes), machine(), tiers=(), staging_bytes=0)
     recomputes = any(c.saved is not Saved.KEEP for c in choice.plan.calls)
     assert not recomputes or choice.timeline.seconds < alone.seconds
     assert choice.timeline.seconds <= alone.seconds
     # With activations that cost nothing to compute again it is the other way round.
     slow_to_enter = replace(machine(), flops_per_s=1e18)
-    other = choose_plan(profile, limit(alone.peak_bytes), slow_to_enter, has_disk=False, staging_bytes=0)
+    other = choose_plan(profile, limit(alone.peak_bytes), slow_to_enter, tiers=(), staging_bytes=0)
     assert (
         other.timeline.seconds
         <= predict(
@@ -220,7 +222,7 @@ def test_the_smallest_limit_that_is_named_fits_and_a_byte_less_does_not() -> Non
 
 def test_what_stands_in_the_way_is_named() -> None:
     with pytest.raises(DoesNotFitError, match=r"smallest limit that works is (?s:.)*In its way:\n.*peak") as error:
-        choose_plan(wide_profile(), limit(MIB), machine(), has_disk=False, splits_allowed=False)
+        choose_plan(wide_profile(), limit(MIB), machine(), tiers=(), splits_allowed=False)
     assert "lm_head" in str(error.value)
     assert "the disk as a tier" in str(error.value)
 
@@ -266,9 +268,9 @@ def test_a_disk_that_is_too_small_is_not_used() -> None:
     profile = wide_profile()
     plain = predicted(Plan(), profile).peak_bytes
     choice = choose_plan(profile, limit(plain * 9 // 10), machine(disk_bytes=MIB), staging_bytes=0)
-    assert choice.timeline.disk_peak_bytes <= MIB
+    assert choice.timeline.peak_in(Tier.DISK) <= MIB
     with pytest.raises(DoesNotFitError, match="disk"):
-        choose_plan(profile, limit(plain // 2), machine(), disk_bytes=-1, staging_bytes=0)
+        choose_plan(profile, limit(plain // 2), machine(), limits={Tier.DISK: -1}, staging_bytes=0)
 
 
 def test_a_batch_is_not_cut_where_that_changes_its_meaning() -> None:

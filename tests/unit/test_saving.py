@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.core.errors import StoreError, UnsupportedError, UsageError
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.files import replace, writer
 from memfit.files.json_values import decode_value, encode_value
 from memfit.files.tensor_bytes import row_major_parts

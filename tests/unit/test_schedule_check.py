@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule, parse_action
+from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
 from unit.profiles import chain_profile, gpt_profile

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.showing import html_table, in_runs
+from memfit.core.tiers import TIERS, Tier
 
-TIERS = st.sampled_from(list(Tier))
-BLOCKS = st.builds(BlockPlan, weight_home=TIERS, gradient_home=TIERS, state_home=TIERS)
-CALLS = st.builds(CallPlan, saved=st.sampled_from(list(Saved)), saved_home=TIERS, boundary_home=TIERS)
+HOMES = st.sampled_from(TIERS)
+BLOCKS = st.builds(BlockPlan, weight_home=HOMES, gradient_home=HOMES, state_home=HOMES)
+CALLS = st.builds(CallPlan, saved=st.sampled_from(list(Saved)), saved_home=HOMES, boundary_home=HOMES)
 PLANS = st.builds(
     Plan,
     microbatches=st.integers(1, 9),

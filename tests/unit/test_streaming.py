@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.engine.sites import Site
 from memfit.engine.streaming import WeightStream
 from memfit.homes import MemoryHome

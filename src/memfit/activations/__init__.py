@@ -11,7 +11,7 @@ from memfit.activations.offload import Offloader, TierStore
 from memfit.activations.recompute import SegmentGroup
 from memfit.activations.surroundings import Buffers
 from memfit.activations.writes import Writes
-from memfit.homes.tiers import HostStore, ScratchStore, StagedScratchStore
+from memfit.homes.offloaded import HostStore, ScratchStore, StagedScratchStore
 
 __all__ = [
     "Buffers",

@@ -24,7 +24,7 @@ from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, AstrayError, Geom
 from memfit.activations.structure import Placeholder, direct_tensors, replace_tensors
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 
 Position = tuple[int, int]
 """(call in its segment, position among the tensors of its output)."""

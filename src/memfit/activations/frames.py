@@ -42,7 +42,8 @@ from memfit.activations.select import Selection
 from memfit.activations.surroundings import Surroundings
 from memfit.activations.writes import Writes
 from memfit.core.errors import UnsupportedError, UsageError
-from memfit.core.plan import CallPlan, Saved, Tier
+from memfit.core.plan import CallPlan, Saved
+from memfit.core.tiers import Tier
 
 # The stack of default saved-tensor hooks has no public reader.
 _default_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)

@@ -30,7 +30,7 @@ from memfit.activations.saved_tensors import ORDINARY, Geometry, plain_storage, 
 from memfit.activations.writes import ByteRange, Watched, Writes, Written
 from memfit.core.errors import MemfitError, UsageError
 from memfit.core.leaving import MINIMUM_LEAVING_BYTES, is_movable, leaves
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.homes.home import TransferHandle
 from memfit.tensors.trees import new_storage
 

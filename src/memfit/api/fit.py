@@ -24,6 +24,7 @@ from memfit.core.limits import Budget, Limits
 from memfit.core.numerics import Wish, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.deferred.aside import WeightsAside
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
@@ -33,7 +34,7 @@ from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_limit
 from memfit.job.machine import Machine, device_of
-from memfit.job.plan_checks import check_effect, lacks_tier, other_sums
+from memfit.job.plan_checks import check_effect, lacking_tier, other_sums
 from memfit.job.problem import (
     Loss,
     Problem,
@@ -350,7 +351,9 @@ def _not_cut(why: str) -> str:
 
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
     """What the run has claimed of the disk already it need not find free."""
-    return replace(hardware, disk_bytes=hardware.disk_bytes + (0 if run is None else run.claimed_bytes))
+    disk = hardware.tiers[Tier.DISK]
+    free = replace(disk, nbytes=disk.nbytes + (0 if run is None else run.claimed_bytes))
+    return replace(hardware, tiers={**hardware.tiers, Tier.DISK: free})
 
 
 def _check_enforce(enforce: bool | str, limit: int | str | None) -> None:  # noqa: FBT001, as it was given
@@ -403,8 +406,9 @@ def _open_run(
 
 def _own_plan(task: Task, plan: Plan, budget: Budget) -> tuple[Profile | None, str]:
     """Whether a resumed run goes on under the plan that it had, whose sums it has made so far: the profile of the sample under it; or None, and why not."""
-    if lacks_tier(plan, task.machine):
-        return None, "it puts something into host memory, and without a device there is none beside it"
+    lacking = lacking_tier(plan, task.machine)
+    if lacking is not None:
+        return None, f"it puts something into the tier {str(lacking)!r}, which this machine does not have"
     cut = replace(plan, microbatches=task.problem.cut.most(task.sample, plan.microbatches))
     found = replace(task, numerics="auto").trace(cut)
     if task.numerics == "exact" and not declare(cut, found).is_exact:

@@ -22,6 +22,7 @@ from memfit.core.limits import Budget
 from memfit.core.numerics import NONADDITIVE, Wish, check_exact, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.engine.sites import Site
 from memfit.homes.run_store import RunStore
@@ -192,27 +193,28 @@ class Task:
 
     def check_claim(self) -> None:
         """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
-        limit = self.machine.limits.disk_bytes
+        limit = self.machine.limits.of(Tier.DISK)
         if self.run is not None and limit is not None and self.run.nbytes > limit:
             raise DoesNotFitError(
                 f"the store claims {format_bytes(self.run.nbytes)} of disk, above disk_limit of {format_bytes(limit)}: raise it, or keep states in fewer bits"
             )
 
     def excess(self, ready: Prepared) -> str | None:
-        """What a step takes above `host_limit` or `disk_limit` (the store's room, and homes and activations beside it), in words; None if nothing."""
-        limits, plan, found = self.machine.limits, ready.plan, ready.profile
-        on_host, on_disk = ready.timeline.host_peak_bytes, ready.timeline.disk_peak_bytes
-        store = less = ""
-        if self.run is not None:
-            on_disk = disk_bytes_with_store(plan, found, on_disk, self.run.scheme)
-            store = f", {format_bytes(store_bytes(plan, found, self.run.scheme))} of it claimed by the store"
-            less = "" if self.has_journal else ' (a run that is begun with scheme="journal" claims less)'
-        if limits.host_bytes is not None and on_host > limits.host_bytes:
-            return (
-                f"takes {format_bytes(on_host)} of host memory, above host_limit of {format_bytes(limits.host_bytes)}"
-            )
-        if limits.disk_bytes is not None and on_disk > limits.disk_bytes:
-            return f"takes {format_bytes(on_disk)} of disk{store}, above disk_limit of {format_bytes(limits.disk_bytes)}{less}"
+        """Says what a step takes above the limit of a tier beside the device (on disk the store's room, and homes and activations beside it); None if nothing."""
+        plan, found = ready.plan, ready.profile
+        for tier, limit in self.machine.limits.by_tier.items():
+            if tier.traits.is_device:
+                continue
+            taken, store, less = ready.timeline.peak_in(tier), "", ""
+            if tier is Tier.DISK and self.run is not None:
+                taken = disk_bytes_with_store(plan, found, taken, self.run.scheme)
+                store = f", {format_bytes(store_bytes(plan, found, self.run.scheme))} of it claimed by the store"
+                less = "" if self.has_journal else ' (a run that is begun with scheme="journal" claims less)'
+            if taken > limit:
+                word = "host memory" if tier is Tier.HOST else tier
+                return (
+                    f"takes {format_bytes(taken)} of {word}{store}, above {tier}_limit of {format_bytes(limit)}{less}"
+                )
         return None
 
     def check_fits(self, plan: Plan, found: Profile, budget: Budget) -> None:

@@ -20,7 +20,7 @@ from memfit.cli.source import (
     find_source,
 )
 from memfit.core.errors import UsageError
-from memfit.core.plan import is_processor
+from memfit.core.tiers import TIERS, is_processor
 from memfit.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,8 +101,11 @@ def _print_limit(console: Console, advice: Advice) -> None:
         ("tensors, predicted peak", format_bytes(advice.timeline.peak_bytes)),
         ("predicted peak", format_bytes(advice.predicted_peak_bytes)),
         ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
-        ("host, predicted peak", format_bytes(advice.timeline.host_peak_bytes)),
-        ("disk, predicted peak", format_bytes(advice.timeline.disk_peak_bytes)),
+        *(
+            (f"{tier}, predicted peak", format_bytes(advice.timeline.peak_in(tier)))
+            for tier in dict.fromkeys([*TIERS, *advice.timeline.peaks])
+            if not tier.traits.is_device
+        ),
         ("step, predicted", f"{advice.timeline.seconds:.3g} s"),
     ]
     print_table(console, "What it takes", ("what", "predicted"), rows)

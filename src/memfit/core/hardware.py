@@ -6,12 +6,13 @@ In: a probe or a file. Out: `Hardware`, read by prediction and planning.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, cast
 
 from memfit.core.documents import parse_json
-from memfit.core.errors import UsageError
+from memfit.core.errors import PlanError, UsageError
+from memfit.core.tiers import Tier
 
 HARDWARE_FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
@@ -20,7 +21,6 @@ _MOST_BYTES = (1 << 63) - 1
 _SLOWEST, _FASTEST = 1e-6, 1e24
 """Of what happens in a second: beyond that, predicted seconds would be infinite or nothing."""
 _LONGEST_NAME = 200
-_LINKS = ("disk", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,26 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TierSpec:
+    """A tier of a machine.
+
+    Attributes:
+        nbytes: its capacity.
+        link: the way between the device and it; None for the device itself.
+    """
+
+    nbytes: int
+    link: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One device and its tiers.
 
     Attributes:
         device: "cpu" or the accelerator's name.
         flops_per_s: of matrix products in the compute dtype, as measured or stated.
-        device_bytes, host_bytes, disk_bytes: capacities; host_bytes is None where the device is the host.
-        host, disk: links; host is None where the device is the host.
+        tiers: what each holds and how it is reached; the device and the disk are always there, host memory only beside an accelerator (or an emulated one).
         bf16_flops_per_s: the same in bf16; None: as flops_per_s.
         update_elements_per_s: parameters that an AdamW update on the device passes in a second.
         host_update_elements_per_s: the same on the host's cores, beside an accelerator; not asked for where the processor is the device.
@@ -50,20 +62,45 @@ class Hardware:
 
     device: str
     flops_per_s: float
-    device_bytes: int
-    disk: Link
-    disk_bytes: int
-    host: Link | None = None
-    host_bytes: int | None = None
+    tiers: Mapping[Tier, TierSpec]
     update_elements_per_s: float = 3e8
     codec_elements_per_s: float = 2e8
     host_update_elements_per_s: float = 3e8
     host_codec_elements_per_s: float = 2e8
     bf16_flops_per_s: float | None = None
 
+    @property
+    def device_bytes(self) -> int:
+        """Capacity of the device."""
+        return self.tiers[Tier.DEVICE].nbytes
+
+    @property
+    def away(self) -> Mapping[Tier, TierSpec]:
+        """The tiers beside the device."""
+        return {tier: spec for tier, spec in self.tiers.items() if not tier.traits.is_device}
+
+    def link(self, tier: Tier) -> Link:
+        """The way between the device and a tier.
+
+        Raises:
+            PlanError: the machine has no such tier.
+        """
+        spec = self.tiers.get(tier)
+        if spec is None or spec.link is None:
+            raise PlanError(
+                f"the plan uses the tier {str(tier)!r}, which this machine does not have beside its device; it has {[*map(str, self.away)]}"
+                + (" (without a GPU the device is the host)" if tier is Tier.HOST else "")
+            )
+        return spec.link
+
     def to_json(self) -> str:
-        """The machine as indented JSON; `Hardware.from_json` gives an equal one."""
-        return json.dumps({"format": HARDWARE_FORMAT, **asdict(self)}, indent=1, allow_nan=False)
+        """The machine as indented JSON; `Hardware.from_json` gives an equal one. A tier `x` has the fields `x_bytes` and, its link, `x`."""
+        rest = {name: value for name, value in asdict(self).items() if name != "tiers"}
+        for tier, spec in self.tiers.items():
+            rest[f"{tier}_bytes"] = spec.nbytes
+            if spec.link is not None:
+                rest[tier] = asdict(spec.link)
+        return json.dumps({"format": HARDWARE_FORMAT, **rest}, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Hardware:
@@ -79,35 +116,44 @@ class Hardware:
         raw = cast("dict[str, Any]", read) if isinstance(read, dict) else {}
         if type(raw.get("format")) is not int or raw["format"] != HARDWARE_FORMAT:
             raise UsageError(f'a hardware file is a JSON object that says "format": {HARDWARE_FORMAT}')
-        values = _fields(cls, "the hardware file", {key: value for key, value in raw.items() if key != "format"})
-        for name in _LINKS:
-            link = values.get(name)
-            if link is None:
-                if name == "disk":
-                    raise UsageError("the hardware file has no 'disk', the link to the disk that homes would use")
-                continue
-            if not isinstance(link, dict):
-                raise UsageError(
-                    f"{name!r} of the hardware file is no link: an object with read_bytes_per_s and write_bytes_per_s"
-                )
-            rates = _fields(Link, f"{name!r} of the hardware file", cast("dict[str, Any]", link))
-            values[name] = Link(**{key: _rate(key, value) for key, value in rates.items()})
+        tiers = {name.removesuffix("_bytes") for name in raw if name.endswith("_bytes")} | {"device", "disk"}
+        own = {name for tier in tiers for name in (tier if tier != "device" else "", f"{tier}_bytes")}
+        values = _fields(cls, "the hardware file", {k: v for k, v in raw.items() if k != "format" and k not in own})
         for key, value in values.items():
             if key == "device":
                 if not isinstance(value, str) or not value or len(value) > _LONGEST_NAME or not value.isprintable():
                     raise UsageError(f"'device' of the hardware file is a name, such as \"cpu\", not {value!r:.80}")
-            elif key.endswith("_per_s"):
+            else:
                 values[key] = None if value is None and key == "bf16_flops_per_s" else _rate(key, value)
-            elif key.endswith("_bytes") and not (value is None and key == "host_bytes"):
-                _check_bytes(key, value)
-        if (values.get("host") is None) != (values.get("host_bytes") is None):
-            raise UsageError("the hardware file has 'host' without 'host_bytes', or the other way round")
-        return cls(**values)
+        return cls(**values, tiers={tier: spec for name in sorted(tiers) for tier, spec in _tier(name, raw)})
+
+
+def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
+    """A tier of a hardware file; none where both of its fields are null."""
+    try:
+        tier = Tier(name)
+    except ValueError as error:
+        raise UsageError(f"'{name:.80}_bytes' of the hardware file: {error}") from None
+    if tier.traits.is_device:
+        yield tier, TierSpec(nbytes=_bytes(f"{name}_bytes", raw))
+        return
+    given, capacity = raw.get(name), raw.get(f"{name}_bytes")
+    if given is None and capacity is None and tier is not Tier.DISK:
+        return
+    if given is None:
+        raise UsageError(f"the hardware file has no {name!r}, the link to the tier whose capacity is '{name}_bytes'")
+    if not isinstance(given, dict):
+        raise UsageError(
+            f"{name!r} of the hardware file is no link: an object with read_bytes_per_s and write_bytes_per_s"
+        )
+    rates = _fields(Link, f"{name!r} of the hardware file", cast("dict[str, Any]", given))
+    link = Link(**{key: _rate(key, value) for key, value in rates.items()})
+    yield tier, TierSpec(nbytes=_bytes(f"{name}_bytes", raw), link=link)
 
 
 def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a dataclass's fields, by name; none unknown, none without a default missing."""
-    known = {field.name: field for field in fields(kind)}
+    known = {field.name: field for field in fields(kind) if field.name != "tiers"}
     if unknown := sorted(set(raw) - set(known)):
         raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}; it has {sorted(known)}")
     if missing := [name for name, field in known.items() if field.default is MISSING and name not in raw]:
@@ -123,6 +169,10 @@ def _rate(key: str, value: object) -> float:
     return float(value)
 
 
-def _check_bytes(key: str, value: object) -> None:
+def _bytes(key: str, raw: Mapping[str, Any]) -> int:
+    if key not in raw:
+        raise UsageError(f"the hardware file has no {key!r}")
+    value = raw[key]
     if type(value) is not int or not 0 <= value <= _MOST_BYTES:
         raise UsageError(f"{key!r} of the hardware file is a whole number of bytes from 0, not {value!r:.80}")
+    return value

@@ -6,8 +6,11 @@ In: what the user wrote. Out: `Limits`. A limit is what must never be passed; a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB, parse_bytes
 
 # FACTS measured here: oneDNN and OpenMP scratch of 5 to 65 MB, absolute, not proportional; 2 MB a thread.
@@ -22,23 +25,35 @@ DEVICE_RESERVE_BYTES = 64 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What each tier may hold; None: no limit was given.
+    """Bytes that each tier may hold.
 
     Attributes:
-        device_bytes: memory of the device; without a GPU, of this process as the operating system counts it.
-        host_bytes: host memory, pinned staging included.
-        disk_bytes: files.
+        by_tier: of the device (without an accelerator: of this process as the operating system counts it), of host memory (pinned staging included), of files,
+            and of whatever other tiers there are. A tier that is not named has no limit.
     """
 
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    disk_bytes: int | None = None
+    by_tier: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
 
     @classmethod
-    def read(cls, device: int | str | None, host: int | str | None = None, disk: int | str | None = None) -> Limits:
-        """From what a person writes; see `units.parse_bytes`."""
-        sizes = [None if size is None else parse_bytes(size) for size in (device, host, disk)]
-        return cls(device_bytes=sizes[0], host_bytes=sizes[1], disk_bytes=sizes[2])
+    def read(
+        cls,
+        device: int | str | None,
+        host: int | str | None = None,
+        disk: int | str | None = None,
+        others: Mapping[Tier, int] = MappingProxyType({}),
+    ) -> Limits:
+        """Reads what a person writes; see `units.parse_bytes`."""
+        sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk, **others}
+        return cls(by_tier={tier: parse_bytes(size) for tier, size in sizes.items() if size is not None})
+
+    def of(self, tier: Tier) -> int | None:
+        """The limit of a tier; None: none was given."""
+        return self.by_tier.get(tier)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The device's limit."""
+        return self.of(Tier.DEVICE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,35 +18,11 @@ from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
 from memfit.core.showing import html_table, in_runs, named_values
 from memfit.core.state_formats import StateFormat
+from memfit.core.tiers import TIERS, Tier, is_processor
 
 PLAN_FORMAT = 1
 _LARGEST = 1 << 40
 _SHOWN = 400
-
-
-class Tier(StrEnum):
-    """Where bytes rest. On a machine without a GPU, `device` is this process's memory."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
-def is_processor(device: str) -> bool:
-    """Says whether the processor is the device, by the name that `Hardware.device` or a `torch.device` has."""
-    return device in ("cpu", "meta")
-
-
-def updates_in_place(tier: Tier, device: str) -> bool:
-    """Says whether an update computes on bytes of that tier where they rest; else their pieces come to the device, which computes, and go back.
-
-    Prices (`scheduling.lower`) and homes (`MemoryHome.memory`) both ask here.
-
-    Args:
-        tier: where weights, masters, gradients or states rest.
-        device: "cpu" where the processor is the device, whose instructions reach host memory; anything else for an accelerator.
-    """
-    return tier is Tier.DEVICE or (tier is Tier.HOST and is_processor(device))
 
 
 class Saved(StrEnum):
@@ -96,8 +72,10 @@ class BlockPlan:
 
     def __post_init__(self) -> None:
         _take_words(self)
-        if self.update_on is Tier.DISK:
-            raise PlanError("update_on of BlockPlan is one of ['device', 'host']: a disk computes nothing")
+        if self.update_on not in (Tier.DEVICE, Tier.HOST):
+            raise PlanError(
+                f"update_on of BlockPlan is one of ['device', 'host'], not {str(self.update_on)!r}: nothing computes there"
+            )
 
     def __repr__(self) -> str:
         return named_values(self)
@@ -116,6 +94,11 @@ class BlockPlan:
             device: as `is_processor` takes it.
         """
         return self.update_on is Tier.HOST and not is_processor(device)
+
+    @property
+    def has_versions(self) -> bool:
+        """Homes of weights and states keep the committed version beside the one that is being written."""
+        return self.weight_home.traits.is_files and self.state_home.traits.is_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +234,14 @@ class Plan:
         """Fate of a call; kept if the plan does not reach it."""
         return self.calls[index] if index < len(self.calls) else _KEPT
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where something rests under this plan, each once."""
+        homes = [h for b in self.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
+        homes += [c.boundary_home for c in self.calls]
+        homes += [c.saved_home for c in self.calls if c.saved is Saved.OFFLOAD]
+        return tuple(dict.fromkeys(homes))
+
     def segments(self, number_of_calls: int) -> tuple[tuple[int, int], ...]:
         """(first, last) call of each segment: the units of yielding and visiting, in forward order."""
         bounds: list[tuple[int, int]] = []
@@ -278,15 +269,16 @@ class Plan:
             if call.joins_previous and self.call(index - 1).saved is not call.saved:
                 raise PlanError(f"calls[{index}] joins a call with another fate ({self.call(index - 1).saved})")
             if call.saved is Saved.OFFLOAD and call.saved_home is Tier.DEVICE:
-                raise PlanError(f"calls[{index}] is offloaded to the device; use saved='keep', or host or disk")
+                raise PlanError(
+                    f"calls[{index}] is offloaded to the device; use saved='keep', or another tier, such as host or disk"
+                )
         for name, block in self.blocks.items():
-            if block.update_on is Tier.HOST and Tier.DEVICE in (block.gradient_home, block.state_home):
+            if block.update_on is Tier.HOST and not {block.gradient_home, block.state_home} <= {Tier.HOST, Tier.DISK}:
                 raise PlanError(
                     f"block {name!r} is updated on the host (update_on='host'), so that its gradients and states must be at home there or on disk: say "
                     "gradient_home='host' and state_home='host', or update_on='device'"
                 )
-            has_spare_slots = block.weight_home is Tier.DISK and block.state_home is Tier.DISK
-            if self.is_atomic and self.update is UpdateTime.IN_BACKWARD and not has_spare_slots:
+            if self.is_atomic and self.update is UpdateTime.IN_BACKWARD and not block.has_versions:
                 raise PlanError(
                     f"block {name!r}: an atomic step that updates in backward needs homes with a spare slot (disk) for weights and states; "
                     "use update='after-backward', or is_atomic=False"
@@ -327,7 +319,7 @@ class Plan:
             raise PlanError(f"the plan cannot be read: {str(error)[:_SHOWN]}") from error
 
 
-_ENUMS: dict[str, type[StrEnum]] = {
+_WORDS: dict[str, type[StrEnum | Tier]] = {
     "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "update_on": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype, "state_format": StateFormat,
@@ -339,13 +331,16 @@ def _take_words(made: BlockPlan | CallPlan | Plan) -> None:
     for name, value in vars(made).items():
         if type(value) is not str:
             continue
-        if name not in _ENUMS:
+        if name not in _WORDS:
             raise PlanError(f"{name} of {type(made).__name__} is no word: {value!r:.80}")
+        kind = _WORDS[name]
         try:
-            object.__setattr__(made, name, _ENUMS[name](own_word(name, value)))
+            object.__setattr__(made, name, kind(own_word(name, value)))
         except ValueError:
-            words = [str(each) for each in _ENUMS[name]]
-            raise PlanError(f"{name} of {type(made).__name__} is one of {words}, not {value!r:.80}") from None
+            words = [*TIERS, "the name of a tier of yours"] if issubclass(kind, Tier) else list(kind)
+            raise PlanError(
+                f"{name} of {type(made).__name__} is one of {[*map(str, words)]}, not {value!r:.80}"
+            ) from None
 
 
 _BOOLEANS = {"joins_previous", "is_atomic", "splits_masters", "drops_masters"}
@@ -380,8 +375,10 @@ def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
         raise ValueError(f"unknown field {unknown[0]!r:.80} of {kind.__name__}; it has {sorted(known)}")
     values: dict[str, Any] = {}
     for name, value in raw.items():
-        if name in _ENUMS:
-            values[name] = _ENUMS[name](own_word(name, value) if isinstance(value, str) else value)
+        if name in _WORDS:
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a word, not {value!r:.80}")
+            values[name] = _WORDS[name](own_word(name, value))
         elif name in _BOOLEANS:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be true or false, not {value!r:.80}")

@@ -51,7 +51,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import Tier
+from memfit.core.tiers import TIER_PATTERN, Tier
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,10 @@ _PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[Sequence[str]], Action]]] =
     (re.compile(r"seed m(\d+)(?:-(\d+))?"), lambda g: Seed(*_span(g[0], g[1]))),
     (re.compile(r"fetch B(\d+)"), lambda g: Fetch(int(g[0]))),
     (re.compile(r"release B(\d+)"), lambda g: Release(int(g[0]))),
-    (re.compile(r"offload C(\d+) m(\d+) (host|disk)"), lambda g: Offload(int(g[0]), int(g[1]), Tier(g[2]))),
+    (
+        re.compile(rf"offload C(\d+) m(\d+) (?!device$)({TIER_PATTERN})"),
+        lambda g: Offload(int(g[0]), int(g[1]), Tier(g[2])),
+    ),
     (re.compile(r"drop C(\d+) m(\d+)"), lambda g: Drop(int(g[0]), int(g[1]))),
     (re.compile(r"reload C(\d+) m(\d+)"), lambda g: Reload(int(g[0]), int(g[1]))),
     (re.compile(r"accumulate B(\d+)"), lambda g: Accumulate(int(g[0]))),

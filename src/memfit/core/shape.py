@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.plan import Plan, Saved
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)

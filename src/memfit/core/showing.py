@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from enum import StrEnum
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -37,7 +36,7 @@ def named_values(made: Any) -> str:
         value = getattr(made, each.name)
         default = each.default_factory() if each.default_factory is not MISSING else each.default
         if value != default:
-            said.append(f"{each.name}={str(value)!r}" if isinstance(value, StrEnum) else f"{each.name}={value!r}")
+            said.append(f"{each.name}={str(value)!r}" if isinstance(value, str) else f"{each.name}={value!r}")
     return f"{type(made).__name__}({', '.join(said)})"
 
 

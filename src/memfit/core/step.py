@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from memfit.core.plan import Tier
 from memfit.core.schedule import Action
+from memfit.core.tiers import Tier
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
 """Sorts of bytes, as timelines and reports show them."""

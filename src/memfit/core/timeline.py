@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from memfit.core.tiers import Tier
+
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
@@ -35,19 +37,22 @@ class Timeline:
 
     Attributes:
         moments: in the schedule's order.
-        host_peak_bytes, disk_peak_bytes: peaks of the other tiers.
+        peaks: most bytes alive at once, by tier; a tier that nothing ever rests in is not named.
         bytes_read, bytes_written: moved over the links, by category.
         stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload", "accumulate", "update".
         commit_s: seconds of the step's share of a commit to a store, behind its last action.
     """
 
     moments: tuple[Moment, ...]
-    host_peak_bytes: int = 0
-    disk_peak_bytes: int = 0
+    peaks: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     bytes_read: Mapping[str, int]
     bytes_written: Mapping[str, int]
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
     commit_s: float = 0.0
+
+    def peak_in(self, tier: Tier) -> int:
+        """Most bytes alive at once in a tier; 0 where nothing rests."""
+        return self.peaks.get(tier, 0)
 
     @property
     def peak_bytes(self) -> int:

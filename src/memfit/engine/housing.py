@@ -26,7 +26,8 @@ import torch
 from memfit import devices
 from memfit.activations import HostStore, ScratchStore, StagedScratchStore, TierStore
 from memfit.core.errors import PlanError, StoreError
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.homes import ByteHome, DiskHome, MemoryHome, Staging, Tickets
 from memfit.homes.gradients import GradientHomes

@@ -14,8 +14,9 @@ import torch
 
 from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, TierStore, Writes, make_frame
 from memfit.core.again import check_again
-from memfit.core.plan import Plan, Saved, Tier
+from memfit.core.plan import Plan, Saved
 from memfit.core.profile import CallProfile
+from memfit.core.tiers import Tier
 from memfit.engine.engine import Engine
 from memfit.engine.sites import Site
 from memfit.homes.weights import BlockWeights

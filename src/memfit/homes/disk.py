@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from memfit.core.layout import ALIGNMENT_BYTES
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.core.units import round_up
 from memfit.homes.home import DONE, Then, TransferHandle
 from memfit.homes.staging import FileTicket, Staged, Staging

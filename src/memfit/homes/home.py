@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 
 
 class TransferHandle(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memfit import devices
-from memfit.core.plan import Tier, updates_in_place
+from memfit.core.tiers import Tier, updates_in_place
 from memfit.homes.home import DONE, TransferHandle
 from memfit.tensors.trees import bytes_view, new_storage
 

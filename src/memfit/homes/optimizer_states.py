@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from memfit.core.layout import flat_layout
-from memfit.core.plan import Tier
 from memfit.core.state_formats import StateFormat, StateMoment, moment_of, records_of
+from memfit.core.tiers import Tier
 from memfit.homes.home import DONE, ByteHome, Tickets, TransferHandle, write_tensor
 from memfit.homes.state_codecs import StateCodec, codec_of
 from memfit.homes.weights import BlockWeights, ParameterSlot

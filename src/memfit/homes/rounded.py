@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
 from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import new_storage, typed_view

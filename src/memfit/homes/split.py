@@ -20,7 +20,7 @@ from jaxtyping import BFloat16, Float32, Int16, Int64, UInt8
 from torch import Tensor
 
 from memfit.core.layout import split_layout
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.tensors.trees import new_storage, typed_view

@@ -23,8 +23,8 @@ import torch
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.layout import PIECE_ELEMENTS, flat_layout
-from memfit.core.plan import Tier
 from memfit.core.precision import ComputeDtype, stored_dtypes
+from memfit.core.tiers import Tier
 from memfit.homes.home import ByteHome, Tickets, TransferHandle, write_tensor
 from memfit.tensors.guard import mark_away, mark_present
 from memfit.tensors.trees import new_storage, typed_view

@@ -48,7 +48,7 @@ _classes: dict[type, type] = {}
 
 
 class Rests(Protocol):
-    """Where storages rest; `memfit.homes.tiers.TierStore`."""
+    """Where storages rest; `memfit.homes.offloaded.TierStore`."""
 
     def put(self, storage: torch.UntypedStorage) -> Any:
         """Begins to put a storage away."""

@@ -17,8 +17,9 @@ from torch import nn
 from memfit import devices
 from memfit.batches.splitting import signature_of
 from memfit.core.errors import DoesNotFitError, StoreError, UnsupportedError, UsageError
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.engine.engine import Engine
 from memfit.engine.housing import House

@@ -25,7 +25,8 @@ from torch import nn
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
 from memfit.core.layout import Scheme
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.engine.housing import House
 from memfit.engine.loss_scaling import LossScaler

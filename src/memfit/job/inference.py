@@ -21,7 +21,8 @@ from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.batches.splitting import evaluating
 from memfit.core.errors import DoesNotFitError, LimitBreachError
 from memfit.core.limits import Limits
-from memfit.core.plan import BlockPlan, Plan, Tier
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.deferred import build_empty
 from memfit.engine.housing import House

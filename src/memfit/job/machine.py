@@ -21,7 +21,7 @@ from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
 from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
-from memfit.core.hardware import Hardware, Link
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import (
     DEVICE_RESERVE_BYTES,
     EMULATED_RESERVE_BYTES,
@@ -30,6 +30,7 @@ from memfit.core.limits import (
     Budget,
     Limits,
 )
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job.room import Room
@@ -296,6 +297,11 @@ class Machine:
         """There is host memory beside the device."""
         return devices.is_accelerator(self.device) or self.is_emulated
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where bytes may rest, the device first."""
+        return (Tier.DEVICE, Tier.HOST, Tier.DISK) if self.has_host else (Tier.DEVICE, Tier.DISK)
+
     def probe(
         self, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False
     ) -> Hardware:
@@ -312,7 +318,11 @@ class Machine:
         speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
         free = shutil.disk_usage(where).free
         accelerator = devices.of(self.device) if devices.is_accelerator(self.device) else None
-        link = self._probe_host_link() if self.has_host else None
+        host: dict[Tier, TierSpec] = {}
+        if self.has_host:
+            host_bytes = self.limits.of(Tier.HOST) or _memory_bytes()
+            host[Tier.HOST] = TierSpec(nbytes=host_bytes, link=self._probe_host_link())
+        disk_limit = self.limits.of(Tier.DISK)
         codecs = {"codec_elements_per_s": probe_codecs(self.device)} if probes_codecs else {}
         flops_per_s = _probe_flops(self.device, torch.float32)
         bf16_flops_per_s = _probe_flops(self.device, torch.bfloat16) if probes_bf16 else None
@@ -321,12 +331,17 @@ class Machine:
         return Hardware(
             device="cpu" if accelerator is None else accelerator.name(self.device),
             flops_per_s=flops_per_s,
+            tiers={
+                Tier.DEVICE: TierSpec(
+                    nbytes=_memory_bytes() if accelerator is None else accelerator.total_bytes(self.device)
+                ),
+                **host,
+                Tier.DISK: TierSpec(
+                    nbytes=free if disk_limit is None else min(free, disk_limit),
+                    link=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
+                ),
+            },
             bf16_flops_per_s=bf16_flops_per_s,
-            device_bytes=_memory_bytes() if accelerator is None else accelerator.total_bytes(self.device),
-            disk=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
-            disk_bytes=free if self.limits.disk_bytes is None else min(free, self.limits.disk_bytes),
-            host=link,
-            host_bytes=None if link is None else (self.limits.host_bytes or _memory_bytes()),
             **codecs,
         )
 

@@ -10,29 +10,32 @@ from collections.abc import Collection
 
 from memfit.core.again import check_again
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import Order, Plan, Saved, Tier
+from memfit.core.plan import Order, Plan, Saved
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.job.machine import Machine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 
 
 def check_tiers(plan: Plan, machine: Machine) -> None:
-    """Host memory is a tier only beside a device. Raises `PlanError`."""
+    """Raises `PlanError` where the plan lets something rest in a tier that the machine does not have."""
     if any(block.updates_on_host(machine.device.type) for block in plan.blocks.values()):
         raise PlanError("update_on='host' is not carried out yet beside an accelerator: say update_on='device'")
-    if lacks_tier(plan, machine):
+    lacking = lacking_tier(plan, machine)
+    if lacking is Tier.HOST:
         raise PlanError(
             "the plan names the tier 'host', but without a GPU the device is host memory itself: use 'device' or 'disk', or fit(emulate_device=True)"
         )
+    if lacking is not None:
+        raise PlanError(
+            f"the plan names the tier {str(lacking)!r}, which this job does not have: it has {[*map(str, machine.tiers)]}; name one of these"
+        )
 
 
-def lacks_tier(plan: Plan, machine: Machine) -> bool:
-    """The plan puts something into host memory, and there is none beside the device."""
-    homes = [h for b in plan.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
-    homes += [c.boundary_home for c in plan.calls]
-    homes += [c.saved_home for c in plan.calls if c.saved is Saved.OFFLOAD]
-    return Tier.HOST in homes and not machine.has_host
+def lacking_tier(plan: Plan, machine: Machine) -> Tier | None:
+    """The first tier of the plan that the machine does not have; None if it has them all."""
+    return next((tier for tier in plan.tiers if tier not in machine.tiers), None)
 
 
 def other_sums(before: Plan, after: Plan) -> str | None:
@@ -90,7 +93,7 @@ def _check_spanning(plan: Plan, profile: Profile) -> None:
                 ", ..." if len(block.parameters) > 3 else ""
             )
             raise PlanError(
-                f"the plan sends the weights of block {block.name!r} away (weight_home={home.value!r}), but {names} {'is' if len(block.parameters) == 1 else 'are'} "
+                f"the plan sends the weights of block {block.name!r} away (weight_home={str(home)!r}), but {names} {'is' if len(block.parameters) == 1 else 'are'} "
                 "read outside of the calls of their module (by the loss, another module's forward, a hook, or a function that takes the weight): plan "
                 "weight_home='device' for it (gradients and states may still rest elsewhere), or let the code call the module"
             )

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.core.hardware import Hardware
-from memfit.core.plan import Order, Plan, Tier, is_processor
+from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape, describe_step
 from memfit.core.step import WorkKind
+from memfit.core.tiers import Tier, is_processor
 from memfit.prediction.clock import host_work_seconds, work_seconds
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
 from memfit.scheduling.lower import segment_flops, update_work
@@ -166,4 +167,4 @@ def commit_seconds(plan: Plan, profile: Profile, hardware: Hardware, commits: fl
         hardware: whose disk is written.
         commits: made a step: 1 with durability "step", 1 / N with N, 0 without a store.
     """
-    return commits * commit_bytes(plan, profile) / hardware.disk.write_bytes_per_s if commits else 0.0
+    return commits * commit_bytes(plan, profile) / hardware.link(Tier.DISK).write_bytes_per_s if commits else 0.0

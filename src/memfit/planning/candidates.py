@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
+from memfit.core.tiers import Tier
 from memfit.planning.journal_rules import SMALL_BLOCK_BYTES, journaled, problem_of_journaled
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, Plan, Tier, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 
 # Moving less than this saves little memory, and a transfer of its own costs more than it: such a block may rest in memory also where a journal

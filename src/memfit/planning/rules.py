@@ -25,18 +25,18 @@ from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
 from memfit.core.numerics import Wish, regroups_sums, weighed_seconds
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
 from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.shape import describe_step
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.bounds import PeakBounds, commit_seconds, compute_seconds, update_seconds
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
 from memfit.planning.refusals import Refusal
 from memfit.prediction.bytes import peaks
-from memfit.prediction.clock import link_of
 from memfit.prediction.predict import Appraisal, appraise, predict
 from memfit.prediction.residents import peak_report
 from memfit.scheduling.build import build_forward, build_step
@@ -137,8 +137,7 @@ class _Question:
     budget: Budget
     hardware: Hardware
     clips_norm: bool
-    host_bytes: int | None
-    disk_bytes: int | None
+    limits: Mapping[Tier, int]
     scheme: Scheme | None
     staging_bytes: int
     masters: MasterForms
@@ -162,11 +161,12 @@ class _Question:
         )
         found = appraise(step, self.hardware)
         if plan.microbatches > 1 and self.checked_rows:
-            found = replace(found, peak_bytes=max(found.peak_bytes, self._check_bytes(plan, priced.profile)))
+            found = _with_peak(found, Tier.DEVICE, max(found.peak_bytes, self._check_bytes(plan, priced.profile)))
         if self.scheme is not None:
-            in_all = disk_bytes_with_store(plan, priced.profile, found.disk_peak_bytes, self.scheme)
-            found = replace(found, disk_peak_bytes=in_all)
-        elsewhere = _within(found.host_peak_bytes, self.host_bytes) and _within(found.disk_peak_bytes, self.disk_bytes)
+            beside = found.peaks.get(Tier.DISK, 0)
+            in_all = disk_bytes_with_store(plan, priced.profile, beside, self.scheme)
+            found = _with_peak(found, Tier.DISK, in_all)
+        elsewhere = all(_within(found.peaks.get(tier, 0), limit) for tier, limit in self.limits.items())
         return _Built(
             priced=priced,
             cost=found,
@@ -211,12 +211,10 @@ def choose_plan(
     allow: Collection[str] = frozenset(),
     clips_norm: bool = False,
     compute: ComputeDtype | None = None,
-    has_disk: bool = True,
-    has_host: bool = False,
+    tiers: Collection[Tier] = (Tier.DISK,),
     splits_allowed: bool = True,
     like: Plan | None = None,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
+    limits: Mapping[Tier, int] = MappingProxyType({}),
     scheme: Scheme | None = None,
     staging_bytes: int = STAGING_BYTES,
     checked_rows: int = 0,
@@ -234,12 +232,10 @@ def choose_plan(
             of weights in bf16. Other names change nothing here.
         clips_norm: gradients are clipped by their global norm.
         compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
-        has_disk: homes on disk may be used.
-        has_host: homes in host memory may be used (only where the hardware has a link to it).
+        tiers: where homes may be beside the device, as far as the hardware has a link to it.
         splits_allowed: the loss adds up over microbatches.
         like: only plans whose masters rest as this one's do.
-        host_bytes: limit of host memory; None: the hardware's capacity.
-        disk_bytes: limit of disk; None: the hardware's capacity.
+        limits: of tiers beside the device; one that is not named is limited by the hardware's capacity.
         scheme: of the store that the run is committed to, whose room counts as disk; with a journal only plans that go with it, and with `like`, see
             `planning.journaling`.
         staging_bytes: as in `scheduling.lower`.
@@ -256,8 +252,7 @@ def choose_plan(
         budget=budget,
         hardware=hardware,
         clips_norm=clips_norm,
-        host_bytes=hardware.host_bytes if host_bytes is None else host_bytes,
-        disk_bytes=hardware.disk_bytes if disk_bytes is None else disk_bytes,
+        limits={tier: spec.nbytes for tier, spec in hardware.away.items()} | _away(limits),
         scheme=scheme,
         staging_bytes=staging_bytes,
         masters=MasterForms(kept="bf16" in allow or WITHOUT_MASTERS not in allow, dropped=WITHOUT_MASTERS in allow),
@@ -267,11 +262,7 @@ def choose_plan(
         numerics=numerics,
         commits=commits,
     )
-    tiers = tuple(
-        tier
-        for tier, is_there in ((Tier.HOST, has_host and hardware.host is not None), (Tier.DISK, has_disk))
-        if is_there
-    )
+    tiers = tuple(tier for tier in tiers if tier in hardware.away)
     may_split = splits_allowed and profile.may_split
     priced = _price_all(profile, question, tiers, may_split=may_split and numerics != "exact", decided=decided)
     if like is not None:
@@ -379,7 +370,7 @@ def _price(index: int, candidate: Candidate, profile: Profile, question: _Questi
 
 
 def _add(moved_s: dict[tuple[Tier, str], float], hardware: Hardware, tier: Tier, direction: str, nbytes: int) -> None:
-    link = link_of(hardware, tier)
+    link = hardware.link(tier)
     speed = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
     moved_s[tier, direction] = moved_s.get((tier, direction), 0.0) + nbytes / speed
 
@@ -465,11 +456,11 @@ def _does_not_fit(
 ) -> DoesNotFitError:
     possible = [b for b in built if b.fits_elsewhere]
     if not possible:
-        leanest = min(built, key=lambda b: (b.cost.host_peak_bytes + b.cost.disk_peak_bytes, b.priced.index))
+        away = tuple(question.limits)
+        leanest = min(built, key=lambda b: (sum(b.cost.peaks.get(tier, 0) for tier in away), b.priced.index))
+        taken = [f"{format_bytes(leanest.cost.peaks.get(tier, 0))} of {_word(tier)}" for tier in away]
         return DoesNotFitError(
-            f"no plan fits host memory and disk: the leanest there would take "
-            f"{format_bytes(leanest.cost.host_peak_bytes)} of host memory and "
-            f"{format_bytes(leanest.cost.disk_peak_bytes)} of disk; raise those limits or free space"
+            f"no plan fits {' and '.join(map(_word, away))}: the leanest there would take {' and '.join(taken)}; raise those limits or free space"
         )
     leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
     advice = ["shorter sequences or smaller images"]
@@ -505,6 +496,18 @@ def _does_not_fit(
         advice=tuple(advice),
         kind=kind,
     ).error()
+
+
+def _with_peak(cost: Appraisal, tier: Tier, nbytes: int) -> Appraisal:
+    return replace(cost, peaks={**cost.peaks, tier: nbytes})
+
+
+def _away(limits: Mapping[Tier, int]) -> dict[Tier, int]:
+    return {tier: limit for tier, limit in limits.items() if not tier.traits.is_device}
+
+
+def _word(tier: Tier) -> str:
+    return "host memory" if tier is Tier.HOST else str(tier)
 
 
 def _within(nbytes: int, limit: int | None) -> bool:

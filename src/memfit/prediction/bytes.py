@@ -5,12 +5,12 @@ In: `Step`. Out: `TierBytes` an operation: sums, and at the highest by category;
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from memfit.core.plan import Tier
 from memfit.core.step import CATEGORIES, ByteChange, Step
+from memfit.core.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,24 +35,22 @@ def follow_tier(step: Step, tier: Tier = Tier.DEVICE) -> Iterator[TierBytes]:
 
 
 def peaks(step: Step) -> dict[Tier, int]:
-    """Most bytes alive at once, by tier."""
-    alive = dict.fromkeys(Tier, 0)
+    """Most bytes alive at once, by tier: the device, and every tier in which something ever rests."""
+    alive: dict[Tier, int] = defaultdict(int, {Tier.DEVICE: 0})
     for change in step.resting:
         alive[change.tier] += change.nbytes
-    most = dict(alive)
+    most = defaultdict(int, alive)
     for operation in step:
-        high = dict.fromkeys(Tier, 0)
+        high: dict[Tier, int] = {}
         for change in operation.during:
-            high[change.tier] += change.nbytes
+            high[change.tier] = high.get(change.tier, 0) + change.nbytes
         for tier, nbytes in high.items():
-            if nbytes and alive[tier] + nbytes > most[tier]:
-                most[tier] = alive[tier] + nbytes
-        if operation.changes:
-            for change in operation.changes:
-                alive[change.tier] += change.nbytes
-            for tier, nbytes in alive.items():
-                most[tier] = max(most[tier], nbytes)
-    return most
+            most[tier] = max(most[tier], alive[tier] + nbytes)
+        for change in operation.changes:
+            alive[change.tier] += change.nbytes
+        for tier in {change.tier for change in operation.changes}:
+            most[tier] = max(most[tier], alive[tier])
+    return dict(most)
 
 
 def held_at(step: Step, index: int, tier: Tier = Tier.DEVICE) -> dict[tuple[str, str], int]:

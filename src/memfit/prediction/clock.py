@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from memfit.core.errors import PlanError
-from memfit.core.hardware import Hardware, Link
-from memfit.core.plan import Tier
+from memfit.core.hardware import Hardware
 from memfit.core.step import Operation, Step, Token, Transfer, WorkKind
+from memfit.core.tiers import Tier
 
 # An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer microbatches win ties.
 CALLS_PER_S = 1e4
@@ -139,19 +138,5 @@ class Clock:
 
 
 def _bytes_per_s(hardware: Hardware, transfer: Transfer) -> float:
-    link = link_of(hardware, transfer.tier)
+    link = hardware.link(transfer.tier)
     return link.read_bytes_per_s if transfer.direction == "read" else link.write_bytes_per_s
-
-
-def link_of(hardware: Hardware, tier: Tier) -> Link:
-    """The link between the device and a tier.
-
-    Raises:
-        PlanError: the machine has no such tier.
-    """
-    link = hardware.host if tier is Tier.HOST else hardware.disk
-    if link is None:
-        raise PlanError(
-            "the plan uses host memory as a tier, but on this machine the device is the host; use device or disk"
-        )
-    return link

@@ -5,12 +5,13 @@ In: `Step`, `Hardware`. Out: `Timeline`; `check_limits` holds it against budgets
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
-from memfit.core.plan import Tier
 from memfit.core.step import Step
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline
 from memfit.core.units import format_bytes
 from memfit.prediction.bytes import follow_tier, peaks
@@ -21,10 +22,13 @@ from memfit.prediction.clock import Clock
 class Appraisal:
     """The sums of a `Timeline`: predicted peaks by tier and seconds."""
 
-    peak_bytes: int
+    peaks: Mapping[Tier, int]
     seconds: float
-    host_peak_bytes: int
-    disk_peak_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The device's."""
+        return self.peaks[Tier.DEVICE]
 
 
 def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
@@ -35,14 +39,13 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         hardware: None: bytes only, all seconds are 0.
 
     Returns:
-        One moment an action; peaks of host and disk; bytes moved by category; stalls by cause.
+        One moment an action; peaks by tier; bytes moved by category; stalls by cause.
 
     Raises:
         PlanError: a tier that the hardware does not have.
     """
     clock = Clock(hardware)
     times = clock.run(step)
-    most = peaks(step)
     moments = tuple(
         Moment(
             action=str(operation.action),
@@ -56,8 +59,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
     )
     return Timeline(
         moments=moments,
-        host_peak_bytes=most[Tier.HOST],
-        disk_peak_bytes=most[Tier.DISK],
+        peaks=peaks(step),
         bytes_read=dict(clock.bytes_read),
         bytes_written=dict(clock.bytes_written),
         stalls_s=dict(clock.stalls_s),
@@ -69,27 +71,19 @@ def appraise(step: Step, hardware: Hardware) -> Appraisal:
     """As `predict`, the sums only: for searches that look at many schedules."""
     clock = Clock(hardware)
     times = clock.run(step)
-    most = peaks(step)
     return Appraisal(
-        peak_bytes=most[Tier.DEVICE],
+        peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.seal(step),
-        host_peak_bytes=most[Tier.HOST],
-        disk_peak_bytes=most[Tier.DISK],
     )
 
 
-def check_limits(
-    timeline: Timeline,
-    *,
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-) -> None:
-    """Checks that no action passes a budget.
+def check_limits(timeline: Timeline, budgets: Mapping[Tier, int | None]) -> None:
+    """Checks that no action passes the device's budget, and no tier its own. A tier that is not named has none.
 
     Raises:
         DoesNotFitError: the first action whose predicted bytes are over, by category; or the tier that is too small.
     """
+    device_bytes = budgets.get(Tier.DEVICE)
     for index, moment in enumerate(timeline.moments):
         if device_bytes is not None and moment.peak_bytes > device_bytes:
             parts = ", ".join(f"{c} {format_bytes(n)}" for c, n in moment.by_category.items() if n)
@@ -98,9 +92,7 @@ def check_limits(
                 f"device, over the budget of {format_bytes(device_bytes)}: {parts}",
                 smallest_limit_bytes=timeline.peak_bytes,
             )
-    for tier, peak, limit in (
-        ("host", timeline.host_peak_bytes, host_bytes),
-        ("disk", timeline.disk_peak_bytes, disk_bytes),
-    ):
-        if limit is not None and peak > limit:
+    for tier, limit in budgets.items():
+        peak = timeline.peak_in(tier)
+        if limit is not None and not tier.traits.is_device and peak > limit:
             raise DoesNotFitError(f"{format_bytes(peak)} are predicted on {tier}, over {format_bytes(limit)}")

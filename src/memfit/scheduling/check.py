@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.plan import Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.schedule import (
     Accumulate,
@@ -33,6 +33,7 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
+from memfit.core.tiers import Tier
 from memfit.scheduling.passes import Passes
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.core.plan import Plan, Tier, UpdateTime
+from memfit.core.plan import Plan, UpdateTime
 from memfit.core.schedule import Accumulate, Action, Check, Clear, Commit, Norm, Unscale, Update
+from memfit.core.tiers import Tier
 from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 

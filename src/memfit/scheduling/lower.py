@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memfit.core.layout import PINNED_STAGING_BYTES
-from memfit.core.plan import Plan, Saved, Tier, is_processor
+from memfit.core.plan import Plan, Saved
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.schedule import (
     Accumulate,
@@ -43,6 +43,7 @@ from memfit.core.schedule import (
 )
 from memfit.core.shape import StepShape, describe_step
 from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, WorkKind
+from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import MIB
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.lifetimes import ActivationEvent, EventCost, Lifetimes
@@ -285,7 +286,8 @@ class _Lowering:
                 yield ByteChange(Tier.DEVICE, "weight", owner, self._weight_bytes[index])
             if homes.state_home is Tier.DEVICE and states:
                 yield ByteChange(Tier.DEVICE, "state", owner, states)
-            for tier in (Tier.HOST, Tier.DISK):
+            used = dict.fromkeys((homes.weight_home, homes.state_home, homes.gradient_home))
+            for tier in (tier for tier in used if not tier.traits.is_device):
                 if kept := kept_bytes_of(plan, profile, block, tier):
                     yield ByteChange(tier, "state", owner, kept)
                 if homes.gradient_home is tier and block.trains:
@@ -360,8 +362,8 @@ class _Lowering:
         home = self._homes[block].gradient_home
         size = flat_gradient_bytes(self._profile.blocks[block])
         draft.after = self._waits(_ACCUMULATE, block)
-        # The first gradient overwrites what is at home. A later one is added: on disk that reads the sum back first.
-        if home is Tier.DISK and draft.after:
+        # The first gradient overwrites what is at home. A later one is added: see `TierTraits.reads_sums_back`.
+        if home.traits.reads_sums_back and draft.after:
             self._transfer(home, "read", "gradient", size)
         self._transfer(home, "write", "gradient", size)
         self._leaving.append(block)
@@ -407,8 +409,8 @@ class _Lowering:
         if isinstance(action, Forward | Backward):
             self._work_on(action)
         if isinstance(action, Backward):
-            tier, nbytes = self._away.pop((action.first, action.microbatch), (Tier.DISK, 0))
-            if nbytes:
+            tier, nbytes = self._away.pop((action.first, action.microbatch), (None, 0))
+            if tier is not None and nbytes:
                 self._draft.changes.append(ByteChange(tier, "activation", f"C{action.first}", -nbytes))
             self._gradients.end_waiting(self._segment[action.first])
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
+from memfit.core.tiers import Tier
 
 _WIDE_BYTES = 4
 # Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment what encoding makes. Source: `homes.state_codecs`.

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from memfit.core.errors import PlanError
 from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
-from memfit.core.plan import Plan, Tier, updates_in_place
+from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.shape import StepShape
+from memfit.core.tiers import Tier, updates_in_place
 from memfit.core.units import MIB, round_up
 
 # Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: beside an accelerator they are host memory.
@@ -76,10 +77,10 @@ def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
 
 
 def uses_disk(plan: Plan, shape: StepShape) -> bool:
-    """Something rests on disk, or leaves to it."""
+    """Something rests in files, or leaves to them."""
     homes = (plan.block(name) for name in shape.blocks)
-    rests = any(Tier.DISK in (h.weight_home, h.gradient_home, h.state_home) for h in homes)
-    return rests or Tier.DISK in shape.leaves
+    used = {tier for h in homes for tier in (h.weight_home, h.gradient_home, h.state_home)}
+    return any(tier.traits.is_files for tier in (*used, *(tier for tier in shape.leaves if tier is not None)))
 
 
 def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
@@ -104,7 +105,7 @@ def kept_bytes_of(plan: Plan, profile: Profile, block: BlockProfile, tier: Tier)
         kept += flat_weight_bytes(block)
     if homes.state_home is tier:
         kept += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
-    return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier is Tier.DISK else 1)
+    return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier.traits.is_files else 1)
 
 
 def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") -> int:

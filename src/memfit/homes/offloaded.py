@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from memfit import devices
-from memfit.core.plan import Tier
+from memfit.core.tiers import Tier
 from memfit.homes.home import TransferHandle
 from memfit.homes.memory import MemoryHome
 from memfit.homes.staging import FileTicket, Staged, Staging

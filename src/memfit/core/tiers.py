@@ -1,0 +1,109 @@
+"""Tiers: names of the places where bytes rest, and what is known of each kind of place.
+
+In: words of plans and schedules. Out: `Tier`, which keys limits, capacities, links and peaks; its `TierTraits`, which prices and homes read.
+
+[Note: tiers are open]
+A tier is a name, and any name is one. `device`, `host` and `disk` are memfit's own, with traits in one table. Every other tier has the traits of a place to
+which bytes only travel: nothing computes on them there, a write replaces what was there, and a sum is read back to be added to. A job uses such a tier when it is
+handed a factory of homes for it (`homes.factory`), and its link and capacity in `Hardware.tiers`. A plan that names a tier which the job was not handed is
+refused with the names of those that it has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+TIER_PATTERN = "[a-z][a-z0-9-]{0,31}"
+"""The form of a tier's name, as a regular expression."""
+_NAME = re.compile(TIER_PATTERN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTraits:
+    """Facts about a place, by which steps are priced and homes are used.
+
+    Attributes:
+        is_device: compute runs on its bytes where they rest, and weights there never visit.
+        is_addressable: the processor computes on its bytes where they rest; an accelerator does not.
+        is_files: transfers pass through bounce buffers of the processor, and an atomic step keeps the version before beside the new one.
+        reads_sums_back: a second gradient is added by reading the sum, adding, and writing it. (Prediction does not count that reading for `host`.)
+    """
+
+    is_device: bool = False
+    is_addressable: bool = False
+    is_files: bool = False
+    reads_sums_back: bool = True
+
+
+_TRAVELS_ONLY = TierTraits()
+_TRAITS: Mapping[str, TierTraits] = MappingProxyType(
+    {
+        "device": TierTraits(is_device=True, reads_sums_back=False),
+        "host": TierTraits(is_addressable=True, reads_sums_back=False),
+        "disk": TierTraits(is_files=True),
+    }
+)
+# One object a name, so that tiers compare by `is` as members of an enum do. Weak: a hostile file of names leaves nothing behind.
+_known: WeakValueDictionary[str, Tier] = WeakValueDictionary()
+
+
+class Tier(str):
+    """The name of a place where bytes rest. On a machine without an accelerator, `device` is this process's memory. See [Note: tiers are open].
+
+    There is one object a name: `Tier("host") is Tier.HOST`.
+
+    Raises:
+        ValueError: not a name: lower-case letters, digits and hyphens, a letter first, at most 32.
+    """
+
+    __slots__ = ("__weakref__",)
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    DISK: ClassVar[Tier]
+
+    def __new__(cls, name: str) -> Tier:  # noqa: PYI034, there are no subclasses
+        """The one object of that name."""
+        known = _known.get(name)
+        if known is not None:
+            return known
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r:.80} is no name of a tier: lower-case letters, digits and hyphens, such as 'host'"
+            )
+        # Two threads may make the same new name at once: the first one to arrive stays.
+        return _known.setdefault(name, super().__new__(cls, name))
+
+    def __repr__(self) -> str:
+        return f"Tier({str(self)!r})"
+
+    @property
+    def traits(self) -> TierTraits:
+        """See `TierTraits`."""
+        return _TRAITS.get(self, _TRAVELS_ONLY)
+
+
+Tier.DEVICE, Tier.HOST, Tier.DISK = Tier("device"), Tier("host"), Tier("disk")
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""memfit's own."""
+
+
+def is_processor(device: str) -> bool:
+    """Says whether the processor is the device, by the name that `Hardware.device` or a `torch.device` has."""
+    return device in ("cpu", "meta")
+
+
+def updates_in_place(tier: Tier, device: str) -> bool:
+    """Says whether an update computes on bytes of that tier where they rest; else their pieces come to the device, which computes, and go back.
+
+    Prices (`scheduling.lower`) and homes (`MemoryHome.memory`) both ask here.
+
+    Args:
+        tier: where weights, masters, gradients or states rest.
+        device: "cpu" where the processor is the device, whose instructions reach host memory; anything else for an accelerator.
+    """
+    return tier.traits.is_device or (tier.traits.is_addressable and is_processor(device))
