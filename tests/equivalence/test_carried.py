@@ -65,6 +65,67 @@ class Clamping(Layer):
         return super().forward(x)
 
 
+class Replacing(Layer):
+    """Puts a tensor in the place of the one that its last forward left, which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) * (1 + self.last)
+        self.last = out.detach().mean()
+        return out
+
+
+class Remembering(Layer):
+    """Keeps what its last forwards gave in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out = out + self.past[-1] if self.past else out
+        self.past[:] = [*self.past[-1:], out.detach().mean(0)]
+        return out
+
+
+class Holder:
+    """An object of the program's own."""
+
+    mean: Tensor = torch.zeros(WIDTH)
+
+
+class Holding(Layer):
+    """Keeps a mean in an object that lies on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Holder()
+        self.held.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) + self.held.mean
+        self.held.mean = out.detach().mean(0)
+        return out
+
+
+class Stashing(Layer):
+    """Leaves a tensor for the loss, as mixtures of experts do, and keeps a constant."""
+
+    aux: Tensor | None = None
+    steps: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.steps is None:
+            self.steps = torch.arange(WIDTH) / 8
+        out = super().forward(x) + self.steps
+        self.aux = out.square().mean()
+        return out + self.aux
+
+
 class Noting(Layer):
     """Notes on itself how large its input is: the same in every forward."""
 
@@ -130,11 +191,12 @@ def fitted(model: nn.Module, order: Order, **settings: Any) -> memfit.Job:
     return memfit.fit(model, optimizer(model), loss_of, batch(), plan=plan, **settings)
 
 
-@pytest.mark.parametrize("kind", [Counting, Exchanging, Clamping])
+@pytest.mark.parametrize("kind", [Counting, Exchanging, Clamping, Replacing, Remembering, Holding])
 def test_what_a_forward_leaves_to_the_next_trains_as_in_a_plain_loop(kind: type[Layer]) -> None:
     model = build(kind)
-    # That counts change the numbers is no question of rows: the contract is plain accumulation.
-    with fitted(model, Order.MICROBATCH_MAJOR, allow={"nonadditive-loss"} if kind is Counting else ()) as job:
+    # That these change the numbers is no question of rows: the contract is plain accumulation.
+    allow = () if kind in (Exchanging, Clamping) else {"nonadditive-loss"}
+    with fitted(model, Order.MICROBATCH_MAJOR, allow=allow) as job:
         for step in range(2):
             seed(step)
             job.step(batch())
@@ -144,14 +206,22 @@ def test_what_a_forward_leaves_to_the_next_trains_as_in_a_plain_loop(kind: type[
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [(Counting, "1.0.count"), (Exchanging, "1.0.mix"), (Clamping, "1.0.inner.weight")]
+    ("kind", "word"),
+    [
+        (Counting, "1.0.count"),
+        (Exchanging, "1.0.mix"),
+        (Clamping, "1.0.inner.weight"),
+        (Replacing, "1.0.last"),
+        (Remembering, "1.0.past"),
+        (Holding, "1.0.held.mean"),
+    ],
 )
 def test_such_a_model_is_refused_layer_by_layer(kind: type[Layer], word: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{word}.*microbatch-major"):
         fitted(build(kind), Order.LAYER_MAJOR, allow={"nonadditive-loss"})
 
 
-@pytest.mark.parametrize("kind", [Counting, Exchanging, Clamping])
+@pytest.mark.parametrize("kind", [Counting, Exchanging, Clamping, Replacing])
 def test_the_planner_looks_at_no_plan_that_would_be_refused(kind: type[Layer]) -> None:
     model = build(kind)
     profile = memfit.profile(model, optimizer(model), loss_of, batch(), microbatches=[1, 2])
@@ -170,10 +240,11 @@ def test_the_planner_looks_at_no_plan_that_would_be_refused(kind: type[Layer]) -
             assert {str(saved) for saved in again} <= {"keep", "offload"}
 
 
-def test_a_note_that_every_forward_makes_alike_forbids_nothing() -> None:
-    model = build(Noting)
+@pytest.mark.parametrize("kind", [Noting, Stashing])
+def test_what_no_later_forward_reads_forbids_nothing(kind: type[Layer]) -> None:
+    model = build(kind)
     assert memfit.profile(model, optimizer(model), loss_of, batch()).carried == ()
-    with fitted(model, Order.LAYER_MAJOR) as job:
+    with fitted(model, Order.LAYER_MAJOR, allow={"nonadditive-loss"}) as job:
         seed(0)
         job.step(batch())
 

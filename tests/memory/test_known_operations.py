@@ -229,11 +229,14 @@ def test_a_batch_of_a_new_shape_runs_through_the_model_once() -> None:
     shapes: list[tuple[int, ...]] = []
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    def note(_: nn.Module, args: tuple[Tensor]) -> None:
         if memfit.is_planning():
-            shapes.append(tuple(batch.shape))
+            shapes.append(tuple(args[0].shape))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
+    model.register_forward_pre_hook(note)
     with memfit.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, torch.randn(4, 6), plan=Plan()) as job:
         shapes.clear()
         job.step(torch.randn(3, 6))

@@ -16,7 +16,8 @@ def is_planning() -> bool:
     """Tells whether memfit runs the model, its hooks and the loss to plan, in place of training.
 
     `memfit.fit` runs them on tensors without values (or, where a program must see values, on a few rows of the sample), and `job.step` does when a batch of a
-    new shape comes. Nothing of the model is changed by it; what a hook or a loss function counts, logs or collects would be.
+    new shape comes. Nothing of the model is changed by it, nor what the loss keeps in variables, containers and objects that its code names; what a hook counts,
+    logs or collects would be, and what a loss writes to files or gives to other libraries.
 
         def log_activations(module, args, output):
             if not memfit.is_planning():

@@ -265,8 +265,8 @@ class Profile:
         written_weights: names of the parameters that the forward itself changes (`nn.Embedding(max_norm=)`, averages of weights): they must stay where they
             are, nothing may run twice, and microbatches run one after the other.
         shared_weights: names of the parameters whose gradient is a sum of several uses in one microbatch (tied, or called twice).
-        carried: names of the submodules and of the numbers, flags and words on modules that a forward changes for the one after it (an exchanged attention, a
-            counter): microbatches run one after the other.
+        carried: names of the submodules, and of the numbers, flags, words and tensors on modules or kept by the loss, that a forward changes for the one after
+            it (an exchanged attention, a counter): microbatches run one after the other.
         viewed_gradients: names of the parameters whose gradient comes as a view (of a transposed product): autograd adds two of them into a third.
         counts_losses: the loss returns (sum, count).
         buffer_bytes: buffers of the model (always resident).

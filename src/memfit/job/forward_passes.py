@@ -31,6 +31,7 @@ from memfit.job.results import EvaluateResult
 from memfit.job.run_state import give_random, is_random_state, take_random
 from memfit.job.steps import cut
 from memfit.job.user_hooks import refuse_hooked
+from memfit.profiling.program_state import untouched_program
 from memfit.profiling.standins import untouched_modules
 from memfit.scheduling.build import build_forward
 
@@ -151,12 +152,12 @@ def check_first(assembly: Assembly, batch: Any) -> None:
 
 @contextmanager
 def _untouched(assembly: Assembly) -> Iterator[None]:
-    """Gives the model back what its forward changes on it: buffers, modules and their attributes, and the weights that it writes (which stay on the device)."""
+    """Gives back what a forward changes: buffers, modules and their attributes, weights that it writes (which stay on the device), and what the loss keeps."""
     model = assembly.parts.model
     names = assembly.parts.prepared.profile.written_weights
     written = [(parameter, parameter.detach().clone()) for parameter in map(model.get_parameter, names)]
     try:
-        with Buffers(model).restored(), untouched_modules(model):
+        with Buffers(model).restored(), untouched_modules(model), untouched_program(assembly.loss, model):
             yield
     finally:
         for parameter, before in written:

@@ -130,8 +130,8 @@ def _check_order(plan: Plan, profile: Profile) -> None:
         return
     name, *others = profile.carried
     raise UnsupportedError(
-        f"the model's forward changes {name!r}{f' (and {len(others)} more)' if others else ''} on its modules for the forward after it (a counter, or a module that "
-        "is exchanged), and layer by layer the last microbatch would run first: plan order='microbatch-major' or microbatches=1, or let the forward leave it alone"
+        f"a forward changes {name!r}{f' (and {len(others)} more)' if others else ''}, and the one after it meets that (a counter, a tensor that is read again, an "
+        "exchanged module); layer by layer the last microbatch would run first: plan order='microbatch-major' or microbatches=1, or let the forward leave it alone"
     )
 
 

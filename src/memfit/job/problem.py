@@ -110,7 +110,14 @@ class Problem:
         with training_setting(self.model, None, self.caches.use):
             try:
                 profile_step(
-                    self.model, FirstOf(self.loss), grown, self.block_map, parts={3: grown}, whole_rows=3, trace="fake"
+                    self.model,
+                    FirstOf(self.loss),
+                    grown,
+                    self.block_map,
+                    parts={3: grown},
+                    whole_rows=3,
+                    trace="fake",
+                    program=self.loss,
                 )
             except UnsupportedError as error:
                 raise UnsupportedError(
@@ -188,7 +195,7 @@ class Problem:
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
             "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces,
-            "checks_repeat": checks_repeat,
+            "checks_repeat": checks_repeat, "program": self.loss,
         }  # fmt: skip
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),

@@ -85,11 +85,14 @@ class TraceRecorder(TorchDispatchMode):
         self.uses_random = False
         self.exchanged: tuple[str, ...] = ()  # submodules, by this forward
         self.changed: tuple[str, ...] = ()  # numbers and words on modules, by this forward
+        self.replaced: tuple[str, ...] = ()  # tensors that the program keeps, by this forward
         self.viewed_gradients: set[str] = set()
         self.backward_reads: set[tuple[int, str]] = set()
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._weights: set[int] = set()
         self._real: dict[int, str] = {}
+        self._left: list[tuple[torch.Tensor, StorageRecord, int]] = []  # by an earlier forward
+        self._left_read: set[int] = set()
         self._active: CallRecord | None = None
         self._modules: list[str] = []
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
@@ -119,6 +122,21 @@ class TraceRecorder(TorchDispatchMode):
         for name, buffer in buffers.items():
             self.register(buffer, Role.INPUT)
             self._origins.declare_buffer(name, self._record_of(buffer, Role.INPUT))
+
+    def watch_left(self, left: Iterable[torch.Tensor]) -> None:
+        """Declares tensors that the program keeps as a forward begins; whether it reads and changes them is asked later."""
+        records = [(t, self._record_of(t, Role.INPUT)) for t in left if t.layout is torch.strided]
+        self._left = [(tensor, record, record.writes) for tensor, record in records]
+        for _, record in records:
+            record.is_left = True
+
+    def left_read(self) -> frozenset[int]:
+        """Ids of those that were read: an operation took values from their storages."""
+        return frozenset(id(tensor) for tensor, record, _ in self._left if id(record) in self._left_read)
+
+    def left_written(self) -> frozenset[int]:
+        """Ids of those that were changed in place."""
+        return frozenset(id(tensor) for tensor, record, writes in self._left if record.writes > writes)
 
     def end_forward(
         self, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
@@ -182,6 +200,9 @@ class TraceRecorder(TorchDispatchMode):
             written = {id(read[i]) for i in facts.written}
             overwritten = {id(read[i]) for i in facts.overwritten}
             self._origins.follow(func, found, made, overwritten, written, is_random=facts.is_random)
+            if self._left and not kind.is_view:
+                # What an operation adds to is not read by that: a sum that nobody asks for tells no order.
+                self._left_read.update(id(r) for t, r in found if r.is_left and id(t) not in written)
             if written and not kind.relabels:
                 self._note_written({id(r): r for t, r in found if id(t) in written}.values())
         self._note_facts(facts)
@@ -415,6 +436,7 @@ class TraceRecorder(TorchDispatchMode):
     def forget(self) -> None:
         """Lets go of what was watched: weak references and values point back here, and cycles would keep the model until a collection."""
         self._live.clear()
+        self._left.clear()
         self._values = None
         self._active = None
         self._pending_sum = None

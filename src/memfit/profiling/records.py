@@ -57,6 +57,7 @@ class StorageRecord:
     is_written: bool = False
     writes: int = 0
     is_movable: bool = True
+    is_left: bool = False
     key: int = 0
     holders: int = 1
     let_go_in: int | None = None

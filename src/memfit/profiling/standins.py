@@ -6,7 +6,7 @@ generators.
 
 [Note: what is restored]
 Attributes of every module and the contents of the plain dicts, lists and sets among them (parameters, buffers, hooks,
-caches). Objects of other classes that a forward changes (a counter inside a config object) are beyond reach.
+caches); and the same of objects that lie in modules' attributes (a counter inside a config object). What such objects hold in turn is beyond reach.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from memfit import devices
+from memfit.tensors.own_attributes import held_objects
 
 _Container = dict | list | set
 _CachedFunction = functools._lru_cache_wrapper
@@ -68,6 +69,8 @@ def stand_ins(
 def untouched_modules(model: nn.Module) -> Iterator[None]:
     """Gives every module its attributes back, and the contents of its containers. See [Note: what is restored]."""
     snapshot = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in model.modules()]
+    held = {id(one): one for module in model.modules() for _, one in held_objects(module)}
+    beside = [(one, dict(vars(one)), _contents(vars(one))) for one in held.values()]
     try:
         yield
     finally:
@@ -76,6 +79,14 @@ def untouched_modules(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
             for container, content in contents:
                 _refill(container, content)
+        for one, attributes, contents in beside:
+            # Most hold settings that no forward touches; of others, other threads may hold them too.
+            if len(vars(one)) != len(attributes) or not _holds_same(vars(one), attributes):
+                vars(one).clear()
+                vars(one).update(attributes)
+            for container, content in contents:
+                if len(container) != len(content) or not _holds_same(container, content):
+                    _refill(container, content)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from memfit.profiling.gradient_hooks import hand_on
 from memfit.profiling.known import KnownOperations
 from memfit.profiling.known_values import give_copy, readable_fakes
 from memfit.profiling.measuring import Workspaces
+from memfit.profiling.program_state import untouched_program
 from memfit.profiling.recorder import TraceRecorder, storage_resizes
 from memfit.profiling.records import CallRecord, Role
 from memfit.profiling.standins import stand_ins, untouched_caches, untouched_generators
@@ -80,6 +81,7 @@ def profile_step(
     compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
     workspaces: Workspaces | None = None,
     checks_repeat: bool = True,
+    program: Any = None,
 ) -> Profile:
     """Traces forward and backward of a microbatch of each of several sizes.
 
@@ -100,6 +102,7 @@ def profile_step(
             beside the model's own.
         workspaces: what operations take inside themselves; None: only what the table knows.
         checks_repeat: a second forward shows that the program does the same again; False where another batch has shown it.
+        program: the user's function, where `loss` is one around it: what it keeps is given back. None: the loss.
 
     Returns:
         Blocks in the order of their first call; blocks whose weights are read outside of every call are spanning.
@@ -125,6 +128,7 @@ def profile_step(
         block_map=block_map,
         compute=compute_dtype,
         known=KnownOperations(workspaces or Workspaces()),
+        program=loss if program is None else program,
         checks_repeat=checks_repeat,
     )
     _check_known_parameters(setting)
@@ -164,6 +168,7 @@ class _Setting:
     block_map: BlockMap
     compute: ComputeDtype
     known: KnownOperations
+    program: Any = None
     checks_repeat: bool = True
     guesses: bool = False
 
@@ -353,11 +358,11 @@ def _trace_one(setting: _Setting, rows: int, *, is_fake: bool, is_twice: bool = 
 
 def _carried(setting: _Setting, rows: int, first: TraceRecorder, *, is_fake: bool) -> tuple[str, ...]:
     """Names of what a forward leaves on modules that makes the next one another. See [Note: what one forward leaves to the next] in `carried`."""
-    if not first.changed:
+    if not first.changed and not first.replaced:
         return first.exchanged
     second = _run(setting, rows, is_fake=is_fake, is_whole=False, repeats=True)
     second.forget()
-    return (*first.exchanged, *(name for name in first.changed if name in second.changed))
+    return (*first.exchanged, *(name for name in first.changed if name in second.changed), *second.replaced)
 
 
 def _written(setting: _Setting, step: TraceRecorder) -> set[str]:
@@ -383,6 +388,7 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats
         stack.enter_context(trial())
         has_drawn = stack.enter_context(untouched_generators())
         stack.enter_context(untouched_caches(setting.model))
+        program = stack.enter_context(untouched_program(setting.program, setting.model))
         # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(storage_resizes(recorder))
@@ -423,9 +429,11 @@ def _run(setting: _Setting, rows: int, *, is_fake: bool, is_whole: bool, repeats
         with saved_tensors_hooks(pack, unpack):
             if repeats:
                 setting.loss(setting.model, batch)
-            marks = ModuleMarks(setting.model)
+            marks = ModuleMarks(setting.model, program)
+            recorder.watch_left(tensor for tensors in marks.tensors.values() for tensor in tensors)
             value = setting.loss(setting.model, batch)
         recorder.exchanged, recorder.changed = marks.exchanged(), marks.changed()
+        recorder.replaced = marks.replaced(recorder.left_written(), recorder.left_read() if repeats else None)
         recorder.uses_random |= has_drawn()
         _check_loss(value)
         if is_whole:

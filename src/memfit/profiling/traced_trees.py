@@ -6,7 +6,7 @@ In: any Python value. Out: its tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +27,7 @@ def operator_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def contained_tensors(root: Any) -> Iterator[torch.Tensor]:
-    """Distinct tensors in nested mappings (model outputs are some), lists, tuples, sets and dataclasses."""
+    """Distinct tensors in nested mappings (model outputs are some), lists, tuples, sets, deques and dataclasses."""
     return _walk(root, enters_objects=False)
 
 
@@ -48,7 +48,7 @@ def _walk(root: Any, *, enters_objects: bool) -> Iterator[torch.Tensor]:
             yield node
         elif isinstance(node, Mapping):
             stack.extend(node.values())
-        elif isinstance(node, list | tuple | set | frozenset):
+        elif isinstance(node, list | tuple | set | frozenset | deque):
             stack.extend(node)
         elif dataclasses.is_dataclass(node) or (enters_objects and not callable(node)):
             stack.extend(getattr(node, "__dict__", {}).values())

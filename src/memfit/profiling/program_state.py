@@ -1,0 +1,261 @@
+"""What a function of the user's program keeps from one of its calls to the next, beside the model: counters, baselines, logs.
+
+In: the loss. Out: `ProgramState`, which gives everything back that a trial has changed, and tells what is different now.
+
+[Note: what a loss keeps]
+A loss may keep a running baseline in a closure, a global, the object that it is a method of, or a criterion's buffers. A trial calls it with tensors without
+values, or with a few rows of the sample, and what it noted then would be in the user's numbers for good. So everything that its code names is looked at before:
+bindings, the contents of containers, attributes of objects of the program's own classes, values of small tensors, and generators of random numbers. Not reached:
+what libraries keep to themselves, files, and what lies deeper than some steps of such names.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.core.errors import UnsupportedError
+from memfit.core.units import MIB, format_bytes
+from memfit.profiling.traced_trees import reachable_tensors
+from memfit.tensors.own_attributes import PLAIN_TYPES, own_attributes
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_DEPTH = 4
+_MOST_ENTERED = 1000
+_MOST_SEEN = 20_000
+_KEPT_TENSOR_BYTES = 1 * MIB
+_ABSENT = object()
+
+
+@dataclass
+class _Found:
+    """What was met on the walk."""
+
+    cells: list[tuple[str, CellType, Any]] = field(default_factory=list[Any])
+    mappings: list[tuple[str, Any, dict[Any, Any]]] = field(default_factory=list[Any])  # attributes, globals
+    containers: list[tuple[str, Any, Any]] = field(default_factory=list[Any])
+    tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor | None]] = field(default_factory=dict[int, Any])
+    generators: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list[Any])
+    seen: dict[int, Any] = field(default_factory=dict[int, Any])
+
+
+class ProgramState:
+    """What a function names, as it is now.
+
+    Memory: shallow copies of containers, and of tensors up to 1 MiB each.
+
+    Args:
+        function: of the user's program.
+        model: not looked at; its modules are restored by themselves.
+    """
+
+    def __init__(self, function: Any, model: nn.Module) -> None:
+        self._found = _Found()
+        for module in model.modules():
+            self._found.seen[id(module)] = module
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._found.seen[id(tensor)] = tensor
+        _visit(self._found, "the loss", function, _DEPTH)
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of all bindings, attributes and entries as they are now."""
+        for name, cell, _ in self._found.cells:
+            yield name, _content(cell)
+        for name, mapping, before in self._found.mappings:
+            yield from ((f"{name}.{key}" if name else key, mapping.get(key, _ABSENT)) for key in before)
+        for name, container, _ in self._found.containers:
+            if isinstance(container, dict):
+                yield from ((f"{name}[{key!r}]", value) for key, value in list(container.items())[:_MOST_ENTERED])
+            elif len(container) <= _MOST_ENTERED:
+                yield name, list(container)
+
+    def restore(self) -> None:
+        """Gives everything back.
+
+        Raises:
+            UnsupportedError: a large tensor was written, of which there is no copy.
+        """
+        for _, cell, before in self._found.cells:
+            if _content(cell) is not before:
+                if before is _ABSENT:
+                    del cell.cell_contents
+                else:
+                    cell.cell_contents = before
+        for _, mapping, before in self._found.mappings:
+            for key, value in before.items():
+                if mapping.get(key, _ABSENT) is not value:
+                    mapping[key] = value
+        for _, container, before in self._found.containers:
+            if not _is_same(container, before):
+                container.clear()
+                container.update(before) if isinstance(container, dict | set) else container.extend(before)
+        for give, state in self._found.generators:
+            give(state)
+        for name, tensor, version, copied in self._found.tensors.values():
+            if tensor._version == version:
+                continue
+            if copied is None:
+                raise UnsupportedError(
+                    f"the loss writes to a tensor of {format_bytes(tensor.nbytes)} that it keeps ({name}), also while memfit plans: leave that out where "
+                    "memfit.is_planning() is true, or make it a buffer of the model"
+                )
+            with torch.no_grad():
+                tensor.copy_(copied)
+
+
+@contextmanager
+def untouched_program(function: Any, model: nn.Module) -> Iterator[ProgramState]:
+    """Gives what a function keeps back at the end. See [Note: what a loss keeps].
+
+    Yields:
+        What it keeps, as it was at entry.
+    """
+    state = ProgramState(function, model)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def _visit(found: _Found, name: str, value: Any, depth: int) -> None:
+    """Notes a value, and what it leads to."""
+    if type(value) in PLAIN_TYPES or isinstance(value, type | ModuleType | nn.Parameter):
+        return
+    if id(value) in found.seen or len(found.seen) > _MOST_SEEN:
+        return
+    found.seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        _note_tensor(found, name, value)
+    elif isinstance(value, FunctionType):
+        if _is_of_program(value.__module__):
+            _visit_function(found, value, depth)
+    elif isinstance(value, MethodType):
+        _visit(found, name, value.__func__, depth)
+        _visit(found, name, value.__self__, depth)
+    elif isinstance(value, partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _visit(found, name, part, depth)
+    elif type(value) in _CONTAINERS:
+        found.containers.append((name, value, value.copy()))
+        _enter(found, name, value.values() if isinstance(value, dict) else value, depth)
+    elif isinstance(value, tuple):
+        _enter(found, name, value, depth)
+    elif not _note_generator(found, value) and isinstance(getattr(value, "__dict__", None), dict):
+        _visit_object(found, name, value, depth)
+
+
+def _visit_function(found: _Found, function: Any, depth: int) -> None:
+    if depth == 0:
+        return
+    for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        content = _content(cell)
+        found.cells.append((label, cell, content))
+        _visit(found, label, content, depth - 1)
+    places: Mapping[str, Any] = function.__globals__
+    named = {label: places[label] for label in sorted(_names_in(function.__code__)) if label in places}
+    found.mappings.append(("", places, {k: v for k, v in named.items() if not isinstance(v, ModuleType | type)}))
+    for label, content in named.items():
+        _visit(found, label, content, depth - 1)
+    for content in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        _visit(found, function.__name__, content, depth - 1)
+    _visit(found, function.__name__, vars(function), depth - 1)
+
+
+def _visit_object(found: _Found, name: str, value: Any, depth: int) -> None:
+    """Objects of the program's own classes; of modules (a criterion, a teacher) their buffers as well, and what lies below them."""
+    is_module = isinstance(value, nn.Module)
+    if depth == 0 or not (is_module or _is_of_program(type(value).__module__)):
+        return
+    own = dict(own_attributes(value) if is_module else vars(value))
+    found.mappings.append((name, vars(value), own))
+    inner = [*own.items()]
+    if is_module:
+        found.mappings.append((name, value._buffers, dict(value._buffers)))
+        inner += [*value._buffers.items(), *value._modules.items()]
+    for key, one in inner:
+        # Modules nest by themselves: each is as near as the first.
+        _visit(found, f"{name}.{key}", one, depth if isinstance(one, nn.Module) else depth - 1)
+
+
+def _enter(found: _Found, name: str, values: Any, depth: int) -> None:
+    if depth > 0 and len(values) <= _MOST_ENTERED:
+        for one in values:
+            _visit(found, name, one, depth - 1)
+
+
+def _note_tensor(found: _Found, name: str, tensor: torch.Tensor) -> None:
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.is_inference()
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
+        return
+    is_small = tensor.nbytes <= _KEPT_TENSOR_BYTES
+    found.tensors[id(tensor)] = (name, tensor, tensor._version, tensor.detach().clone() if is_small else None)
+
+
+def _note_generator(found: _Found, value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        found.generators.append((value.set_state, value.get_state()))
+    elif isinstance(value, random.Random):
+        found.generators.append((value.setstate, value.getstate()))
+    elif numpy is not None and isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        found.generators.append((partial(setattr, bits, "state"), bits.state))
+    elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        found.generators.append((value.set_state, value.get_state()))
+    else:
+        return False
+    return True
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that a function's code, and that of functions inside it, may look up beside its own."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT  # nothing was put there yet
+
+
+def _is_same(container: Any, before: Any) -> bool:
+    """The very same objects in their order; tensors do not compare with ==."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, set):
+        return {*map(id, container)} == {*map(id, before)}
+    if isinstance(container, dict):
+        return all(a is b and container[a] is before[b] for a, b in zip(container, before, strict=True))
+    return all(a is b for a, b in zip(container, before, strict=True))
+
+
+def _is_of_program(place: str | None) -> bool:
+    """The code is no library's that keeps its own things: torch's, memfit's, the standard library's."""
+    root = (place or "builtins").partition(".")[0]
+    return root not in {"torch", "memfit", "numpy"} and root not in sys.stdlib_module_names
+
+
+def tensors_among(values: Iterator[tuple[str, Any]]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """By name, the tensors in values that are tensors or hold some in containers; no parameters."""
+    found = {
+        name: tuple(one for one in reachable_tensors(value) if not isinstance(one, nn.Parameter))
+        for name, value in values
+        if isinstance(value, (torch.Tensor, tuple, *_CONTAINERS))
+    }
+    return {name: tensors for name, tensors in found.items() if tensors}
