@@ -232,7 +232,7 @@ class _Lowering:
             plan, profile, self._facts, adds_apart=adds_apart, change=self._changes.add_gradient
         )
         self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed, device=device))
-        self._line_bytes: Mapping[Tier, int] = self._line.peak_bytes
+        self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
         self._homes = [plan.block(block.name) for block in profile.blocks]
         self._updates_on_host = [homes.updates_on_host(device) for homes in self._homes]
