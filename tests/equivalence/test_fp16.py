@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,12 +264,7 @@ def test_the_schedule_says_scale_unscale_and_check() -> None:
         assert last < texts.index("unscale") < texts.index("check") < texts.index("norm") < min(updates)
         assert Schedule.parse(schedule.text()) == schedule
         for dropped in ("scale", "unscale", "check"):
-            lame = Schedule(
-                blocks=schedule.blocks,
-                calls=schedule.calls,
-                microbatches=schedule.microbatches,
-                actions=tuple(a for a in schedule.actions if str(a) != dropped),
-            )
+            lame = replace(schedule, actions=tuple(a for a in schedule.actions if str(a) != dropped))
             with pytest.raises(PlanError):
                 check_schedule(lame, plan, traced, clips_norm=True)
 

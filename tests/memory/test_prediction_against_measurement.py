@@ -25,7 +25,7 @@ from memfit.allocator import Allocator, install
 from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.schedule import Accumulate, Action, Backward, Clear, Release, Schedule, Seed, Update
+from memfit.core.schedule import Action, Backward, Joint, Schedule, Seed
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.homes import DiskHome, TransferHandle
@@ -223,18 +223,14 @@ def measure_step(
 
     def observe(action: Action) -> None:
         nonlocal position
-        if isinstance(action, Seed):
+        if isinstance(action, Seed | Joint):
             return  # observed when all its backwards are done; they have been observed one by one
         index = _position(actions, action, position)
-        is_past = index is None
-        if (
-            index is None
-        ):  # put off by the tail, or the pass is over: it runs while a later action is the last that is done
-            index = position - 1
-        first, position = position, max(position, index + 1)
+        assert index is not None, f"{action} is done where the schedule does not list it"
+        first, position = position, index + 1
         # A backward is observed when it begins: it runs in the interval that ends with the observation after it.
         begun = max(first - 1, 0) if first and isinstance(actions[first - 1], Backward) else first
-        last = index - 1 if isinstance(action, Backward) and not is_past else index
+        last = index - 1 if isinstance(action, Backward) else index
         stats = allocator.stats()
         intervals.append(
             Interval(
@@ -261,8 +257,8 @@ def measure_step(
 
 
 def _position(actions: list[Action], action: Action, start: int) -> int | None:
-    """Where the observed action stands at or behind `start`; None if it was passed before and is made up for now."""
-    may_be_passed = Seed | Backward | Accumulate | Update | Clear | Release
+    """Where the observed action stands at or behind `start`, with nothing but what is not observed between; None if it does not."""
+    may_be_passed = Seed | Joint | Backward
     for index in range(start, len(actions)):
         if actions[index] == action:
             return index

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TensorProfile, TraceProfile
-from memfit.core.schedule import Backward, Forward, Schedule, Seed, Start
+from memfit.core.schedule import Backward, Forward, Joint, Schedule, Seed, Start
 from memfit.core.tiers import TIERS, Tier
 
 
@@ -154,11 +154,16 @@ class _Step:
                 seeded += chosen
                 ready = self._nodes(made, chosen, lambda s: self.tail is None or s[0] >= self.tail)
                 self.passes.append([i])
+            elif isinstance(action, Joint):
+                is_due = not ready and not joint_done and sorted(seeded) == list(microbatches)
+                if not is_due or [action.first, action.last] != [0, microbatches[-1]]:
+                    return False
+                joint_done = True
+                ready = self._nodes(made, list(microbatches), self._is_before_tail)
+                if not ready:
+                    return False
+                self.passes.append([i])
             elif isinstance(action, Backward):
-                if not ready and not joint_done and sorted(seeded) == list(microbatches):
-                    joint_done = True
-                    ready = self._nodes(made, list(microbatches), self._is_before_tail)
-                    self.passes.append([])
                 if not ready or ready.pop() != self.texts[i]:
                     return False
                 self.passes[-1].append(i)

@@ -35,9 +35,7 @@ from unit.profiles import gpt_profile
 
 
 def with_actions(schedule: Schedule, actions: list[Action]) -> Schedule:
-    return Schedule(
-        blocks=schedule.blocks, calls=schedule.calls, microbatches=schedule.microbatches, actions=tuple(actions)
-    )
+    return replace(schedule, actions=tuple(actions))
 
 
 def edit(schedule: Schedule, rng: random.Random) -> Schedule:

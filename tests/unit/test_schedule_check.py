@@ -38,8 +38,7 @@ def edited(plan: Plan, *edits: str, clips_norm: bool = False, profile: Profile =
         if sign != " + ":
             texts.remove(what)
         texts.insert(texts.index(where) + (sign != " < "), what)
-    actions = tuple(parse_action(t) for t in texts)
-    return Schedule(blocks=schedule.blocks, calls=schedule.calls, microbatches=schedule.microbatches, actions=actions)
+    return replace(schedule, actions=tuple(parse_action(t) for t in texts))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +51,11 @@ def edited(plan: Plan, *edits: str, clips_norm: bool = False, profile: Profile =
         ("-start m1", "forward C0 m1", "has not started"),
         ("forward C1 m1 < forward C0 m1", "forward C1 m1", "is at segment 0"),
         ("-seed m1", "backward C4 m1", "no backward is running"),
+        ("-joint m0-1", "backward C3 m0", "no backward is running"),
+        ("joint m0-1 < forward C4 m1", "joint m0-1", "tails of all microbatches"),
+        ("joint m0-1 + backward C0 m1", "joint m0-1", "no backward is left"),
+        ("joint m0-1 < backward C4 m1", "joint m0-1", "a backward is running"),
+        ("joint m0 + backward C4 m1", "joint m0", "takes all microbatches"),
         ("seed m1 < forward C4 m1", "seed m1", "forwards have not all run"),
         ("backward C3 m1 < backward C3 m0", "backward C3 m1", "autograd comes to backward C3 m0 next"),
         ("backward C2 m0 < backward C3 m1", "backward C2 m0", "autograd comes to backward C3 m1 next"),
@@ -98,6 +102,21 @@ def test_an_illegal_edit_of_a_clipped_step_is_pointed_at(edit: str, action: str,
         check_schedule(edited(CLIPPED, edit, clips_norm=True), CLIPPED, PROFILE, clips_norm=True)
 
 
+def test_a_text_without_its_tail_or_its_turns_is_refused_in_words() -> None:
+    """As texts were written before these stood in them."""
+    text = build_step(FUSED, PROFILE, clips_norm=False).text()
+    untold = Schedule.parse(text.replace("# tail C4\n", ""))
+    with pytest.raises(PlanError, match=r"has no tail, the plan a tail from C4 on: its text needs .*'# tail C<call>'"):
+        check_schedule(untold, FUSED, PROFILE)
+    with pytest.raises(PlanError, match=r"has a tail from C4 on, the plan no tail"):
+        check_schedule(replace(untold, tail=4), replace(FUSED, tail=None), PROFILE)
+    alone = Schedule.parse(text.replace(" interleaved", ""))
+    with pytest.raises(PlanError, match="do not take turns: its header line must be"):
+        check_schedule(alone, FUSED, PROFILE)
+    with pytest.raises(PlanError, match=r"line 1: unknown header '# microbatches 2 somehow'"):
+        Schedule.parse(text.replace("interleaved", "somehow"))
+
+
 @pytest.mark.parametrize("edit", ["update B4 < backward C3 m1", "release B4 < backward C3 m1"])
 def test_nothing_leaves_and_nothing_is_updated_while_a_tail_runs_back(edit: str) -> None:
     plan = replace(FUSED, tail=3)
@@ -120,8 +139,10 @@ def test_an_update_in_backward_needs_its_block_on_the_device() -> None:
 def test_seeding_all_together_is_wrong_where_each_is_seeded_alone() -> None:
     plan = Plan(microbatches=2, order=Order.MICROBATCH_MAJOR)
     whole = build_step(Plan(microbatches=2), PROFILE, clips_norm=False)
-    with pytest.raises(PlanError, match="seeded alone"):
+    with pytest.raises(PlanError, match="take turns"):
         check_schedule(whole, plan, PROFILE)
+    with pytest.raises(PlanError, match="seeded alone"):
+        check_schedule(replace(whole, is_interleaved=False), plan, PROFILE)
 
 
 def test_the_schedule_of_another_model_is_refused() -> None:

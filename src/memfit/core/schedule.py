@@ -13,6 +13,7 @@ reload, accumulate, update) return at once; whoever needs the result waits for i
 | fetch B3            | gives block 3's flat buffer its bytes and starts to fill it from its home   | release or update of B3  |
 | forward C5 m0       | runs microbatch 0 from the entry of call 5 to the entry of the next segment | fetches of C5's blocks   |
 | seed m0             | begins the backward of microbatch 0's loss (`seed m0-3`: of the sum)        |                          |
+| joint m0-3          | begins the backward of microbatches 0 to 3 from the cuts of their tails      | their tails              |
 | backward C5 m0      | autograd runs from the first gradient at call 5's outputs to the next begin | fetches; reloads of C5 m0|
 | offload C5 m0 disk  | starts writing what call 5 of m0 saved to its home                          |                          |
 | drop C5 m0          | the device bytes of what was offloaded are given up                         | the offload              |
@@ -30,9 +31,12 @@ reload, accumulate, update) return at once; whoever needs the result waits for i
 
 *Passes of backward.* Without a tail, a seed runs through all the backwards that follow it. With a tail (layer-major
 order), `seed m0` runs from the loss of m0 down to the tail's first call and stops at its cut; when all microbatches have
-done so, the engine begins one joint backward of all of them, from the cut, at the first backward of a call before the
-tail. No seed announces it. Inside a tail's backward no gradient goes home, nothing is updated and no weights leave: autograd hands
-over the gradients of a tail when all of it has run back (`engine.tail`).
+done so, `joint` begins one backward of all of them, from their cuts, that runs through the calls before the tail. A
+header line says where the tail begins (`# tail C5`). Inside a tail's backward no gradient goes home, nothing is updated
+and no weights leave: autograd hands over the gradients of a tail when all of it has run back (`engine.tail`).
+
+*Microbatches that take turns.* The header says `interleaved` where each microbatch's code pauses at the entries of
+segments while the others run; else each runs to its end before the next one starts.
 
 *What stays.* What `offload C5 m0` moves is decided by the plan: all that call 5 saved (offload), or the arguments of the
 recompute segment that begins at call 5 (recompute, select). With several microbatches the tail's blocks stay on the
@@ -96,7 +100,18 @@ class Seed:
     last: int
 
     def __str__(self) -> str:
-        return f"seed m{self.first}" if self.first == self.last else f"seed m{self.first}-{self.last}"
+        return f"seed {_microbatches(self.first, self.last)}"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One backward begins on the cuts of the tails of microbatches first..last."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"joint {_microbatches(self.first, self.last)}"
 
 
 @dataclass(frozen=True)
@@ -228,6 +243,7 @@ Action = (
     | Forward
     | Backward
     | Seed
+    | Joint
     | Fetch
     | Release
     | Offload
@@ -261,19 +277,24 @@ class Schedule:
         calls: by index, in forward order.
         microbatches: how many.
         actions: in order.
+        tail: first call of the tail, which runs back microbatch by microbatch before the joint backward; None: there is none.
+        is_interleaved: microbatches take turns at the entries of segments.
     """
 
     blocks: tuple[str, ...]
     calls: tuple[ScheduledCall, ...]
     microbatches: int
     actions: tuple[Action, ...]
+    tail: int | None = None
+    is_interleaved: bool = False
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self.actions)
 
     def text(self) -> str:
         """The schedule as text: header lines that begin with `#`, then one action a line."""
-        lines = [f"# microbatches {self.microbatches}"]
+        lines = [f"# microbatches {self.microbatches}" + " interleaved" * self.is_interleaved]
+        lines += [] if self.tail is None else [f"# tail C{self.tail}"]
         lines += [f"# B{i} {name}" for i, name in enumerate(self.blocks)]
         for i, call in enumerate(self.calls):
             lines.append(" ".join([f"# C{i} {call.site}", *(f"B{b}" for b in call.blocks)]))
@@ -286,7 +307,8 @@ class Schedule:
         Raises:
             PlanError: a line that is not an action, with its number.
         """
-        microbatches = 1
+        microbatches, is_interleaved = 1, False
+        tail: int | None = None
         blocks: list[str] = []
         calls: list[ScheduledCall] = []
         actions: list[Action] = []
@@ -298,7 +320,11 @@ class Schedule:
                 if words[0] != "#":
                     actions.append(parse_action(line))
                 elif words[1] == "microbatches":
-                    microbatches = int(words[2])
+                    microbatches, is_interleaved = int(words[2]), words[3:] == ["interleaved"]
+                    if words[3:] and not is_interleaved:
+                        raise PlanError(f"unknown header {line!r}")
+                elif words[1] == "tail":
+                    tail = int(words[2].removeprefix("C"))
                 elif words[1] == f"B{len(blocks)}":
                     blocks.append(words[2] if len(words) > 2 else "")
                 elif words[1] == f"C{len(calls)}":
@@ -314,7 +340,14 @@ class Schedule:
                     raise PlanError(f"unknown header {line!r}")
             except (ValueError, IndexError) as error:
                 raise PlanError(f"line {number}: {error}") from error
-        return cls(blocks=tuple(blocks), calls=tuple(calls), microbatches=microbatches, actions=tuple(actions))
+        return cls(
+            blocks=tuple(blocks),
+            calls=tuple(calls),
+            microbatches=microbatches,
+            actions=tuple(actions),
+            tail=tail,
+            is_interleaved=is_interleaved,
+        )
 
 
 def parse_action(text: str) -> Action:
@@ -340,6 +373,10 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(parse_action(part) for part in re.split(r"[|\n]", text) if part.strip())
 
 
+def _microbatches(first: int, last: int) -> str:
+    return f"m{first}" if first == last else f"m{first}-{last}"
+
+
 def _calls(first: int, last: int) -> str:
     return f"C{first}" if first == last else f"C{first}-{last}"
 
@@ -354,6 +391,7 @@ _PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[Sequence[str]], Action]]] =
     (re.compile(r"forward C(\d+)(?:-(\d+))? m(\d+)"), lambda g: Forward(*_span(g[0], g[1]), int(g[2]))),
     (re.compile(r"backward C(\d+)(?:-(\d+))? m(\d+)"), lambda g: Backward(*_span(g[0], g[1]), int(g[2]))),
     (re.compile(r"seed m(\d+)(?:-(\d+))?"), lambda g: Seed(*_span(g[0], g[1]))),
+    (re.compile(r"joint m(\d+)(?:-(\d+))?"), lambda g: Joint(*_span(g[0], g[1]))),
     (re.compile(r"fetch B(\d+)"), lambda g: Fetch(int(g[0]))),
     (re.compile(r"release B(\d+)"), lambda g: Release(int(g[0]))),
     (

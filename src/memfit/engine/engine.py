@@ -36,6 +36,7 @@ from memfit.core.schedule import (
     Drop,
     Fetch,
     Forward,
+    Joint,
     Norm,
     Offload,
     Release,
@@ -208,7 +209,7 @@ class Engine:
 
     # --- a run ------------------------------------------------------------------------------------------------------------------
 
-    def run(self, schedule: Schedule, work: StepInput, *, tail: int | None) -> Outcome:
+    def run(self, schedule: Schedule, work: StepInput) -> Outcome:
         """Does a schedule from its first action to its last.
 
         Raises:
@@ -217,15 +218,15 @@ class Engine:
         self._reset()
         self._settling.begin()
         self._serial += 1
-        self._schedule, self._work, self._tail = schedule, work, tail
+        self._schedule, self._work, self._tail = schedule, work, schedule.tail
         self._counts = Counts(schedule.microbatches)
         self._position_of = {a: i for i, a in enumerate(schedule.actions) if isinstance(a, Backward)}
         self._segment_of = {
             c: (a.first, a.last) for a in schedule.actions if isinstance(a, Forward) for c in range(a.first, a.last + 1)
         }
         self._firsts = {first for first, _ in self._segment_of.values()}
-        starts = [i for i, a in enumerate(schedule.actions) if isinstance(a, Start)]
-        self._interleaves = len(starts) > 1 and starts[1] == starts[0] + 1
+        self._interleaves = schedule.is_interleaved
+        self._has_joint = any(isinstance(a, Joint) for a in schedule.actions)
         self._notes.begin_run(learns=id(schedule) not in self._learned)
         self._aliases = self._make_aliases()
         trains = any(isinstance(a, Seed) for a in schedule.actions)
@@ -264,7 +265,7 @@ class Engine:
         def run(m: int) -> None:
             results[m] = plain(m)
 
-        self.run(schedule, StepInput(run=run, shares=None, streams=work.streams), tail=None)
+        self.run(schedule, StepInput(run=run, shares=None, streams=work.streams))
         return [results[m] for m in sorted(results)]
 
     @contextmanager
@@ -302,7 +303,7 @@ class Engine:
         self._schedule: Schedule | None = None
         self._tail: int | None = None
         self._aliases = TailAliases((), set())
-        self._joint_done = False
+        self._has_joint = False
         self._interleaves = False
         self._leaves: MicrobatchLeaves | None = None
         self._phase = EnginePhase.IDLE
@@ -329,8 +330,10 @@ class Engine:
     def _do(self, action: Action) -> None:
         self.at = str(action)
         match action:
-            case Start() | Forward() | Seed() | Backward():
+            case Start() | Forward() | Seed() | Joint():
                 self._compute(action)
+            case Backward():
+                pass  # no gradient came here: else the hooks would have advanced beyond it
             case Fetch(b):
                 self._visits.fetch(b)
             case Release(b):
@@ -364,7 +367,7 @@ class Engine:
                 if not self.outcome.is_skipped and self._work.begin_updates is not None:
                     self._work.begin_updates()
 
-    def _compute(self, action: Start | Forward | Seed | Backward) -> None:
+    def _compute(self, action: Start | Forward | Seed | Joint) -> None:
         match action:
             case Start(m):
                 self._start(m)
@@ -372,8 +375,8 @@ class Engine:
                 self._forward(action)
             case Seed(first, last):
                 self._seed(first, last)
-            case Backward():
-                self._backward_reached(action)
+            case Joint():
+                self._run_joint()
 
     def _move_activations(self, action: Offload | Drop | Reload) -> None:
         frame = self._open_frames.get((action.call, action.microbatch))
@@ -443,7 +446,7 @@ class Engine:
             self._aliases.forget()
             self._finish_frames()
             self._phase = EnginePhase.FORWARD
-            if self._cuts and not self._foresees_joint():
+            if self._cuts and not self._has_joint and last == len(self._coroutines) - 1:
                 self._departures.append("gradients reach calls before the tail, where the trace saw none")
                 self._run_joint()
             return
@@ -508,24 +511,10 @@ class Engine:
     def _is_cut(self) -> bool:
         return self._tail is not None
 
-    def _backward_reached(self, action: Backward) -> None:
-        """The main loop met a backward that no gradient has begun: the joint backward is due, or nothing flows there."""
-        if self._is_cut and not self._joint_done and self._tail is not None and action.first < self._tail:
-            self._joint_done = True
-            if self._cuts:
-                self._next -= 1  # the hooks advance to this action themselves
-                self._run_joint()
-
-    def _foresees_joint(self) -> bool:
-        """The schedule goes on with another tail, or with a backward of a call before it, at which the joint backward begins."""
-        assert self._schedule is not None and self._tail is not None
-        return any(
-            isinstance(a, Seed) or (isinstance(a, Backward) and a.first < self._tail)
-            for a in self._schedule.actions[self._next :]
-        )
-
     def _run_joint(self) -> None:
-        """One backward from the cut edges of all microbatches."""
+        """One backward from the cut edges of all microbatches; nothing where no gradient reached a cut."""
+        if not self._cuts:
+            return
         self._phase = EnginePhase.BACKWARD
         cuts, self._cuts = self._cuts, []
         self._backward_from(cuts)
@@ -673,7 +662,7 @@ class Engine:
         else:
             while self._next < position:
                 passed = self._schedule.actions[self._next]
-                if isinstance(passed, Forward | Start | Seed | Commit):
+                if isinstance(passed, Forward | Start | Seed | Joint | Commit):
                     raise PlanError(f"autograd reached {action} before the schedule's {passed}")
                 self._next += 1
                 if not isinstance(passed, Backward):

@@ -59,7 +59,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             settle=None if assembly.journal is None else assembly.journal.decide,
         )
         with assembly.setting():
-            outcome = assembly.engine.run(prepared.schedule, work, tail=prepared.plan.cut_tail)
+            outcome = assembly.engine.run(prepared.schedule, work)
         if scaler is not None:
             scaler.update(has_overflowed=outcome.is_skipped)
         assembly.house.note_changed(assembly.updates.updated_blocks)

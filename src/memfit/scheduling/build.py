@@ -14,7 +14,7 @@ from memfit.core.schedule import Action, Scale, Schedule, ScheduledCall
 from memfit.core.shape import describe_step
 from memfit.scheduling.activation_actions import place_activations
 from memfit.scheduling.gradient_actions import place_accumulates, place_updates, updates_in_backward
-from memfit.scheduling.orders import merge, order_forward, order_step
+from memfit.scheduling.orders import ComputeOrder, merge, order_forward, order_step
 from memfit.scheduling.visit_actions import find_visits, place_visits
 
 
@@ -42,7 +42,7 @@ def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
         *place_updates(plan, order, updates, clips_norm=clips_norm),
     ]
     begin: tuple[Action, ...] = (Scale(),) if plan.scales_losses else ()
-    return _schedule(profile, plan.microbatches, (*begin, *merge(order, placed)))
+    return _schedule(profile, plan.microbatches, order, (*begin, *merge(order, placed)))
 
 
 def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
@@ -61,10 +61,10 @@ def build_forward(plan: Plan, profile: Profile, microbatches: int) -> Schedule:
     plan = replace(plan, microbatches=microbatches)
     order = order_forward(plan, describe_step(plan, profile))
     visits = find_visits(order, {}, plan.prefetch)
-    return _schedule(profile, microbatches, merge(order, place_visits(order, visits, plan.prefetch)))
+    return _schedule(profile, microbatches, order, merge(order, place_visits(order, visits, plan.prefetch)))
 
 
-def _schedule(profile: Profile, microbatches: int, actions: tuple[Action, ...]) -> Schedule:
+def _schedule(profile: Profile, microbatches: int, order: ComputeOrder, actions: tuple[Action, ...]) -> Schedule:
     names = tuple(b.name for b in profile.blocks)
     index = {name: i for i, name in enumerate(names)}
     calls = next(iter(profile.traces.values())).calls
@@ -73,4 +73,6 @@ def _schedule(profile: Profile, microbatches: int, actions: tuple[Action, ...]) 
         calls=tuple(ScheduledCall(site=c.site, blocks=tuple(index[b] for b in c.blocks)) for c in calls),
         microbatches=microbatches,
         actions=actions,
+        tail=order.tail,
+        is_interleaved=order.is_interleaved,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import Plan, UpdateTime
+from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.schedule import (
     Accumulate,
@@ -21,6 +21,7 @@ from memfit.core.schedule import (
     Drop,
     Fetch,
     Forward,
+    Joint,
     Norm,
     Offload,
     Release,
@@ -61,6 +62,7 @@ def check_schedule(
         raise PlanError("the schedule's calls are not those of the model's trace; build the schedule again")
     if is_training and schedule.microbatches != plan.microbatches:
         raise PlanError(f"the schedule has {schedule.microbatches} microbatches, the plan {plan.microbatches}")
+    _check_header(schedule, plan, shape, is_training=is_training)
     checker = _Checker(shape, plan, microbatches=schedule.microbatches, clips_norm=clips_norm, is_training=is_training)
     for index, action in enumerate(schedule.actions):
         try:
@@ -69,6 +71,22 @@ def check_schedule(
             raise PlanError(_point(schedule, index, str(error))) from None
     if missing := checker.missing():
         raise PlanError(f"the schedule ends too early: {missing}")
+
+
+def _check_header(schedule: Schedule, plan: Plan, shape: StepShape, *, is_training: bool) -> None:
+    """What is said of a step beside its actions is what the plan makes of it."""
+    has_tail = is_training and shape.tail_segment < len(shape.segments)
+    tail = shape.segments[shape.tail_segment][0] if has_tail else None
+    if schedule.tail != tail:
+        has, needs = ("no tail" if t is None else f"a tail from C{t} on" for t in (schedule.tail, tail))
+        raise PlanError(
+            f"the schedule has {has}, the plan {needs}: its text needs the header line '# tail C<call>' where there is one; build the schedule again"
+        )
+    if schedule.is_interleaved != (schedule.microbatches > 1 and plan.order is Order.LAYER_MAJOR):
+        raise PlanError(
+            f"the plan's order is {plan.order}, and the schedule's microbatches {'take turns' if schedule.is_interleaved else 'do not take turns'}: "
+            "its header line must be '# microbatches <count> interleaved' in layer-major order; build the schedule again"
+        )
 
 
 class _IllegalError(Exception):
@@ -113,7 +131,7 @@ class _Checker:
                 "the tail is running back, and gives up gradients and weights only when it has",
             )
         match action:
-            case Start() | Forward() | Seed() | Backward():
+            case Start() | Forward() | Seed() | Joint() | Backward():
                 self._compute(action)
             case Fetch() | Release():
                 self._visit(action)
@@ -172,14 +190,14 @@ class _Checker:
     def _gradient_home(self, block: int) -> Tier:
         return self.plan.block(self.shape.blocks[block]).gradient_home
 
-    def _compute(self, action: Start | Forward | Seed | Backward) -> None:
-        if isinstance(action, Seed | Backward):
+    def _compute(self, action: Start | Forward | Seed | Joint | Backward) -> None:
+        if isinstance(action, Seed | Joint | Backward):
             _require(self.is_training, "a forward-only pass has no backward")
             _require(not self.plan.scales_losses or bool(self.scaling), "the losses are not scaled yet")
         if reason := self.passes.refuse(action):
             raise _IllegalError(reason)
         self.passes.take(action)
-        if isinstance(action, Start | Seed):
+        if isinstance(action, Start | Seed | Joint):
             # Glue may hand gradients to blocks that no call names as soon as backward runs.
             self.gradients |= self.shape.loose if isinstance(action, Seed) else set()
             return

@@ -12,7 +12,7 @@ from enum import IntEnum
 from functools import cached_property
 
 from memfit.core.plan import Order, Plan
-from memfit.core.schedule import Action, Backward, Forward, Seed, Start
+from memfit.core.schedule import Action, Backward, Forward, Joint, Seed, Start
 from memfit.core.shape import StepShape
 
 
@@ -56,19 +56,23 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeOrder:
-    """Starts, forwards, seeds and backwards of a step.
+    """Starts, forwards, seeds, the joint and backwards of a step.
 
     Attributes:
         actions: in order.
         shape: of the step.
         is_microbatch_major: one microbatch after the other.
         keeps_tail: the tail's blocks stay on the device while any microbatch is in the tail.
+        is_interleaved: microbatches take turns at the entries of segments.
+        tail: first call of the tail that is cut off; None: none is.
     """
 
     actions: tuple[Action, ...]
     shape: StepShape
     is_microbatch_major: bool
     keeps_tail: bool
+    is_interleaved: bool
+    tail: int | None = None
 
     @cached_property
     def computes(self) -> tuple[Compute, ...]:
@@ -125,11 +129,12 @@ class ComputeOrder:
         segment = {c.position: c.segment for c in self.computes}
         stages: dict[int, list[int]] = {}
         for position, action in enumerate(self.actions):
-            if isinstance(action, Seed | Backward):
+            if isinstance(action, Seed | Joint | Backward):
                 if self.is_microbatch_major:
-                    key = action.first if isinstance(action, Seed) else action.microbatch
+                    key = action.microbatch if isinstance(action, Backward) else action.first
                 else:
-                    key = int(isinstance(action, Backward) and segment[position] < self.shape.tail_segment)
+                    is_early = isinstance(action, Backward) and segment[position] < self.shape.tail_segment
+                    key = int(is_early or isinstance(action, Joint))
                 stages.setdefault(key, []).append(position)
         if len(stages) == 2 and not self.is_microbatch_major and self.shape.tail_segment == len(self.shape.segments):
             return (tuple(sorted(stages[0] + stages[1])),)
@@ -142,7 +147,7 @@ def order_step(plan: Plan, shape: StepShape) -> ComputeOrder:
     Microbatch-major: each microbatch forward and back, ascending. Layer-major: all microbatches through a segment, then
     through the next: descending in forward, so that autograd, which runs the latest-made node first, takes them
     ascending in backward and adds gradients in the order of plain accumulation. The tail runs per microbatch,
-    ascending, forward to the loss and back to its first call.
+    ascending, forward to the loss and back to its first call; then all go on together.
     """
     count = plan.microbatches
     tail = shape.tail_segment
@@ -164,14 +169,18 @@ def order_step(plan: Plan, shape: StepShape) -> ComputeOrder:
             actions += [_forward(shape, s, m) for s in segments[tail:]]
             actions.append(Seed(m, m))
             actions += [_backward(shape, s, m) for s in reversed(segments[tail:]) if shape.has_backward[s]]
-        actions += [
+        early = [
             _backward(shape, s, m) for s in reversed(segments[:tail]) if shape.has_backward[s] for m in range(count)
         ]
+        actions += [Joint(0, count - 1)] if early and tail < len(segments) else []
+        actions += early
     return ComputeOrder(
         actions=tuple(actions),
         shape=shape,
         is_microbatch_major=is_microbatch_major,
         keeps_tail=tail < len(segments),
+        is_interleaved=count > 1 and not is_microbatch_major,
+        tail=shape.segments[tail][0] if tail < len(segments) else None,
     )
 
 
@@ -195,6 +204,7 @@ def order_forward(plan: Plan, shape: StepShape) -> ComputeOrder:
         shape=shape,
         is_microbatch_major=is_microbatch_major,
         keeps_tail=tail < len(segments),
+        is_interleaved=microbatches > 1 and not is_microbatch_major,
     )
 
 

@@ -1,12 +1,12 @@
 """The legal order of forwards and backwards: what autograd will do, whatever a schedule says.
 
-In: starts, forwards, seeds and backwards one by one. Out: why one is out of order; what is still to come.
+In: starts, forwards, seeds, the joint and backwards one by one. Out: why one is out of order; what is still to come.
 """
 
 from __future__ import annotations
 
 from memfit.core.plan import Order, Plan
-from memfit.core.schedule import Backward, Forward, Seed, Start
+from memfit.core.schedule import Backward, Forward, Joint, Seed, Start
 from memfit.core.shape import StepShape
 
 
@@ -31,6 +31,7 @@ class Passes:
         self._forwards: list[tuple[int, int]] = []
         self._progress: dict[int, int] = {}
         self._returned: set[tuple[int, int]] = set()
+        self._has_joined = False
         # Backwards of the pass that runs, next one last.
         self._pending: list[tuple[int, int]] = []
         # Backwards of the whole step that contribute to a block and have not run, by block.
@@ -75,7 +76,7 @@ class Passes:
             return bool(self._pending)
         return any(block in self._shape.contributes[segment] for segment, _ in self._pending)
 
-    def refuse(self, action: Start | Forward | Seed | Backward) -> str | None:
+    def refuse(self, action: Start | Forward | Seed | Joint | Backward) -> str | None:
         """Why an action is out of order; None if it is not."""
         match action:
             case Start(microbatch=m):
@@ -84,10 +85,12 @@ class Passes:
                 return self._refuse_forward(action)
             case Seed():
                 return self._refuse_seed(action)
+            case Joint():
+                return self._refuse_joint(action)
             case Backward():
                 return self._refuse_backward(action)
 
-    def take(self, action: Start | Forward | Seed | Backward) -> None:
+    def take(self, action: Start | Forward | Seed | Joint | Backward) -> None:
         """Takes the effect of an action that was not refused."""
         match action:
             case Start(microbatch=m):
@@ -99,9 +102,10 @@ class Passes:
                 self._seeded.update(range(first, last + 1))
                 begin = self._shape.tail_segment if self._has_tail else 0
                 self._pending = self._backwards(range(first, last + 1), begin, len(self._shape.segments))
+            case Joint():
+                self._pending = self._joint_backwards()
+                self._has_joined = True
             case Backward(first=first, microbatch=m):
-                if not self._pending:
-                    self._pending = self._joint_backwards()
                 segment, _ = self._pending.pop()
                 self._returned.add((segment, m))
                 for block in self._shape.contributes[segment]:
@@ -142,22 +146,31 @@ class Passes:
             return "in layer-major order without a tail all microbatches are seeded together"
         return None
 
+    def _refuse_joint(self, action: Joint) -> str | None:
+        if not self._has_tail:
+            return "there is no tail, so the seeds run through all backwards"
+        if self._pending:
+            return "a backward is running"
+        if (action.first, action.last) != (0, self._microbatches - 1):
+            return "it takes all microbatches"
+        if len(self._seeded) < self._microbatches:
+            return "the tails of all microbatches have not run back"
+        return None if self._joint_backwards() else "no backward is left for it"
+
     def _refuse_backward(self, action: Backward) -> str | None:
-        pending = self._pending or self._joint_backwards()
-        if not pending:
+        if not self._pending:
             return "no backward is running that it belongs to"
-        segment, m = pending[-1]
+        segment, m = self._pending[-1]
         first, last = self._shape.segments[segment]
         if (action.first, action.last, action.microbatch) != (first, last, m):
             return f"autograd comes to {Backward(first, last, m)} next"
         return None
 
     def _joint_backwards(self) -> list[tuple[int, int]]:
-        """Backwards of the pass from the tail's cut, if it is due or not yet due but still to come."""
-        if not self._has_tail or len(self._seeded) < self._microbatches or self._pending:
+        """Backwards of the pass from the tail's cut, if it is still to come."""
+        if not self._has_tail or self._has_joined:
             return []
-        joint = self._backwards(range(self._microbatches), 0, self._shape.tail_segment)
-        return [] if joint and joint[-1] in self._returned else joint
+        return self._backwards(range(self._microbatches), 0, self._shape.tail_segment)
 
     def _backwards(self, microbatches: range, begin: int, end: int) -> list[tuple[int, int]]:
         """In the order of their forwards, so that the next backward stands last."""
