@@ -22,6 +22,7 @@ from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import run_operation
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.records import Role
+from memfit.profiling.storage_log import StorageLog
 from memfit.profiling.trace import profile_step
 from memfit.profiling.traced_trees import operator_tensors
 from memory.test_trace import ZOO, Case, own_loss, text
@@ -104,7 +105,7 @@ def full(monkeypatch: pytest.MonkeyPatch, case: Case) -> Profile:
     model, loss, batch = case
     with monkeypatch.context() as patch:
         patch.setattr(KnownOperations, "key", no_key)
-        patch.setattr(TraceRecorder, "saved_apart", lambda _, tensor: tensor)
+        patch.setattr(StorageLog, "saved_apart", lambda _, tensor, __: tensor)
         return profile_step(model, loss, batch, find_blocks(model), trace="fake")
 
 
@@ -220,7 +221,7 @@ def test_a_tensor_that_is_two_arguments_is_told_from_two_that_are_alike() -> Non
             x.add_(x)
             x.add_(y)
             loss = x.sum()
-        written = [recorder._record_of(tensor, Role.INPUT).is_written for tensor in (x, y)]
+        written = [recorder.log.record_of(tensor, Role.INPUT).is_written for tensor in (x, y)]
     assert written == [True, False]
     assert loss.shape == ()
 

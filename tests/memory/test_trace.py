@@ -19,7 +19,7 @@ from memfit.core.plan import BlockPlan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.tiers import Tier
 from memfit.profiling.blocks import find_blocks
-from memfit.profiling.trace import arrange_blocks, profile_real, profile_step
+from memfit.profiling.trace import arrange_blocks, profile_step
 from memfit.profiling.workspaces import workspace_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -178,7 +178,7 @@ def test_a_trace_of_fake_tensors_and_one_of_real_tensors_are_the_same_in_every_f
     model, loss, batch = ZOO[name]()
     blocks = find_blocks(model)
     fake = profile_step(model, loss, batch, blocks, rows=[1, 2], trace="fake")
-    real = profile_real(model, loss, batch, blocks, rows=[1, 2])
+    real = profile_step(model, loss, batch, blocks, rows=[1, 2], trace="real")
     assert (fake.source, real.source) == ("fake", "real")
     assert fake == replace(real, source="fake")
 

@@ -2,33 +2,13 @@
 
 In: operations (as a dispatch mode), module entries and returns (as hooks), saved tensors (as hooks). Out: a log of
 events and records, which `summary` turns into a profile. It works on fake and on real tensors alike; it holds no
-tensor longer than the program does.
-
-[Note: storages, not tensors]
-Memory belongs to storages; views share them. A record lives as long as its storage, watched by a weak reference whose
-callback logs the release. The key is the address of the storage object, taken out of the table by that callback
-before it can be used again.
-
-[Note: sums of gradients]
-When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first and it
-is no view (the gradient of a transposed weight is one), and nobody has asked for its storage in Python, which holds it from
-then on: as `activations.writes` does for what a forward writes, also gradients that a function makes there already. Under a
-dispatch mode (and for fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition that
-the autograd engine itself makes, whose first operand is released before anything else happens, is logged as done in place; if
-that is a view or was made in the forward, with the third tensor for a moment.
-
-[Note: two holders]
-A profile tells how long the program itself holds a storage, apart from what autograd saves of it. So on fake tensors autograd is given tensors over a second
-storage of the same record: the record's bytes are there until both are gone, and the program has let go of them when the first is (`let_go_in`). On real
-tensors that would take the memory twice; there a second forward, in which nothing is saved, tells it.
+tensor longer than the program does. Storages are the business of `storage_log`.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +25,11 @@ from memfit.profiling.known_values import Values
 from memfit.profiling.operations import run_operation
 from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
+from memfit.profiling.storage_log import IS_VIEW, StorageLog
 from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
-from memfit.tensors.dense import check_dense
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-_IS_VIEW = "_memfit_is_view"
 # What torch puts between a dispatch mode and its caller; the last two keep its compiler out, once that is imported.
 _WRAPPERS = ("_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
@@ -58,7 +37,7 @@ _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Logs one step. Use: hooks on, `with recorder`, forward, `begin_backward_phase`, backward, `end`.
+    """Logs one step. Use: hooks on, `with recorder`, forward, `end_forward`, `begin_backward`, backward, `forget`.
 
     Args:
         sites: where calls begin and end, by `id` of the module.
@@ -71,8 +50,9 @@ class TraceRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.sites = sites
-        self.events: list[tuple[TraceEvent, StorageRecord | None, int]] = []
-        self.records: list[StorageRecord] = []
+        self.log = StorageLog()
+        self.events = self.log.events
+        self.records = self.log.records
         self.calls: list[CallRecord] = []
         self.loose_reads: set[tuple[str, int]] = set()  # (block, calls before) of reads that train, by no call
         self.forward: list[SegmentRecord] = [SegmentRecord(call=-1, began=0)]
@@ -88,15 +68,13 @@ class TraceRecorder(TorchDispatchMode):
         self.replaced: tuple[str, ...] = ()  # tensors that the program keeps, by this forward
         self.viewed_gradients: set[str] = set()
         self.backward_reads: set[tuple[int, str]] = set()
-        self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._weights: set[int] = set()
         self._real: dict[int, str] = {}
         self._left: list[tuple[torch.Tensor, StorageRecord, int]] = []  # by an earlier forward
         self._left_read: set[int] = set()
         self._active: CallRecord | None = None
         self._modules: list[str] = []
-        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
-        self._values = Values(self._is_trusted, self._distrust, guesses=guesses) if follows_values else None
+        self.values = Values(self.log.is_trusted, self.log.distrust, guesses=guesses) if follows_values else None
         self._origins = Origins()
         self._known = known
 
@@ -104,7 +82,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def register(self, tensor: torch.Tensor, role: Role, block: str = "", *, is_batch: bool = False) -> None:
         """Declares a weight or an input; what is neither declared nor made by an operation is a shared input."""
-        record = self._record_of(tensor, role, block)
+        record = self.log.record_of(tensor, role, block)
         record.is_batch = is_batch
         if is_batch:
             self._origins.declare_batch(record)
@@ -114,18 +92,18 @@ class TraceRecorder(TorchDispatchMode):
     def register_real(self, parameter: nn.Parameter, name: str, block: str) -> None:
         """Declares the parameter that a stand-in was registered for: hooks and closures of the user's program may hold it and read it."""
         with torch._C.DisableTorchFunctionSubclass():  # it may wear the class of weights that are away
-            self._record_of(parameter, Role.WEIGHT, block)
+            self.log.record_of(parameter, Role.WEIGHT, block)
         self._real[id(parameter)] = name
 
     def register_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Declares the model's buffers, by name."""
         for name, buffer in buffers.items():
             self.register(buffer, Role.INPUT)
-            self._origins.declare_buffer(name, self._record_of(buffer, Role.INPUT))
+            self._origins.declare_buffer(name, self.log.record_of(buffer, Role.INPUT))
 
     def watch_left(self, left: Iterable[torch.Tensor]) -> None:
         """Declares tensors that the program keeps as a forward begins; whether it reads and changes them is asked later."""
-        records = [(t, self._record_of(t, Role.INPUT)) for t in left if t.layout is torch.strided]
+        records = [(t, self.log.record_of(t, Role.INPUT)) for t in left if t.layout is torch.strided]
         self._left = [(tensor, record, record.writes) for tensor, record in records]
         for _, record in records:
             record.is_left = True
@@ -142,9 +120,9 @@ class TraceRecorder(TorchDispatchMode):
         self, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> None:
         """The forward has given its loss and left these buffers and weights."""
-        left = {name: self._record_of(buffer, Role.INPUT) for name, buffer in buffers.items()}
-        self.unsplittable_buffers = self._origins.unsplittable(left, self._record_of(loss, Role.INPUT))
-        found = {name: self._record_of(weight, Role.INPUT) for name, weight in weights.items()}
+        left = {name: self.log.record_of(buffer, Role.INPUT) for name, buffer in buffers.items()}
+        self.unsplittable_buffers = self._origins.unsplittable(left, self.log.record_of(loss, Role.INPUT))
+        found = {name: self.log.record_of(weight, Role.INPUT) for name, weight in weights.items()}
         for name, record in found.items():
             if record.role is not Role.WEIGHT:
                 raise UnsupportedError(
@@ -154,21 +132,6 @@ class TraceRecorder(TorchDispatchMode):
         self.written_weights = tuple(name for name, record in found.items() if record.is_written)
         uses = uses_of_leaves(loss)
         self.shared_weights = tuple(name for name, weight in weights.items() if uses[id(weight)] > 1)
-
-    @property
-    def segment(self) -> int:
-        """Index of the running forward segment; the last one during backward."""
-        return self.forward[-1].call
-
-    @property
-    def values(self) -> Values | None:
-        """Of fake tensors; None where real ones are traced."""
-        return self._values
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether the backward has begun."""
-        return bool(self.backward)
 
     # -- operations --------------------------------------------------------------------------------------------
 
@@ -183,19 +146,19 @@ class TraceRecorder(TorchDispatchMode):
             # Asked more often than anything is computed: fake tensors know it without another dispatch.
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         kwargs = kwargs or {}
-        # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
-        self._pending_sum = None
+        self.log.begin_operation()
         kind = self._known.kind(func)
         read: list[torch.Tensor] = []
         key = self._known.key(kind, args, kwargs, read)
         found = [(tensor, self._note_read(func, tensor, is_view=kind.is_view)) for tensor in read]
         out, facts = self._run(kind, key, args, kwargs, found)
         results = [out] if type(out) is FakeTensor else list(operator_tensors(out))
-        made = [self._note_made(func, tensor) for tensor in results]
-        if self.is_backward:
+        module = self._modules[-1] if self._modules else "the loss"
+        made = [self.log.note_made(func, tensor, module) for tensor in results]
+        if self.log.is_backward:
             if kind.is_view:
                 for tensor in results:
-                    setattr(tensor, _IS_VIEW, True)
+                    setattr(tensor, IS_VIEW, True)
         else:
             written = {id(read[i]) for i in facts.written}
             overwritten = {id(read[i]) for i in facts.overwritten}
@@ -206,13 +169,13 @@ class TraceRecorder(TorchDispatchMode):
             if written and not kind.relabels:
                 self._note_written({id(r): r for t, r in found if id(t) in written}.values())
         self._note_facts(facts)
-        if self._active and not self.is_backward and facts.is_selected:
+        if self._active and not self.log.is_backward and facts.is_selected:
             for record in made:
                 if record.role is Role.MADE:
                     record.selected_in = self._active.index
                     self._active.selected.setdefault(id(record), (record, self._active.saves))
-        if self.is_backward and func is _ADD and _is_called_by_autograd():
-            self._note_sum(args, made)
+        if self.log.is_backward and func is _ADD and _is_called_by_autograd():
+            self.log.note_sum(args, made)
         return out
 
     def _run(
@@ -225,27 +188,22 @@ class TraceRecorder(TorchDispatchMode):
     ) -> tuple[Any, Facts]:
         """Results and facts of an operation."""
         func, read = kind.operator, [tensor for tensor, _ in found]
-        if self._values is None:
-            if not self.is_backward:
+        if self.values is None:
+            if not self.log.is_backward:
                 _refuse_written_weights(func, _written(func, args, kwargs, found))
             out = run_operation(func, args, kwargs, is_fake=False)
             return out, self._known.facts(func, args, kwargs, read, out)
         if kind.needs_values:
-            is_answered, out = self._values.answer(func, args, kwargs)
+            is_answered, out = self.values.answer(func, args, kwargs)
             if is_answered:
                 return out, self._known.facts(func, args, kwargs, read, out)
         out, facts = self._known.run(kind, key, args, kwargs, read)
-        self._values.follow(func, args, kwargs, out, read)
+        self.values.follow(func, args, kwargs, out, read)
         return out, facts
 
-    @staticmethod
-    def _would_train(tensor: torch.Tensor) -> bool:
-        """A parameter that the loss would give a gradient: a teacher's, read under `no_grad`, gets none."""
-        return isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
-
     def _note_read(self, func: Any, tensor: torch.Tensor, *, is_view: bool) -> StorageRecord:
-        record = self._record_of(tensor, Role.INPUT)
-        if id(tensor) in self._real and self._would_train(tensor):
+        record = self.log.record_of(tensor, Role.INPUT)
+        if id(tensor) in self._real and _would_train(tensor):
             raise UnsupportedError(
                 f"the loss reads the weight {self._real[id(tensor)]!r} from where the program keeps it beside the model (a closure, a list): it must be read from "
                 "the model itself, as model.get_parameter(...), for what stands there while memfit plans is another tensor"
@@ -253,21 +211,21 @@ class TraceRecorder(TorchDispatchMode):
         if record.role is Role.WEIGHT:
             # A view of a real weight is a fake tensor over other memory, which tells nothing any more.
             reads = not is_view or id(tensor) in self._real
-            if self.is_backward and reads:
+            if self.log.is_backward and reads:
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
-            elif reads or (self._active is None and not self.is_backward):
+            elif reads or (self._active is None and not self.log.is_backward):
                 # A view needs the weight as well: outside of calls nothing brings it; inside, whether the call reads it shows later.
                 (self._active.reads if self._active else self.spanning).add(record.block)
                 if self._active is None and tensor.requires_grad:
                     self.loose_reads.add((record.block, len(self.calls)))
-        elif record.role is Role.INPUT and self._would_train(tensor):
+        elif record.role is Role.INPUT and _would_train(tensor):
             raise UnsupportedError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that is not part of the model "
                 f"({func}): put the model and what belongs to the loss into one nn.Module, so that all parameters are "
                 "placed and updated; or, where that is not to be trained here, freeze it before (requires_grad_(False))"
             )
-        if not self.is_backward:
-            record.last_use = self.segment
+        if not self.log.is_backward:
+            record.last_use = self.log.segment
         return record
 
     def _note_written(self, written: Iterable[StorageRecord]) -> None:
@@ -284,168 +242,39 @@ class TraceRecorder(TorchDispatchMode):
                 if call is not self._active and id(record) not in call.copied:
                     call.must_keep |= record.role is Role.MADE or index in record.argument_of
 
-    def _note_made(self, func: Any, tensor: torch.Tensor) -> StorageRecord:
-        check_dense(tensor, f"{func._overloadpacket} makes")
-        storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata)
-        if entry is None:
-            module = self._modules[-1] if self._modules else "the loss"
-            return self._watch(storage, Role.MADE, (func._overloadpacket, module, tuple(tensor.shape), tensor.dtype))
-        record = entry[0]
-        if record.nbytes != storage.nbytes() and record.role is Role.MADE:
-            self.note_resize(storage)
-        return record
-
     def _note_facts(self, facts: Facts) -> None:
         if facts.workspace_bytes:
             self.events.append((TraceEvent.WORKSPACE, None, facts.workspace_bytes))
         segments = self.backward or self.forward
         segments[-1].flops += facts.flops
-        if facts.is_random and not self.is_backward:
+        if facts.is_random and not self.log.is_backward:
             self.uses_random = True
             if self._active:
                 self._active.uses_random = True
         if facts.reads_statistics:
             self.reads_batch_statistics = True
 
-    def _note_sum(self, args: Sequence[Any], made: Sequence[StorageRecord]) -> None:
-        old, new = args[0], args[1]
-        if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.shape != new.shape:
-            return
-        operand = self._live[old.untyped_storage()._cdata][0]
-        event, record, _ = self.events[-1] if self.events else (None, None, 0)
-        if (
-            event is TraceEvent.ALLOCATED
-            and record is not None
-            and record is made[0]
-            and record.nbytes == operand.nbytes
-        ):
-            key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
-            is_held = getattr(old, _IS_VIEW, False) or not operand.is_backward
-            third_bytes = record.nbytes if is_held else 0
-            self._pending_sum = (operand, record, len(self.events) - 1, key, third_bytes)
-
-    # -- storages ----------------------------------------------------------------------------------------------
-
-    def _record_of(self, tensor: torch.Tensor, role: Role, block: str = "") -> StorageRecord:
-        storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata)
-        return entry[0] if entry else self._watch(storage, role, block=block)
-
-    def _writes_to(self, tensor: torch.Tensor) -> int:
-        """Number of writes to the storage of a tensor so far; weights have rules of their own."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        return 0 if entry is None or entry[0].role is Role.WEIGHT else entry[0].writes
-
-    def _watch(
-        self, storage: torch.UntypedStorage, role: Role, cause: tuple[Any, ...] = (), block: str = ""
-    ) -> StorageRecord:
-        record = StorageRecord(
-            role=role,
-            nbytes=storage.nbytes(),
-            order=-1,
-            segment=self.segment,
-            is_backward=self.is_backward,
-            cause=cause,
-            block=block,
-        )
-        record.last_use = self.segment
-        self._watch_release(storage, record)
-        record.key = storage._cdata
-        if role is Role.MADE:
-            record.order = len(self.records)
-            self.events.append((TraceEvent.ALLOCATED, record, record.nbytes))
-            self.records.append(record)
-        elif role is Role.INPUT:
-            self.records.append(record)
-        return record
-
-    def _watch_release(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
-        key = storage._cdata
-        self._live[key] = (record, weakref.ref(storage, lambda _: self._note_freed(key)))
-
-    def _note_freed(self, key: int) -> None:
-        record = self._live.pop(key)[0]
-        record.holders -= 1
-        if key == record.key:
-            record.let_go_in = self.segment
-        if record.holders:
-            return
-        if self._pending_sum and self._pending_sum[0] is record:
-            _, merged, event, merged_key, third_bytes = self._pending_sum
-            self._pending_sum = None
-            # The sum takes the operand's place: as if it had been added in place.
-            self.events[event] = (TraceEvent.WORKSPACE, None, third_bytes)
-            self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
-            self._live[merged_key] = (record, self._live[merged_key][1])
-            record.key, record.holders = merged_key, 1
-            return
-        if record.role in (Role.MADE, Role.GRADIENT):
-            record.freed_in = self.segment if not self.is_backward else None
-            record.freed_in_backward = self.is_backward
-            self.events.append((TraceEvent.FREED, record, record.nbytes))
-
-    def note_resize(self, storage: torch.UntypedStorage) -> None:
-        """A storage that the step made has another size now."""
-        entry = self._live.get(storage._cdata)
-        if entry is None or entry[0].role is not Role.MADE:
-            return
-        record = entry[0]
-        change = storage.nbytes() - record.nbytes
-        record.nbytes = max(record.nbytes, storage.nbytes())
-        self.events.append(
-            (TraceEvent.ALLOCATED, record, change) if change > 0 else (TraceEvent.FREED, record, -change)
-        )
-
-    def note_gradient(self, parameter: torch.Tensor) -> None:
-        """A parameter's gradient has arrived: its storage is no activation."""
-        if parameter.grad is not None:
-            record = self._record_of(parameter.grad, Role.GRADIENT)
-            record.role = Role.GRADIENT
-            self.events.append((TraceEvent.ARRIVED, record, record.nbytes))
-
     def note_arrival(self, name: str, gradient: torch.Tensor) -> None:
         """A parameter's gradient is about to be added to what is there."""
-        if getattr(gradient, _IS_VIEW, False):
+        if getattr(gradient, IS_VIEW, False):
             self.viewed_gradients.add(name)
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor."""
-        record = self._record_of(tensor, Role.INPUT)
+        record = self.log.record_of(tensor, Role.INPUT)
         record.is_movable &= is_movable(tensor, _ORDINARY)
         if self._active:
             self._active.saves += 1
             record.saved_inside.add(self._active.index)
         else:
-            record.saved_outside.add(self.segment)
-
-    def saved_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tensor that autograd gets for one that it saves: one over another storage of the same record. See [Note: two holders]."""
-        record = self._record_of(tensor, Role.INPUT)
-        if record.role is not Role.MADE or self.is_backward or type(tensor) is not FakeTensor or tensor.is_inference():
-            return tensor
-        storage = record.saved() if record.saved is not None else None
-        if storage is None:
-            with torch._C._DisableTorchDispatch():
-                storage = torch.empty(record.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-            record.saved = weakref.ref(storage)
-            record.holders += 1
-            self._watch_release(storage, record)
-        return self._known.over(storage, tensor)
+            record.saved_outside.add(self.log.segment)
 
     def forget(self) -> None:
         """Lets go of what was watched: weak references and values point back here, and cycles would keep the model until a collection."""
-        self._live.clear()
+        self.log.forget()
         self._left.clear()
-        self._values = None
+        self.values = None
         self._active = None
-        self._pending_sum = None
-
-    def _is_trusted(self, tensor: torch.Tensor) -> bool:
-        return self._record_of(tensor, Role.INPUT).is_trusted
-
-    def _distrust(self, tensor: torch.Tensor) -> None:
-        self._record_of(tensor, Role.INPUT).is_trusted = False
 
     # -- modules -----------------------------------------------------------------------------------------------
 
@@ -453,19 +282,20 @@ class TraceRecorder(TorchDispatchMode):
         """A module begins: a call begins if it is a site and no call is running."""
         self._modules.append(name or type(module).__name__)
         site = self.sites.get(id(module))
-        if site is None or self._active is not None or self.is_backward:
+        if site is None or self._active is not None or self.log.is_backward:
             return
         index = len(self.calls)
         self._active = CallRecord(index=index, site=site, began=len(self.events), depth=len(self._modules))
         self.calls.append(self._active)
         self.forward.append(SegmentRecord(call=index, began=len(self.events)))
+        self.log.segment = index
         self._active.received = (args, kwargs)
         own = (p for part in module.modules() for p in part._parameters.values() if p is not None)
         self._active.is_substituted = any(id(parameter) not in self._weights for parameter in own)
-        self._active.kept = [(tensor, self._writes_to(tensor)) for tensor in kept_tensors(module)]
+        self._active.kept = [(tensor, self.log.writes_to(tensor)) for tensor in kept_tensors(module)]
         self._active.held_at_entry = frozenset(id(tensor) for tensor in reachable_tensors((args, kwargs)))
         for tensor in contained_tensors((args, kwargs)):
-            record = self._record_of(tensor, Role.INPUT)
+            record = self.log.record_of(tensor, Role.INPUT)
             if record.role is not Role.WEIGHT:
                 record.is_movable &= is_movable(tensor, _ORDINARY)
                 record.argument_of.add(index)
@@ -485,42 +315,27 @@ class TraceRecorder(TorchDispatchMode):
             r for tensor, version, r, writes in call.arguments if _version_of(tensor) != version or r.writes != writes
         ]
         call.mutates_inputs = bool(changed)
-        call.changes_itself = any(self._writes_to(tensor) != writes for tensor, writes in call.kept)
+        call.changes_itself = any(self.log.writes_to(tensor) != writes for tensor, writes in call.kept)
         call.kept.clear()
         call.copied = {id(record) for record in changed}
         call.changes_arguments = frozenset(map(id, reachable_tensors(call.received))) != call.held_at_entry
         call.arguments.clear()
         call.received = None
-        returned = {id(r): r for r in (self._record_of(t, Role.INPUT) for t in contained_tensors(output))}
+        returned = {id(r): r for r in (self.log.record_of(t, Role.INPUT) for t in contained_tensors(output))}
         call.output_bytes = sum(r.nbytes for r in returned.values() if r.role is Role.MADE and r.segment == call.index)
         return call
 
     # -- backward ----------------------------------------------------------------------------------------------
 
-    def begin_backward_phase(self) -> None:
-        """The seed: backward starts, no call has a gradient yet."""
-        self.backward.append(SegmentRecord(call=-1, began=len(self.events)))
-
-    def begin_backward(self, call: CallRecord) -> None:
-        """The first gradient reaches an output of a call."""
-        self.backward.append(SegmentRecord(call=call.index, began=len(self.events)))
+    def begin_backward(self, call: CallRecord | None = None) -> None:
+        """Starts a segment of backward: the first gradient reaches an output of `call`, or, without one, the loss."""
+        self.log.is_backward = True
+        self.backward.append(SegmentRecord(call=-1 if call is None else call.index, began=len(self.events)))
 
 
-@contextmanager
-def storage_resizes(recorder: TraceRecorder) -> Iterator[None]:
-    """Tells the recorder of `UntypedStorage.resize_`, which no dispatch mode sees."""
-    original = torch.UntypedStorage.resize_
-
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        recorder.note_resize(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+def _would_train(tensor: torch.Tensor) -> bool:
+    """Tells whether the loss would give a parameter a gradient: a teacher's, read under `no_grad`, gets none."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _written(

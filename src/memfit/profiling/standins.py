@@ -25,6 +25,9 @@ import torch
 from torch import nn
 
 from memfit import devices
+from memfit.core.precision import ComputeDtype, stored_dtypes
+from memfit.profiling.known import KnownOperations
+from memfit.profiling.known_values import give_copy
 from memfit.tensors.own_attributes import held_objects
 
 _Container = dict | list | set
@@ -207,3 +210,47 @@ def _is_foreign(name: str | None) -> bool:
     """A file of torch's or of the standard library, whose caches hold no tensors of a model."""
     root = (name or "builtins").partition(".")[0]
     return root == "torch" or root in sys.stdlib_module_names
+
+
+def fake_parameter(
+    known: KnownOperations, parameter: nn.Parameter, device: torch.device, compute: ComputeDtype
+) -> nn.Parameter:
+    """Returns a fake parameter of the dtype in which the step computes."""
+    made: Any = known.like(parameter, device, _weight_dtype(parameter, compute))
+    return _with_attributes(made, parameter)
+
+
+def _with_attributes(stand_in: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+    """Copies the attributes that the user's code set: its forward reads them (a scale, bitsandbytes' `quant_state`)."""
+    for name, value in vars(parameter).items():
+        if not name.startswith("_memfit"):
+            setattr(stand_in, name, value)
+    return stand_in
+
+
+def with_value(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Gives a fake tensor the values of a real one, where there are any."""
+    if real.device.type != "meta" and has_data(real):
+        give_copy(fake, real)
+    return fake
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Tells whether the tensor's bytes are there: a weight that is away has a storage of zero bytes."""
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size() or tensor.numel() == 0
+
+
+def alias(parameter: nn.Parameter, compute: ComputeDtype) -> nn.Parameter:
+    """Returns the same memory (in another dtype: a copy) as another leaf.
+
+    Gradients and hooks of the real parameter stay out of the trace.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        weight = parameter.detach().to(_weight_dtype(parameter, compute)).as_subclass(torch.Tensor)
+    # A class of the user's stays what it is: forwards ask for it.
+    made = torch.Tensor._make_subclass(type(parameter), weight, parameter.requires_grad)
+    return _with_attributes(made, parameter)  # type: ignore[arg-type]
+
+
+def _weight_dtype(parameter: nn.Parameter, compute: ComputeDtype) -> torch.dtype:
+    return getattr(torch, stored_dtypes(str(parameter.dtype).removeprefix("torch."), compute)[0])

@@ -1,0 +1,216 @@
+"""Watches storages: when they are made and freed, who saves them, and what their sizes are.
+
+In: tensors as operations read and make them. Out: a log of events and records. It works on fake and on real tensors
+alike, and holds no tensor longer than the program does.
+
+[Note: storages, not tensors]
+Memory belongs to storages; views share them. A record lives as long as its storage, watched by a weak reference whose
+callback logs the release. The key is the address of the storage object, taken out of the table by that callback
+before it can be used again.
+
+[Note: sums of gradients]
+When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first and it
+is no view (the gradient of a transposed weight is one), and nobody has asked for its storage in Python, which holds it from
+then on: as `activations.writes` does for what a forward writes, also gradients that a function makes there already. Under a
+dispatch mode (and for fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition that
+the autograd engine itself makes, whose first operand is released before anything else happens, is logged as done in place; if
+that is a view or was made in the forward, with the third tensor for a moment.
+
+[Note: two holders]
+A profile tells how long the program itself holds a storage, apart from what autograd saves of it. So on fake tensors autograd is given tensors over a second
+storage of the same record: the record's bytes are there until both are gone, and the program has let go of them when the first is (`let_go_in`). On real
+tensors that would take the memory twice; there a second forward, in which nothing is saved, tells it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memfit.profiling.known import KnownOperations
+from memfit.profiling.records import Role, StorageRecord, TraceEvent
+from memfit.tensors.dense import check_dense
+
+IS_VIEW = "_memfit_is_view"
+"""Attribute of tensors that an operation of backward made as views."""
+
+
+class StorageLog:
+    """The records of all storages of one traced step.
+
+    Attributes:
+        events: in the order in which they happened.
+        records: of storages that the step made, and of its inputs.
+        segment: index of the running forward segment; the last one during backward.
+        is_backward: the backward has begun.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[TraceEvent, StorageRecord | None, int]] = []
+        self.records: list[StorageRecord] = []
+        self.segment = -1
+        self.is_backward = False
+        self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
+        self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
+
+    def begin_operation(self) -> None:
+        """Ends what the operation before has left open."""
+        # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
+        self._pending_sum = None
+
+    def forget(self) -> None:
+        """Drops the weak references, whose callbacks point back here."""
+        self._live.clear()
+        self._pending_sum = None
+
+    def is_trusted(self, tensor: torch.Tensor) -> bool:
+        """Returns whether the values known of a tensor still hold."""
+        return self.record_of(tensor).is_trusted
+
+    def distrust(self, tensor: torch.Tensor) -> None:
+        """Marks the values known of a tensor as void."""
+        self.record_of(tensor).is_trusted = False
+
+    def note_made(self, func: Any, tensor: torch.Tensor, module: str) -> StorageRecord:
+        """Returns the record of a result of an operation, new if its storage is."""
+        check_dense(tensor, f"{func._overloadpacket} makes")
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        if entry is None:
+            return self._watch(storage, Role.MADE, (func._overloadpacket, module, tuple(tensor.shape), tensor.dtype))
+        record = entry[0]
+        if record.nbytes != storage.nbytes() and record.role is Role.MADE:
+            self.note_resize(storage)
+        return record
+
+    def note_sum(self, args: Sequence[Any], made: Sequence[StorageRecord]) -> None:
+        """Looks whether an addition of autograd's becomes one in place. See [Note: sums of gradients]."""
+        old, new = args[0], args[1]
+        if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.shape != new.shape:
+            return
+        operand = self._live[old.untyped_storage()._cdata][0]
+        event, record, _ = self.events[-1] if self.events else (None, None, 0)
+        if (
+            event is TraceEvent.ALLOCATED
+            and record is not None
+            and record is made[0]
+            and record.nbytes == operand.nbytes
+        ):
+            key = next(key for key, (held, _) in reversed(self._live.items()) if held is record)
+            is_held = getattr(old, IS_VIEW, False) or not operand.is_backward
+            third_bytes = record.nbytes if is_held else 0
+            self._pending_sum = (operand, record, len(self.events) - 1, key, third_bytes)
+
+    def record_of(self, tensor: torch.Tensor, role: Role = Role.INPUT, block: str = "") -> StorageRecord:
+        """Returns the record of a tensor's storage, new (with `role`, `block`) if it was not seen before."""
+        storage = tensor.untyped_storage()
+        entry = self._live.get(storage._cdata)
+        return entry[0] if entry else self._watch(storage, role, block=block)
+
+    def writes_to(self, tensor: torch.Tensor) -> int:
+        """Returns the number of writes to the storage of a tensor so far; 0 for weights, which have rules of their own."""
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return 0 if entry is None or entry[0].role is Role.WEIGHT else entry[0].writes
+
+    def _watch(
+        self, storage: torch.UntypedStorage, role: Role, cause: tuple[Any, ...] = (), block: str = ""
+    ) -> StorageRecord:
+        record = StorageRecord(
+            role=role,
+            nbytes=storage.nbytes(),
+            order=-1,
+            segment=self.segment,
+            is_backward=self.is_backward,
+            cause=cause,
+            block=block,
+        )
+        record.last_use = self.segment
+        self._watch_release(storage, record)
+        record.key = storage._cdata
+        if role is Role.MADE:
+            record.order = len(self.records)
+            self.events.append((TraceEvent.ALLOCATED, record, record.nbytes))
+            self.records.append(record)
+        elif role is Role.INPUT:
+            self.records.append(record)
+        return record
+
+    def _watch_release(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
+        key = storage._cdata
+        self._live[key] = (record, weakref.ref(storage, lambda _: self._note_freed(key)))
+
+    def _note_freed(self, key: int) -> None:
+        record = self._live.pop(key)[0]
+        record.holders -= 1
+        if key == record.key:
+            record.let_go_in = self.segment
+        if record.holders:
+            return
+        if self._pending_sum and self._pending_sum[0] is record:
+            _, merged, event, merged_key, third_bytes = self._pending_sum
+            self._pending_sum = None
+            # The sum takes the operand's place: as if it had been added in place.
+            self.events[event] = (TraceEvent.WORKSPACE, None, third_bytes)
+            self.records.remove(merged) if self.records[-1] is not merged else self.records.pop()
+            self._live[merged_key] = (record, self._live[merged_key][1])
+            record.key, record.holders = merged_key, 1
+            return
+        if record.role in (Role.MADE, Role.GRADIENT):
+            record.freed_in = self.segment if not self.is_backward else None
+            record.freed_in_backward = self.is_backward
+            self.events.append((TraceEvent.FREED, record, record.nbytes))
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Logs that a storage that the step made has another size now."""
+        entry = self._live.get(storage._cdata)
+        if entry is None or entry[0].role is not Role.MADE:
+            return
+        record = entry[0]
+        change = storage.nbytes() - record.nbytes
+        record.nbytes = max(record.nbytes, storage.nbytes())
+        self.events.append(
+            (TraceEvent.ALLOCATED, record, change) if change > 0 else (TraceEvent.FREED, record, -change)
+        )
+
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """Logs that a parameter's gradient has arrived: its storage is no activation."""
+        if parameter.grad is not None:
+            record = self.record_of(parameter.grad, Role.GRADIENT)
+            record.role = Role.GRADIENT
+            self.events.append((TraceEvent.ARRIVED, record, record.nbytes))
+
+    def saved_apart(self, tensor: torch.Tensor, known: KnownOperations) -> torch.Tensor:
+        """Returns the tensor to save in another's place, over a second storage of its record. See [Note: two holders]."""
+        record = self.record_of(tensor, Role.INPUT)
+        if record.role is not Role.MADE or self.is_backward or type(tensor) is not FakeTensor or tensor.is_inference():
+            return tensor
+        storage = record.saved() if record.saved is not None else None
+        if storage is None:
+            with torch._C._DisableTorchDispatch():
+                storage = torch.empty(record.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+            record.saved = weakref.ref(storage)
+            record.holders += 1
+            self._watch_release(storage, record)
+        return known.over(storage, tensor)
+
+
+@contextmanager
+def storage_resizes(log: StorageLog) -> Iterator[None]:
+    """Tells the log of `UntypedStorage.resize_`, which no dispatch mode sees."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        log.note_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

@@ -1,0 +1,253 @@
+"""One run of a loss on stand-ins for the model's weights, buffers and batch, watched by a recorder.
+
+In: the setting of a trace and a size of microbatch. Out: the recorder, full. The model, the generators and the user's
+caches are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memfit.batches.batch import map_tensors
+from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.planning_state import trial
+from memfit.core.precision import ComputeDtype
+from memfit.profiling.blocks import BlockMap
+from memfit.profiling.carried import ModuleMarks
+from memfit.profiling.gradient_hooks import hand_on
+from memfit.profiling.known import KnownOperations
+from memfit.profiling.known_values import readable_fakes
+from memfit.profiling.program_state import untouched_program
+from memfit.profiling.recorder import TraceRecorder
+from memfit.profiling.records import CallRecord, Role
+from memfit.profiling.standins import (
+    alias,
+    fake_parameter,
+    has_data,
+    stand_ins,
+    untouched_caches,
+    untouched_generators,
+    with_value,
+)
+from memfit.profiling.storage_log import storage_resizes
+from memfit.profiling.traced_trees import contained_tensors
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+_BACKWARD_OF_ITS_OWN = (
+    "the loss runs a backward of its own (torch.autograd.grad or a gradient penalty); memfit cannot place "
+    "memory around it: compute the penalty without a second backward"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSetting:
+    """What the runs of one trace have in common: `parts` are the microbatches by their number of rows."""
+
+    model: nn.Module
+    loss: Loss
+    rows: int
+    parts: Mapping[int, Any]
+    block_map: BlockMap
+    compute: ComputeDtype
+    known: KnownOperations
+    program: Any = None
+    checks_repeat: bool = True
+    guesses: bool = False
+
+    @property
+    def whole(self) -> Any:
+        """The largest part."""
+        return self.parts[max(self.parts)]
+
+
+def run_traced(
+    setting: TraceSetting, rows: int, *, is_fake: bool, is_whole: bool, repeats: bool = False
+) -> TraceRecorder:
+    """One run of the loss on stand-ins: forward, and backward if `is_whole`; if `repeats`, after another forward that left its notes on the modules."""
+    sites = {id(site.module): site for site in setting.block_map.sites}
+    recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
+    part = setting.parts[rows]
+    device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(trial())
+        has_drawn = stack.enter_context(untouched_generators())
+        stack.enter_context(untouched_caches(setting.model))
+        program = stack.enter_context(untouched_program(setting.program, setting.model))
+        # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(storage_resizes(recorder.log))
+        if is_fake:
+            stack.enter_context(_without_torchs_log())
+            stack.enter_context(_masks_as_for_real_tensors())
+            stack.enter_context(setting.known.mode)
+            if setting.guesses and recorder.values is not None:
+                stack.enter_context(readable_fakes(recorder.values))
+            made = stack.enter_context(
+                stand_ins(
+                    setting.model,
+                    lambda p: fake_parameter(setting.known, p, device, setting.compute),
+                    lambda b: with_value(setting.known.like(b, device), b),
+                )
+            )
+            batch = map_tensors(part, lambda t: with_value(setting.known.like(t, device), t))
+        else:
+            _check_present(setting)
+            made = stack.enter_context(
+                stand_ins(setting.model, lambda p: alias(p, setting.compute), lambda b: b.detach().clone())
+            )
+            batch = map_tensors(part, lambda t: t.detach().clone())
+        _declare(recorder, setting, made, batch)
+        _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            recorder.note_saved(tensor)
+            return None if not is_whole else recorder.log.saved_apart(tensor, setting.known) if is_fake else tensor
+
+        def unpack(saved: torch.Tensor | None) -> torch.Tensor:
+            if saved is None or not recorder.log.is_backward:
+                raise UnsupportedError(_BACKWARD_OF_ITS_OWN)
+            return saved
+
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recorder)
+        with saved_tensors_hooks(pack, unpack):
+            if repeats:
+                setting.loss(setting.model, batch)
+            marks = ModuleMarks(setting.model, program)
+            recorder.watch_left(tensor for tensors in marks.tensors.values() for tensor in tensors)
+            value = setting.loss(setting.model, batch)
+        recorder.exchanged, recorder.changed = marks.exchanged(), marks.changed()
+        recorder.replaced = marks.replaced(recorder.left_written(), recorder.left_read() if repeats else None)
+        recorder.uses_random |= has_drawn()
+        _check_loss(value)
+        if is_whole:
+            weights = {n: made[id(p)] for block in setting.block_map.blocks for n, p in block.parameters}
+            recorder.end_forward(value, dict(setting.model.named_buffers(remove_duplicate=False)), weights)
+            recorder.begin_backward()
+            value.backward()
+    return recorder
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        told = (
+            f"{value.numel()} numbers (a tensor of shape {tuple(value.shape)}): take its mean() or sum()"
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise UsageError(f"loss(model, batch) must return a scalar tensor, not {told}")
+    if value.is_complex():
+        raise UsageError(f"loss(model, batch) must return a real number, not one of {value.dtype}")
+    if not value.requires_grad:
+        raise UsageError(
+            "loss(model, batch) returned a value without gradient: are all parameters frozen, or is it detached?"
+        )
+
+
+def _check_present(setting: TraceSetting) -> None:
+    for block in setting.block_map.blocks:
+        for name, parameter in block.parameters:
+            try:
+                is_here = parameter.device.type != "meta" and has_data(parameter)
+            except AwayError:  # it wears the class of weights that are away
+                is_here = False
+            if not is_here:
+                raise AwayError(
+                    f"the loss fails on tensors without values, or reads numbers of them; on real ones it takes the weights, and {name!r} is away. See that the "
+                    "batch is as the sample of fit was, in shapes and dtypes; or bring the weights (with job.weights(): ...), or keep them on the device"
+                ) from None
+
+
+@contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """Keeps torch from logging an operation that fails on fake tensors, a hundred lines each time: the failure is answered here."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def drops(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("failed while attempting to run meta")
+
+    log.addFilter(drops)
+    try:
+        yield
+    finally:
+        log.removeFilter(drops)
+
+
+@contextmanager
+def _masks_as_for_real_tensors() -> Iterator[None]:
+    """Lets transformers skip attention masks as it does for real tensors: its fake ones have values to look at here."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if module is None or not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    original = module.is_fake_tensor
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original
+
+
+def _declare(recorder: TraceRecorder, setting: TraceSetting, made: Mapping[int, torch.Tensor], batch: Any) -> None:
+    for block in setting.block_map.blocks:
+        for name, parameter in block.parameters:
+            stand_in = made[id(parameter)]
+            recorder.register(stand_in, Role.WEIGHT, block.name)
+            recorder.register_real(parameter, name, block.name)
+            if stand_in.requires_grad:
+                stand_in.register_hook(partial(recorder.note_arrival, name))
+                stand_in.register_post_accumulate_grad_hook(recorder.log.note_gradient)
+                hand_on(parameter, stand_in)
+    recorder.register_buffers(dict(setting.model.named_buffers(remove_duplicate=False)))
+    for tensor in contained_tensors(batch):
+        recorder.register(tensor, Role.INPUT, is_batch=True)
+
+
+def _place_hooks(stack: ExitStack, recorder: TraceRecorder, model: nn.Module, *, is_whole: bool) -> None:
+    for name, module in model.named_modules():
+        stack.callback(_hook_module(recorder, module, name, is_whole=is_whole))
+
+
+def _hook_module(recorder: TraceRecorder, module: nn.Module, name: str, *, is_whole: bool) -> Callable[[], None]:
+    def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.enter_module(entered, name, args, kwargs)
+
+    def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del args, kwargs
+        call = recorder.leave_module(output)
+        if call is not None and is_whole:
+            _watch_gradients(recorder, call, output)
+
+    before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    after = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def remove() -> None:
+        before.remove()
+        after.remove()
+
+    return remove
+
+
+def _watch_gradients(recorder: TraceRecorder, call: CallRecord, output: Any) -> None:
+    """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node; of a view, only the base's node may remain."""
+    outputs = [t for t in contained_tensors(output) if t.requires_grad and not isinstance(t, nn.Parameter)]
+    outputs += [t._base for t in outputs if t._is_view() and t._base is not None]
+    begun: list[bool] = []
+
+    def begins(_gradients: Any) -> None:
+        if not begun:
+            begun.append(True)
+            recorder.begin_backward(call)
+
+    for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
+        node.register_prehook(begins)
