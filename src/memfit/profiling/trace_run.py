@@ -76,8 +76,6 @@ def run_traced(
     """One run of the loss on stand-ins: forward, and backward if `is_whole`; if `repeats`, after another forward that left its notes on the modules."""
     sites = {id(site.module): site for site in setting.block_map.sites}
     recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
-    part = setting.parts[rows]
-    device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(trial())
         has_drawn = stack.enter_context(untouched_generators())
@@ -86,26 +84,7 @@ def run_traced(
         # Code that was asked to compile would find a mode that it cannot, and stay eager for good.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(storage_resizes(recorder.log))
-        if is_fake:
-            stack.enter_context(_without_torchs_log())
-            stack.enter_context(_masks_as_for_real_tensors())
-            stack.enter_context(setting.known.mode)
-            if setting.guesses and recorder.values is not None:
-                stack.enter_context(readable_fakes(recorder.values))
-            made = stack.enter_context(
-                stand_ins(
-                    setting.model,
-                    lambda p: fake_parameter(setting.known, p, device, setting.compute),
-                    lambda b: with_value(setting.known.like(b, device), b),
-                )
-            )
-            batch = map_tensors(part, lambda t: with_value(setting.known.like(t, device), t))
-        else:
-            _check_present(setting)
-            made = stack.enter_context(
-                stand_ins(setting.model, lambda p: alias(p, setting.compute), lambda b: b.detach().clone())
-            )
-            batch = map_tensors(part, lambda t: t.detach().clone())
+        made, batch = _place_stand_ins(stack, recorder, setting, setting.parts[rows], is_fake=is_fake)
         _declare(recorder, setting, made, batch)
         _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
 
@@ -136,6 +115,34 @@ def run_traced(
             recorder.begin_backward()
             value.backward()
     return recorder
+
+
+def _place_stand_ins(
+    stack: ExitStack, recorder: TraceRecorder, setting: TraceSetting, part: Any, *, is_fake: bool
+) -> tuple[Mapping[int, torch.Tensor], Any]:
+    """Puts stand-ins in place of weights and buffers; returns them by `id` of the real tensor, and the batch's."""
+    device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
+    if is_fake:
+        stack.enter_context(_without_torchs_log())
+        stack.enter_context(_masks_as_for_real_tensors())
+        stack.enter_context(setting.known.mode)
+        if setting.guesses and recorder.values is not None:
+            stack.enter_context(readable_fakes(recorder.values))
+        made = stack.enter_context(
+            stand_ins(
+                setting.model,
+                lambda p: fake_parameter(setting.known, p, device, setting.compute),
+                lambda b: with_value(setting.known.like(b, device), b),
+            )
+        )
+        batch = map_tensors(part, lambda t: with_value(setting.known.like(t, device), t))
+    else:
+        _check_present(setting)
+        made = stack.enter_context(
+            stand_ins(setting.model, lambda p: alias(p, setting.compute), lambda b: b.detach().clone())
+        )
+        batch = map_tensors(part, lambda t: t.detach().clone())
+    return made, batch
 
 
 def _check_loss(value: Any) -> None:
