@@ -195,8 +195,8 @@ class Phases:
 
     def watch(self) -> None:
         """Puts itself around what memfit does, in this process."""
-        from memfit.homes import run_store
-        from memfit.job import commits, job
+        from memfit.checkpoints import checkpointer, run_store
+        from memfit.job import job
 
         def around(holder: Any, name: str, phase: Callable[[Any, dict[str, Any]], str]) -> None:
             inner = getattr(holder, name)
@@ -213,7 +213,11 @@ class Phases:
         around(
             run_store.RunStore, "prepare", lambda run, _: "opening the store" if run.is_resumed else "making the store"
         )
-        around(commits.Commits, "_seal", lambda _, known: "the first commit" if known.get("is_first") else "committing")
+        around(
+            checkpointer.RunCheckpointer,
+            "_commit",
+            lambda _, known: "the first commit" if known.get("is_first") else "committing",
+        )
         around(
             job.Job,
             "_step",

@@ -45,15 +45,17 @@ ARROWS: dict[str, frozenset[str]] = {
         # Models and steps.
         "profiling": "core batches devices tensors",
         "engine": "core activations devices homes huggingface store tensors",
+        "checkpoints": "core allocator devices engine files homes huggingface store tensors",
         "verification": "core allocator devices",
         # What a user holds.
         "recipes": "core",
         "job": (
-            "core activations allocator batches deferred devices engine files homes host huggingface optimizers profiling "
-            "recipes scheduling store tensors verification"
+            "core activations allocator batches checkpoints deferred devices engine files homes host huggingface "
+            "optimizers profiling recipes scheduling store tensors verification"
         ),
         "api": (
-            "core batches deferred engine files homes huggingface job planning prediction profiling scheduling store tensors"
+            "core batches checkpoints deferred engine files homes huggingface job planning prediction profiling "
+            "scheduling store tensors"
         ),
         "losses": "core huggingface",
         "arena": "core",

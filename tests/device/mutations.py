@@ -679,7 +679,7 @@ HOST = (
     ),
     Mutation(
         says="a commit reads pinned memory under its copies",
-        where="memfit.engine.housing:House._follow_copies",
+        where="memfit.checkpoints.copies:StoreCopies._settle",
         take="if devices.is_accelerator(self._device):",
         put="if False:",
         tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late]"],
@@ -688,8 +688,8 @@ HOST = (
     ),
     Mutation(
         says="committed values are read into pinned memory under copies of the update that failed",
-        where="memfit.engine.housing:House.go_back",
-        take="self._follow_copies()",
+        where="memfit.checkpoints.copies:StoreCopies.restore_block",
+        take="self._settle()",
         put="pass",
         tests=[WAITS + "a_step_that_is_finished_from_its_journal_begins_with_nothing_of_the_update_that_failed[late]"],
         shows=r"assert \[True",

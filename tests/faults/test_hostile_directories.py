@@ -16,10 +16,10 @@ import torch
 
 import memfit
 from faults import small_run
+from memfit.checkpoints.run_store import RunStore
 from memfit.core.errors import MemfitError, PlanError, StoreError
 from memfit.core.plan import Plan
 from memfit.files.reader import TensorFile
-from memfit.homes.run_store import RunStore
 from memfit.job.exporting import export_run, read_registered, verify_run
 from memfit.job.problem import read_plan
 from memfit.job.saving import load

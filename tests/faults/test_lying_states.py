@@ -18,13 +18,13 @@ from faults import small_run
 from faults.crash_disk import RecordedDisk
 from faults.crash_story import filled
 from faults.journal_story import EVEN, RECORD_BYTES
+from memfit.checkpoints import run_state
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.checkpoint import CheckpointFile
 from memfit.files.trainer import FILE_NAME
-from memfit.job import run_state
 from memfit.job.exporting import export_run
 from memfit.job.saving import load
 from memfit.store import verify

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from faults import small_run
 from faults.crash_disk import RecordedDisk
 from faults.journal_story import EVEN
+from memfit.checkpoints import run_state
 from memfit.core.errors import MemfitError, StoreInUseError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
@@ -36,7 +37,6 @@ from memfit.files.index import weight_file_names
 from memfit.files.names import STALE
 from memfit.files.reader import TensorFile
 from memfit.files.trainer import read_text
-from memfit.job import run_state
 from memfit.job.exporting import export_run
 from memfit.store import FileOperations
 from memfit.store.checksums import checksum

@@ -16,6 +16,8 @@ from torch import nn
 
 from memfit.api.task import Task, prepared_for
 from memfit.batches.batch import UncuttableError
+from memfit.checkpoints.checkpointer import check_run, stored_reason
+from memfit.checkpoints.run_store import RunStore
 from memfit.core.aliases import own_allowances
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreInUseError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
@@ -28,8 +30,6 @@ from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.deferred.aside import WeightsAside
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
-from memfit.homes.run_store import RunStore
-from memfit.job.commits import check_run, stored_reason
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_limit

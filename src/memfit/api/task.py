@@ -16,6 +16,8 @@ from memfit.api.choosing import Choice, choose
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Cut, UserSplit, Whole
 from memfit.batches.splitting import Weigh, checked_rows, signature_of
+from memfit.checkpoints.checkpointer import stored_plan
+from memfit.checkpoints.run_store import RunStore
 from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
@@ -25,8 +27,6 @@ from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.engine.sites import Site
-from memfit.homes.run_store import RunStore
-from memfit.job.commits import stored_plan
 from memfit.job.job import Job
 from memfit.job.machine import Machine
 from memfit.job.parts import JobParts, Prepared

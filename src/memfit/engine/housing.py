@@ -1,7 +1,7 @@
 """Housing: every tensor that outlives a block gets its home, as the plan says.
 
-In: a plan, the blocks, the optimizer's state layouts. Out: a `House`: weights moved in, gradient homes, state homes, the store and the
-scratch file behind those on disk.
+In: a plan, the blocks, the optimizer's state layouts, perhaps a store that outlives the job. Out: a `House`: weights moved in, gradient homes,
+state homes, the regions and the scratch file behind those on disk. What is committed, and when, is decided elsewhere (`checkpoints`).
 
 [Note: what an atomic step changes]
 With `is_atomic` a region on disk has two slots. Reads give the committed version, writes go to the other slot, and `commit` flips all that were
@@ -9,10 +9,9 @@ written at once. So a version must be whole, alignment between tensors included:
 Changes that are made between two steps (`job.weights()`, `load_state_dict`) are a version as well; `keep_changes` commits them under the
 step's own number before anything reads them.
 
-[Note: a run's homes]
-With a `RunStore` the blocks that rest on disk rest in its regions, which have two slots whatever the plan says; those that rest in memory are written to
-it when a step is committed, if they changed since (`keep_residents`). A step ends when reads see its versions (`commit`), and is committed later, when
-control comes back (`job.commits`). Gradients and activations have a store of their own in a temporary directory.
+[Note: homes in a store that is given]
+Regions that the given store has are taken from it, whatever the plan says of slots; everything else that rests on disk (gradients, activations)
+has a working store and a scratch file of the job's own, in a temporary directory that is deleted at the end.
 """
 
 from __future__ import annotations
@@ -25,27 +24,25 @@ import torch
 
 from memfit import devices
 from memfit.activations import HostStore, ScratchStore, StagedScratchStore, TierStore
-from memfit.core.errors import PlanError, StoreError
+from memfit.core.errors import StoreError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.homes import ByteHome, DiskHome, MemoryHome, Staging, Tickets
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.optimizer_states import BlockStates
-from memfit.homes.rounded import RoundedMasters
-from memfit.homes.run_store import (
-    RunStore,
+from memfit.homes.regions import (
+    RegionStore,
+    WorkingStore,
     gradient_region,
     master_region,
-    masters_of,
-    persistent_buffers,
-    regions_of,
     state_region,
     weight_region,
 )
+from memfit.homes.rounded import RoundedMasters
 from memfit.homes.split import SplitMasters, rest_ends, rest_nbytes
 from memfit.homes.weights import BlockWeights, round_masters
-from memfit.store import DiskIO, DiskStore, RegionSpec, ScratchFile
+from memfit.store import DiskIO, RegionSpec, ScratchFile
 from memfit.store.temporary import TemporaryDirectory
 from memfit.tensors.trees import bytes_view
 
@@ -65,9 +62,10 @@ class House:
         directory: for what rests on disk; None makes a temporary one that is deleted at the end.
         keeps_gradients: gradients can be read after the step.
         host_ledger: a context in which host homes are allocated (counts them apart on an emulated device).
-        run: where the run is committed; None: nothing outlives the job. See [Note: a run's homes].
-        model: with `run`, whose buffers belong to it.
-        identity: with `run`, what tells it from others.
+        kept: a store that outlives the job, whose regions are taken where it has them. See [Note: homes in a store that is given].
+
+    Attributes:
+        placed: by region, the block and the home that holds its bytes, on whatever tier.
     """
 
     def __init__(
@@ -81,20 +79,15 @@ class House:
         keeps_gradients: bool,
         keeps_norms: bool,
         host_ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
-        run: RunStore | None = None,
-        model: torch.nn.Module | None = None,
-        identity: Mapping[str, str] | None = None,
+        kept: RegionStore | None = None,
     ) -> None:
         self.plan = plan
-        self.run = run
-        self._model = model
-        self._residents: dict[str, tuple[int, MemoryHome]] = {}
-        self._changed: set[str] = set()
+        self.placed: dict[str, tuple[int, ByteHome]] = {}
+        self._kept = kept
         has_masters = any(block.has_masters for block in blocks)
         self.blocks = tuple(blocks)
         self.states = dict(states)
         self.step = 0
-        self._generation = 0
         self._device = device
         self._host_ledger = host_ledger
         self._stream = devices.of(device).new_stream(device) if devices.is_accelerator(device) else None
@@ -102,20 +95,13 @@ class House:
         self._memory_homes: list[MemoryHome] = []
         self._disk_homes: list[DiskHome] = []
         self._temporary: TemporaryDirectory | None = None
-        self.io: DiskIO | None = None
-        self.store: DiskStore | None = None
+        self.io: DiskIO | None = None if kept is None else kept.io
+        self._working: WorkingStore | None = None
         self.scratch: ScratchFile | None = None
         self._staging: Staging | None = None
         if self._stream is not None:
             self._staging = Staging(device, stream=self._stream, ledger=host_ledger)
         try:
-            if run is not None:
-                assert model is not None
-                buffers = persistent_buffers(model)
-                regions = regions_of(self.blocks, self.states, buffers, masters=masters_of(plan), scheme=run.scheme)
-                run.prepare(regions, identity or {}, self._moving_units(regions))
-                self._check_moving(run)
-                self.io = run.io
             self._open_disk(directory)
             gradient_homes = self._gradient_homes()
             self.gradients = GradientHomes(
@@ -131,39 +117,24 @@ class House:
             self.close()
             raise
 
-    @property
-    def _is_journaled(self) -> bool:
-        return self.run is not None and self.run.scheme == "journal"
-
-    def _moving_units(self, regions: Mapping[str, RegionSpec]) -> list[list[str]]:
-        """Regions that move together, by block that trains and rests on disk; see [Note: journal] in `store.journal`."""
-        chosen = [b for b in self.blocks if b.index in self.states and self.plan.block(b.name).rests_on_disk]
-        return [[name for name in _versions_of(block.name) if name in regions] for block in chosen]
-
-    def _check_moving(self, run: RunStore) -> None:
-        for block in self.blocks:
-            if run.moves(weight_region(block.name)) and not self.plan.block(block.name).rests_on_disk:
-                raise PlanError(
-                    f"block {block.name!r} rests on disk in the run in {run.directory}, whose scheme='journal' has no other room for it: the plan must say "
-                    "weight_home='disk' and state_home='disk'"
-                )
-
     def _open_disk(self, directory: str | Path | None) -> None:
         regions: dict[str, RegionSpec] = {}
         slots = 2 if self.plan.is_atomic else 1
         for block in self.blocks:
             homes = self.plan.block(block.name)
             states = self.states.get(block.index)
-            if self.run is None and homes.weight_home is Tier.DISK:
+            if homes.weight_home is Tier.DISK:
                 regions[weight_region(block.name)] = RegionSpec(nbytes=block.nbytes, slots=slots, tag="weight")
-            if self.run is None and block.has_masters and homes.state_home is Tier.DISK and not self.plan.drops_masters:
+            if block.has_masters and homes.state_home is Tier.DISK and not self.plan.drops_masters:
                 regions[master_region(block.name)] = RegionSpec(
                     nbytes=self._master_bytes(block), slots=slots, tag="master"
                 )
-            if self.run is None and states is not None and states.nbytes and homes.state_home is Tier.DISK:
+            if states is not None and states.nbytes and homes.state_home is Tier.DISK:
                 regions[state_region(block.name)] = RegionSpec(nbytes=states.nbytes, slots=slots, tag="state")
-            if homes.gradient_home is Tier.DISK and states is not None and not self._is_journaled:
+            if homes.gradient_home is Tier.DISK and states is not None:
                 regions[gradient_region(block.name)] = RegionSpec(nbytes=block.master_nbytes, slots=1, tag="gradient")
+        if self._kept is not None:
+            regions = {name: spec for name, spec in regions.items() if not self._kept.has(name)}
         needs_scratch = any(
             (c.saved_home is Tier.DISK and c.saved == "offload") or c.boundary_home is Tier.DISK
             for c in self.plan.calls
@@ -171,7 +142,7 @@ class House:
         if not regions and not needs_scratch:
             return
         if directory is None:
-            self._temporary = TemporaryDirectory(None if self.run is None else self.run.directory)
+            self._temporary = TemporaryDirectory(None if self._kept is None else self._kept.directory)
             where = self._temporary.path / "homes"
         else:
             where = Path(directory)
@@ -180,33 +151,29 @@ class House:
                     f"the directory {str(where)!r} cannot be made: its parent {str(where.parent)!r} does not exist; make it, or name another"
                 )
         self.io = self.io or DiskIO()
-        # A working home needs no power-cut safety: what is lost with the machine is a run that has no commit yet.
-        self.store = DiskStore.create(where, regions, identity={"made-by": "memfit"}, durable=False, io=self.io)
+        self._working = WorkingStore(where, regions, self.io)
         if needs_scratch:
             self.scratch = ScratchFile(where, io=self.io)
 
     def _home(self, nbytes: int, tier: Tier, region: str, block: int, ends: Collection[int]) -> ByteHome:
-        is_kept = self.run is not None and self.run.has(region)
-        if tier is Tier.DISK and is_kept:
-            assert self.run is not None
-            # Zeros until it is filled: whole from its first commit on.
-            self._disk_homes.append(self.run.home(region, ends, self._staging))
-            return self._disk_homes[-1]
+        home: ByteHome
         if tier is Tier.DISK:
-            assert self.store is not None
-            disk = DiskHome(self.store.region(region), ends, self._staging)
-            if disk.has_spare_slot:
+            is_kept = self._kept is not None and self._kept.has(region)
+            regions = self._kept if is_kept else self._working
+            assert regions is not None
+            home = disk = regions.home(region, ends, self._staging)
+            # A region of the given store holds zeros until it is filled, and is whole from its first commit on.
+            if not is_kept and disk.has_spare_slot:
                 _blank(disk)
             self._disk_homes.append(disk)
-            return disk
-        with self._host_ledger() if tier is Tier.HOST else nullcontext():
-            memory = MemoryHome(
-                nbytes, tier=tier, device=self._device, stream=self._stream if tier is Tier.HOST else None
-            )
-        self._memory_homes.append(memory)
-        if is_kept:
-            self._residents[region] = (block, memory)
-        return memory
+        else:
+            with self._host_ledger() if tier is Tier.HOST else nullcontext():
+                home = memory = MemoryHome(
+                    nbytes, tier=tier, device=self._device, stream=self._stream if tier is Tier.HOST else None
+                )
+            self._memory_homes.append(memory)
+        self.placed[region] = block, home
+        return home
 
     def _master_bytes(self, block: BlockWeights) -> int:
         return rest_nbytes(block) if self.plan.splits_masters else block.master_nbytes
@@ -253,7 +220,6 @@ class House:
             tier = self.plan.block(block.name).state_home
             if states.nbytes:
                 states.home = self._home(states.nbytes, tier, state_region(block.name), index, states.ends)
-        self._changed = set(self._residents)  # none of them is in the store yet
 
     def _weight_homes(self, block: BlockWeights) -> tuple[ByteHome, ByteHome | None]:
         homes = self.plan.block(block.name)
@@ -267,33 +233,36 @@ class House:
         rest = self._home(self._master_bytes(block), homes.state_home, master_region(block.name), block.index, ends)
         if self.plan.splits_masters:
             return home, SplitMasters(block, home, rest)
-        # Weights in memory beside whole masters are made from them again: the store need not have them. See [Note: one layout for all plans].
-        if not self._is_journaled:  # there, all regions of a block move together
-            self._residents.pop(weight_region(block.name), None)
         return home, rest
 
-    def take_up(
-        self, forget: Callable[[Iterable[torch.nn.Parameter]], None] | None, *, has_weights: Callable[[str], bool]
+    def take_over(
+        self,
+        load: Callable[[str, ByteHome], None],
+        forget: Callable[[Iterable[torch.nn.Parameter]], None] | None,
+        *,
+        has_weights: Callable[[str], bool],
+        step: int,
     ) -> None:
-        """As `move_in`, with the values of the run's last commit; those that the parameters have are given up.
+        """As `move_in`, with the values that the given store has; those that the parameters have are given up.
 
         Args:
+            load: fills a home in memory with the bytes of a region; homes on disk have them.
             forget: is told of parameters whose own values are not asked for any more.
             has_weights: the store has the current weights of the block of this name, not only its masters.
+            step: that the values are of.
 
         Raises:
-            StoreError: the disk. torch.OutOfMemoryError: the limit. Blocks that were reached have the run's values then, the others their own.
+            StoreError: the disk. torch.OutOfMemoryError: the limit. Blocks that were reached have the store's values then, the others their own.
         """
-        assert self.run is not None and self._model is not None
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home is Tier.DEVICE):
             home, masters = self._weight_homes(block)
             if isinstance(masters, SplitMasters):
-                self._load(master_region(block.name), masters.rest)
-            elif isinstance(masters, MemoryHome):
-                self._load(master_region(block.name), masters)
+                load(master_region(block.name), masters.rest)
+            elif masters is not None and not isinstance(masters, RoundedMasters):
+                load(master_region(block.name), masters)
             is_made = masters is not None and not isinstance(masters, SplitMasters | RoundedMasters)
             if not is_made:
-                self._load(weight_region(block.name), home)
+                load(weight_region(block.name), home)
             elif masters is not None and not (home.tier is Tier.DISK and has_weights(block.name)):
                 round_masters(masters, block, home)
             if forget is not None:
@@ -304,114 +273,15 @@ class House:
             if states.nbytes:
                 tier = self.plan.block(block.name).state_home
                 states.home = self._home(states.nbytes, tier, state_region(block.name), index, states.ends)
-                self._load(state_region(block.name), states.home)
-        self.run.load_buffers(self._model)
-        assert self.run.committed.step is not None
-        self.step = self.run.committed.step
+                load(state_region(block.name), states.home)
+        self.step = step
 
-    def _load(self, region: str, home: ByteHome) -> None:
-        if isinstance(home, MemoryHome):
-            assert self.run is not None
-            self.run.load(region, home)
-
-    def note_changed(self, blocks: Iterable[int]) -> None:
-        """What rests in memory of these blocks is not what the store has."""
-        chosen = set(blocks)
-        self._changed |= {region for region, (block, _) in self._residents.items() if block in chosen}
-
-    def keep_residents(self) -> list[str]:
-        """Writes what rests in memory and changed since the last commit to the store, and the model's buffers.
-
-        Memory: the buffers once more; 4 MiB while bytes of a device are copied.
-
-        Returns:
-            The regions that the commit must flip; then call `residents_kept`.
-
-        Raises:
-            StoreError: the disk; may be repeated.
-        """
-        assert self.run is not None and self._model is not None
-        self._follow_copies()
-        names = [name for name in self._residents if name in self._changed]
-        flips = [name for name in names if self.run.keep(name, self._residents[name][1])]
-        return flips + self.keep_buffers()
-
-    def _follow_copies(self) -> None:
-        if devices.is_accelerator(self._device):
-            devices.of(self._device).synchronize(
-                self._device
-            )  # pinned homes are written by a stream that the host does not follow
-
-    def keep_buffers(self) -> list[str]:
-        """Of `keep_residents`, the model's buffers alone."""
-        assert self.run is not None and self._model is not None
-        return self.run.keep_buffers(self._model)
-
-    def residents_kept(self) -> None:
-        """The commit that `keep_residents` wrote for was made."""
-        self._changed.clear()
-
-    @property
-    def resident_bytes(self) -> int:
-        """What a commit writes at most of blocks that rest in memory."""
-        return sum(home.nbytes for _, home in self._residents.values())
-
-    # --- a journal, see `job.journaling`
-
-    def journal_blocks(self) -> dict[str, tuple[str, ...]]:
-        """By name of the blocks that train, the regions that an update writes."""
-        assert self.run is not None
-        has = self.run.has
-        return {
-            block.name: tuple(name for name in _versions_of(block.name) if has(name))
-            for block in self.blocks
-            if block.index in self.states
-        }
-
-    def keep_version(self, block: BlockWeights) -> None:
-        """After a block's update: makes its next version in the store whole, with what was not updated and what rests in memory.
-
-        Raises:
-            StoreError: the disk; may be repeated.
-        """
-        assert self.run is not None
-        self._follow_copies()
-        for region, home in self._homes_of(block):
+    def begin_versions(self, regions: Iterable[str]) -> None:
+        """What is written from now on to the homes of these regions is a new version."""
+        for region in regions:
+            _, home = self.placed[region]
             if isinstance(home, DiskHome):
-                home.complete()
-            else:
-                self.run.keep(region, home)
-
-    def begin_versions(self, blocks: Iterable[BlockWeights]) -> None:
-        """What is written from now on to the homes of these blocks is a new version."""
-        for block in blocks:
-            for _, home in self._homes_of(block):
-                if isinstance(home, DiskHome):
-                    home.begin_version()
-
-    def go_back(self, block: BlockWeights) -> None:
-        """The homes of a block hold the version that is committed, and nothing of the next one.
-
-        Raises:
-            StoreError: the disk.
-        """
-        assert self.run is not None
-        # A piece of the update that failed may still be on its way to a pinned home: it would land on what the host reads now.
-        self._follow_copies()
-        self.begin_versions([block])
-        for region, home in self._homes_of(block):
-            if isinstance(home, MemoryHome):
-                self.run.load(region, home)
-
-    def _homes_of(self, block: BlockWeights) -> list[tuple[str, DiskHome | MemoryHome]]:
-        on_disk = {home.name: home for home in self._disk_homes}
-        found: list[tuple[str, DiskHome | MemoryHome]] = []
-        for region in _versions_of(block.name):
-            if region in on_disk:
-                found.append((region, on_disk[region]))
-            elif region in self._residents:
-                found.append((region, self._residents[region][1]))
-        return found
+                home.begin_version()
 
     def give_back(
         self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
@@ -449,11 +319,8 @@ class House:
 
     def first_commit(self) -> None:
         """What has been moved in is version 0."""
-        if self.store is not None:
-            self.store.commit(0)
-            self._generation = self.store.generation
-        if self.run is not None and self.run.is_resumed:
-            self.keep_changes()  # weights that were made from masters again
+        if self._working is not None:
+            self._working.publish(0, (), is_new=True)
         for home in self._disk_homes:
             home.begin_version()
 
@@ -470,21 +337,17 @@ class House:
         dirty = [home for home in self._disk_homes if home.is_dirty]
         for home in dirty:
             home.complete()
-        if self.run is not None:
-            names = [home.name for home in dirty]
-            if step == self.step:
-                self.run.committed.amend(names)
-            else:
-                self.run.committed.end_step(step, names)
-            for home in dirty:
-                home.begin_version()
-        elif dirty:  # homes that are written in place are new already
-            assert self.store is not None
-            self.store.commit(step, [home.name for home in dirty])
-            for home in dirty:
-                home.begin_version()
-            self._generation = self.store.generation
+        store = self._versions
+        if store is not None:
+            store.publish(step, [home.name for home in dirty], is_new=step != self.step)
+        for home in dirty:
+            home.begin_version()
         self.step = step
+
+    @property
+    def _versions(self) -> RegionStore | None:
+        """The store whose regions have versions: the one that is given, or the job's own."""
+        return self._working if self._kept is None else self._kept
 
     def forget_step(self) -> bool:
         """A step did not come to its end: what it wrote into spare slots is not a version.
@@ -494,15 +357,11 @@ class House:
         """
         for home in self._disk_homes:
             home.begin_version()
-        if self.run is not None:
-            ended = self.run.committed.step
-            is_ended = ended is not None and ended != self.step
-            self.step = ended if is_ended and ended is not None else self.step
-            return is_ended
-        if self.store is None or self.store.generation == self._generation:
+        store = self._versions
+        published = None if store is None else store.published_since(self.step)
+        if published is None:
             return False
-        assert self.store.step is not None
-        self._generation, self.step = self.store.generation, self.store.step
+        self.step = published
         return True
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -533,23 +392,18 @@ class House:
             # Backwards: transfers end, then files go.
             if self._temporary is not None:
                 stack.callback(self._temporary.remove)
-            if self.io is not None and self.run is None:
+            if self.io is not None and self._kept is None:
                 stack.callback(self.io.close)
-            if self.store is not None:
-                stack.callback(self.store.close, delete=True)
+            if self._working is not None:
+                stack.callback(self._working.close)
             if self.scratch is not None:
                 stack.callback(self.scratch.close)
             if self._staging is not None:
                 stack.callback(self._staging.close)
             stack.callback(self._host_store.close)
-            self._residents.clear()
+            self.placed.clear()
             while self._memory_homes:
                 stack.callback(self._memory_homes.pop().close)
-
-
-def _versions_of(block: str) -> tuple[str, ...]:
-    """The regions that an update of a block may write."""
-    return weight_region(block), master_region(block), state_region(block)
 
 
 def _master_ends(block: BlockWeights) -> list[int]:

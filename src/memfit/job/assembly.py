@@ -16,7 +16,9 @@ from torch import nn
 
 from memfit import devices
 from memfit.batches.splitting import signature_of
-from memfit.core.errors import DoesNotFitError, StoreError, UnsupportedError, UsageError
+from memfit.checkpoints.checkpointer import Checkpointer, Committed, RunCheckpointer, prepare_store
+from memfit.checkpoints.schemes import scheme_of
+from memfit.core.errors import DoesNotFitError, StoreError, UsageError
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import Tier
@@ -33,7 +35,6 @@ from memfit.homes.split import SplitMasters
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
-from memfit.job.commits import Commits, run_identity
 from memfit.job.interrupts import Interrupts
 from memfit.job.journaling import StepJournal
 from memfit.job.parts import JobParts, Prepared
@@ -53,7 +54,7 @@ class Assembly:
         parts: what `fit` hands over.
         scaler: the loss scale of a plan that computes in fp16.
         interrupts: of the job.
-        before: the commits of the plan that this one takes the place of.
+        before: the checkpointer of the plan that this one takes the place of.
 
     Attributes:
         torn: why blocks hold weights of different steps; None while they do not.
@@ -68,7 +69,12 @@ class Assembly:
     """
 
     def __init__(
-        self, parts: JobParts, *, scaler: LossScaler | None, interrupts: Interrupts, before: Commits | None = None
+        self,
+        parts: JobParts,
+        *,
+        scaler: LossScaler | None,
+        interrupts: Interrupts,
+        before: RunCheckpointer | None = None,
     ) -> None:
         self.parts = parts
         self.plan: Plan = parts.plan
@@ -101,6 +107,20 @@ class Assembly:
             for block in self.blocks
             if any(slot.name in trained for slot in block.slots)
         }
+        committed = Committed(
+            model=parts.model,
+            optimizer=parts.optimizer,
+            plan=parts.plan,
+            reason=parts.reason,
+            max_grad_norm=parts.max_grad_norm,
+            blocks=self.blocks,
+            states=self.states,
+            noise=self.noise,
+            scaler=self.scaler,
+        )
+        scheme = None if parts.run is None else scheme_of(parts.run, parts.plan)
+        if scheme is not None:
+            prepare_store(scheme, committed)
         self.house = House(
             parts.plan,
             self.blocks,
@@ -110,18 +130,17 @@ class Assembly:
             keeps_gradients=parts.keeps_gradients,
             keeps_norms=parts.max_grad_norm is not None,
             host_ledger=parts.machine.host_ledger,
-            run=parts.run,
-            model=parts.model,
-            identity=run_identity(parts.model, parts.optimizer, parts.plan),
+            kept=parts.run,
         )
-        self.commits: Commits | None = None
+        self.checkpointer = Checkpointer()
         self.journal: StepJournal | None = None
         self._running = ExitStack()
         self._owed: set[str] = set()
         try:
-            self.commits = self._open_commits()
-            if self.commits is not None and before is not None:
-                self.commits.carry_on(before)
+            if parts.run is not None and scheme is not None:
+                self.checkpointer = RunCheckpointer(
+                    parts.run, scheme, self.house, committed, phase=parts.machine.phases, before=before
+                )
             self._move_in()
             self._start(interrupts)
         except BaseException:
@@ -131,34 +150,14 @@ class Assembly:
                 self.give_up()  # the store has everything, and the run is still that of the assembly before
             raise
 
-    def _open_commits(self) -> Commits | None:
-        parts = self.parts
-        if parts.run is None:
-            return None
-        return Commits(
-            parts.run,
-            self.house,
-            machine=parts.machine,
-            model=parts.model,
-            optimizer=parts.optimizer,
-            blocks=self.blocks,
-            states=self.states,
-            plan=parts.plan,
-            reason=parts.reason,
-            max_grad_norm=parts.max_grad_norm,
-            noise=self.noise,
-            scaler=self.scaler,
-        )
-
     def _move_in(self) -> None:
         """Weights and optimizer states move home, or are found there. If that fails, `end` gives back what had moved."""
         parts, driver = self.parts, self.parts.driver
-        resumed = self.commits if self.commits is not None and self.commits.run.is_resumed else None
+        resumed = self.run_checkpointer if parts.run is not None and parts.run.is_resumed else None
         if resumed is None:
             self.house.move_in(parts.bring, parts.take_back)
         else:
-            resumed.tell_changes()
-            self.house.take_up(parts.forget, has_weights=resumed.has_weights)
+            resumed.restore_homes(parts.forget)
         callbacks = OwnerCallbacks(
             gather_state=self.gather_state, scatter_state=self.scatter_state, zero_grad=self._zero_grad
         )
@@ -172,7 +171,7 @@ class Assembly:
                 raise
             self._owed.add(name)
         if resumed is not None:
-            resumed.take_up()
+            resumed.restore_settings()
         self.house.first_commit()
 
     def _start(self, interrupts: Interrupts) -> None:
@@ -214,7 +213,9 @@ class Assembly:
         if parts.run is None or parts.run.scheme != "journal":
             return
         self.journal = StepJournal(
+            parts.run,
             self.house,
+            self.run_checkpointer.copies,
             model=parts.model,
             driver=parts.driver,
             optimizer=parts.optimizer,
@@ -227,11 +228,16 @@ class Assembly:
 
     def begin_run(self) -> None:
         """Commits a new run's first version, or puts the random numbers of a resumed one where they were."""
-        if self.commits is not None:
-            self.commits.begin()
+        self.checkpointer.begin()
         self.has_started = True
         # Where weights came from is not asked for any more.
         self.parts = replace(self.parts, bring=None, take_back=None)
+
+    @property
+    def run_checkpointer(self) -> RunCheckpointer:
+        """The checkpointer of a job that has a store."""
+        assert isinstance(self.checkpointer, RunCheckpointer), "only a job with a store commits"
+        return self.checkpointer
 
     # --- what it is -------------------------------------------------------------------------------------------------------------
 
@@ -402,7 +408,7 @@ class Assembly:
         """
         for block in changed:
             self._check_changeable(block)
-        self.house.note_changed(block.index for block in changed)
+        self.checkpointer.note_changed(block.index for block in changed)
         try:
             for block in changed:
                 ticket = block.write_home(before[block.index])
@@ -427,7 +433,7 @@ class Assembly:
         chosen = [block for block in self.blocks if any(id(slot.parameter) in found for slot in block.slots)]
         for block in chosen:
             self._check_changeable(block)
-        self.house.note_changed(block.index for block in chosen)
+        self.checkpointer.note_changed(block.index for block in chosen)
         try:
             for block in chosen:
                 block.release()
@@ -472,19 +478,11 @@ class Assembly:
         """
         block, slot = self.place[name]
         self._check_changeable(block)
-        self.house.note_changed([block.index])
+        self.checkpointer.note_changed([block.index])
         self.states[block.index].put(slot, state)
 
     def _check_changeable(self, block: BlockWeights) -> None:
-        """With a journal, a block's one slot is changed by its steps alone."""
-        if self.journal is None:
-            return
-        is_fixed = block.index not in self.states or self.plan.block(block.name).rests_on_disk
-        if is_fixed or self.journal.is_waiting:
-            raise UnsupportedError(
-                f"weights or states of block {block.name!r} cannot be changed between steps: with scheme='journal' there is no room for a version of them that "
-                "no step makes. The store has what it had. Change the model before a run begins, or take scheme='generations'"
-            )
+        self.checkpointer.check_changeable(block, is_deciding=self.journal is not None and self.journal.is_waiting)
 
     def _zero_grad(self, set_to_none: bool) -> None:  # noqa: FBT001, the optimizer's own signature
         for _, slot in self.place.values():

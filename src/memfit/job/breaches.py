@@ -32,7 +32,6 @@ from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, U
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
 from memfit.job.assembly import Assembly
-from memfit.job.commits import Commits
 from memfit.job.forward_passes import check_split
 from memfit.job.interrupts import Interrupts
 from memfit.job.parts import JobParts, Replan
@@ -182,9 +181,9 @@ def margin_bytes(limit_bytes: int, attempt: int) -> int:
 
 def _exchange(given_up: Assembly, parts: JobParts, interrupts: Interrupts) -> Assembly:
     """Takes the run up from its last commit under another plan; where that fails, machine and run are still to be ended by the assembly that was given up."""
-    commits = _commits(given_up)
-    commits.run.go_back()
-    after = Assembly(parts, scaler=given_up.scaler, interrupts=interrupts, before=commits)
+    before = given_up.run_checkpointer
+    before.run.go_back()
+    after = Assembly(parts, scaler=given_up.scaler, interrupts=interrupts, before=before)
     given_up.hand_over()
     return after
 
@@ -224,13 +223,8 @@ def _refusal(excess: str, error: Exception, what_now: str) -> DoesNotFitError:
 
 
 def _closed(assembly: Assembly) -> str:
-    run = _commits(assembly).run
+    run = assembly.run_checkpointer.run
     return f"The job is closed; step {run.committed.committed_step} is whole in {run.directory}"
-
-
-def _commits(assembly: Assembly) -> Commits:
-    assert assembly.commits is not None, "only a run that commits is planned anew"
-    return assembly.commits
 
 
 def clear_frames(error: BaseException) -> None:

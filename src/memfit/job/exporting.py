@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from memfit.checkpoints.region_layout import BUFFERS
+from memfit.checkpoints.run_state import check_numbers, numbers_in_record, part
+from memfit.checkpoints.run_store import FORMAT
 from memfit.core.documents import read_document
 from memfit.core.errors import MemfitError, StoreError, UnsupportedError, UsageError
 from memfit.core.state_formats import StateFormat, moment_of, records_of
@@ -25,10 +28,8 @@ from memfit.files.tensor_bytes import HomeSource, ResidentSource, TensorSource
 from memfit.files.trainer import FILE_NAME, GroupState, TrainerState, write_text
 from memfit.homes import ByteHome, DiskHome
 from memfit.homes.optimizer_states import DecodedState, StateSlot
-from memfit.homes.run_store import BUFFERS, FORMAT
 from memfit.homes.state_codecs import codec_of
 from memfit.huggingface.conversions import FileTensor, Range
-from memfit.job.run_state import check_numbers, numbers_in_record, part
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_other_model, write_save
 from memfit.store import CommittedStore, DiskStore, FileOperations, StoreReport, TensorPlace, verify
 from memfit.store.directory import is_there

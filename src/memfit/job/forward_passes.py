@@ -19,6 +19,7 @@ from memfit.activations import Buffers
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.batches.alike import RowsAlike
 from memfit.batches.splitting import compare_split, evaluating, rows_differ, trial_of, without_dropout
+from memfit.checkpoints.run_state import give_random, is_random_state, take_random
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.planning_state import trial
 from memfit.core.precision import ComputeDtype
@@ -28,7 +29,6 @@ from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
 from memfit.job.parts import Prepared
 from memfit.job.results import EvaluateResult
-from memfit.job.run_state import give_random, is_random_state, take_random
 from memfit.job.steps import cut
 from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program

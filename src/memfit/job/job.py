@@ -12,6 +12,8 @@ from typing import Any, Self
 
 import torch
 
+from memfit.checkpoints import CommitReport
+from memfit.checkpoints.run_state import give_random, take_random
 from memfit.core.errors import (
     DoesNotFitError,
     LimitBreachError,
@@ -31,14 +33,12 @@ from memfit.homes.weights import check_untouched
 from memfit.job import clipping
 from memfit.job.assembly import Assembly
 from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
-from memfit.job.commits import CommitReport
 from memfit.job.forward_passes import check_first, check_split, evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
 from memfit.job.interrupts import Interrupts
 from memfit.job.parts import JobParts, Replan
 from memfit.job.results import EvaluateResult, StepResult
-from memfit.job.run_state import give_random, take_random
 from memfit.job.saving import DEFAULT_SHARD_BYTES, LoadResult, SaveResult, load_into_job, load_states, save_job
 from memfit.job.steps import cut, finish_step, make_step, step_result
 from memfit.tensors.guard import is_away
@@ -141,11 +141,10 @@ class Job:
             self._check_usable()
             assembly = self._assembly
             assembly.check_unchanged()
-            if assembly.commits is not None:
-                assembly.commits.check_registered()
+            assembly.checkpointer.check_registered()
             assembly.note_modes()
             assembly.keep_changes()
-            self._seal()
+            assembly.checkpointer.commit_if_due()
             if assembly.parts.replan is None:
                 return self._step(batch)
             return self._step_or_replan(batch, assembly.parts.replan)
@@ -218,7 +217,7 @@ class Job:
         if assembly.journal is not None and assembly.journal.is_waiting:
             outcome = finish_step(assembly, assembly.journal)
             self._steps_here += 1
-            self._note()
+            self._assembly.checkpointer.note_positions()
             return step_result(assembly, batch, outcome, time.perf_counter() - began)
         prepared = assembly.prepare(batch)
         check_first(assembly, batch)
@@ -230,7 +229,7 @@ class Job:
         with assembly.stepping(), self._machine.phase(phase, is_step=True):
             outcome = make_step(assembly, prepared, parts, factors)
             self._steps_here += 1
-        self._note()
+        self._assembly.checkpointer.note_positions()
         if self._census.note_step():
             self._census.warn_once(self.census())
         result = step_result(assembly, batch, outcome, time.perf_counter() - began)
@@ -251,7 +250,7 @@ class Job:
         self._check_usable()
         self._assembly.keep_changes()
         result = evaluate(self._assembly, batch, self._interrupts)
-        self._note()
+        self._assembly.checkpointer.note_positions()
         return result
 
     @contextmanager
@@ -295,7 +294,7 @@ class Job:
             ):
                 yield session
         finally:
-            self._note()
+            self._assembly.checkpointer.note_positions()
 
     def check_split(self, sample: Any) -> None:
         """For `fit`: refuses a loss that does not add up over microbatches; see `forward_passes.check_split`."""
@@ -332,7 +331,7 @@ class Job:
         finally:
             for block in fetched:
                 block.release()
-            self._note()
+            self._assembly.checkpointer.note_positions()
 
     # --- commits ----------------------------------------------------------------------------------------------------------------
 
@@ -362,11 +361,7 @@ class Job:
             StoreError: a state that the object does not take.
         """
         self._check_open()
-        if self._assembly.commits is None:
-            raise UsageError(
-                f"register({name!r}, ...): the job commits nothing; memfit.fit(store=directory) makes a run that can go on"
-            )
-        self._assembly.commits.register(name, thing, is_new=is_new)
+        self._assembly.checkpointer.register(name, thing, is_new=is_new)
 
     def commit(self) -> None:
         """Commits the step that was made last now, with everything as it stands: say so at the end of a loop's body, where nothing of it is left to do.
@@ -377,27 +372,14 @@ class Job:
             UsageError: no `store=`. StoreError: the disk; the commit before is whole and this may be repeated. TornStepError: the weights are no step's.
         """
         self._check_usable()
-        if self._assembly.commits is None:
-            raise UsageError("the job commits nothing; memfit.fit(store=directory) makes a run that can go on")
         self._assembly.keep_changes()
         with self._interrupts.held():
-            self._assembly.commits.note()
-            self._assembly.commits.seal(force=True)
+            self._assembly.checkpointer.commit_here()
 
     @property
     def commits(self) -> CommitReport | None:
         """What committing costs and promises; None without `store=`."""
-        return None if self._assembly.commits is None else self._assembly.commits.report()
-
-    def _seal(self, *, force: bool = False) -> None:
-        """The step before is committed with what was done after it, if it is time."""
-        if self._assembly.commits is not None:
-            with self._interrupts.held():
-                self._assembly.commits.seal(force=force)
-
-    def _note(self) -> None:
-        if self._assembly.commits is not None:
-            self._assembly.commits.note()
+        return self._assembly.checkpointer.report()
 
     def save(
         self,
@@ -499,7 +481,7 @@ class Job:
 
     def _load_begins(self) -> Assembly:
         self._check_usable()
-        if self._assembly.commits is not None:
+        if self._assembly.parts.run is not None:
             raise UsageError(
                 "a job with store= has its own weights, states and steps: give the directory of the run to resume= instead, or begin one with "
                 "fit(weights=..., store=...)"
@@ -593,11 +575,12 @@ class Job:
             and not self._is_closed
             and self._assembly.has_started
             and self._assembly.torn is None
-            and self._assembly.commits is not None
+            and self._assembly.parts.run is not None
         ):
             self._assembly.keep_changes()
             try:
-                self._seal(force=True)
+                with self._interrupts.held():
+                    self._assembly.checkpointer.commit()
             except StoreError as error:
                 failure = StoreError(
                     f"{error}. The job is not closed: repeat job.close() when that is mended, or give up step {self.steps} with job.close(commit=False)"
@@ -660,11 +643,5 @@ class Job:
             )
         if self._assembly.torn is not None:
             raise TornStepError(
-                f"the step is torn: {self._assembly.torn}; some blocks hold new weights and some old ones. Go back: {self._way_back()}"
+                f"the step is torn: {self._assembly.torn}; some blocks hold new weights and some old ones. Go back: {self._assembly.checkpointer.way_back()}"
             )
-
-    def _way_back(self) -> str:
-        if self._assembly.commits is None:
-            return "load a saved state into the model and fit again. Under a plan with is_atomic=True, what rests on disk cannot tear"
-        report = self._assembly.commits.report()
-        return f"step {report.step} is whole in {report.directory}: close this job with restore=False and fit again with the same store"

@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.checkpoints import RunStore, run_state
+from memfit.checkpoints.copies import StoreCopies
+from memfit.checkpoints.run_state import part
 from memfit.core.errors import MemfitWarning, StoreError, UnsupportedError
 from memfit.engine.engine import Outcome
 from memfit.engine.housing import House
 from memfit.homes import Tickets
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.updates import Gate, UpdateWorker
-from memfit.job import run_state
-from memfit.job.run_state import part
 from memfit.optimizers import OptimizerDriver
 from memfit.store.state import encode_state
 from memfit.tensors.noise import RoundingNoise
@@ -44,7 +45,9 @@ class StepJournal:
     Memory: the record (some 100 kB), and what the updates take.
 
     Args:
-        house: with a run whose scheme is "journal".
+        run: whose scheme is "journal".
+        house: the homes.
+        copies: of what rests in memory.
         model: the user's.
         driver: the optimizer.
         optimizer: the user's.
@@ -55,7 +58,9 @@ class StepJournal:
 
     def __init__(
         self,
+        run: RunStore,
         house: House,
+        copies: StoreCopies,
         *,
         model: nn.Module,
         driver: OptimizerDriver,
@@ -64,9 +69,9 @@ class StepJournal:
         states: Mapping[int, BlockStates],
         noise: RoundingNoise,
     ) -> None:
-        assert house.run is not None
         self._house = house
-        self._directory = house.run.directory
+        self._copies = copies
+        self._directory = run.directory
         self._model = model
         self._driver = driver
         self._optimizer = optimizer
@@ -74,7 +79,7 @@ class StepJournal:
         self._states = dict(states)
         self._noise = noise
         self._by_name = {block.name: block for block in house.blocks}
-        self._journal = house.run.journal(house.journal_blocks())
+        self._journal = run.journal({b.name: copies.updated_regions(b) for b in house.blocks if b.index in states})
 
     @property
     def is_waiting(self) -> bool:
@@ -109,7 +114,7 @@ class StepJournal:
             "shares": [float(share) for share in outcome.shares],
             "norm": None if outcome.norm is None else float(outcome.norm),
         }
-        self._journal.begin(record["step"], record, self._house.keep_buffers())
+        self._journal.begin(record["step"], record, self._copies.write_buffers())
         self._make(record)
 
     def take_up(self) -> None:
@@ -136,7 +141,7 @@ class StepJournal:
         """
         if not self.is_waiting:
             return
-        self._house.begin_versions(self._house.blocks)
+        self._copies.begin_versions(self._house.blocks)
         record = self._journal.read()
         for states in self._states.values():
             states.numbers.clear()
@@ -145,7 +150,7 @@ class StepJournal:
         if not pending:
             return
         for block in pending:
-            self._house.go_back(block)
+            self._copies.restore_block(block)
         self._house.gradients.take_up(part(record, "gradients", list), _number(record, "scale"))
         self._noise.step = part(record, "noise step", int)
         self._driver.abandon_step()
@@ -194,10 +199,10 @@ class StepJournal:
                 gate.open()
                 Tickets(tickets).wait()
                 for block in turn:
-                    self._house.keep_version(block)
+                    self._copies.write_block(block)
                 counters |= {block.name: self._counters(block.index) for block in turn}
                 self._journal.moved([block.name for block in turn], {**record, "counters": counters})
-                self._house.begin_versions(turn)
+                self._copies.begin_versions(turn)
         finally:
             for gate in gates:
                 gate.shut(StoreError("the step was given up before this block's turn"))

@@ -15,13 +15,13 @@ from torch import nn
 
 from memfit.batches.cutting import Cut
 from memfit.batches.splitting import Signature, Weigh
+from memfit.checkpoints.run_store import RunStore
 from memfit.core.numerics import Numerics
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
 from memfit.engine.sites import Site
-from memfit.homes.run_store import RunStore
 from memfit.huggingface.forgetful import CacheChoice
 from memfit.job.machine import Machine
 from memfit.optimizers import OptimizerDriver

@@ -14,9 +14,7 @@ In: a job's parts. Out: a directory that transformers' `from_pretrained` and pla
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +28,14 @@ from torch import nn
 
 from memfit import devices
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.checkpoints.run_state import (
+    check_numbers,
+    check_settings,
+    give_settings,
+    groups_by_parameter,
+    placed_numbers,
+    take_random,
+)
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import LimitBreachError, StoreError, UsageError
 from memfit.core.units import parse_bytes
@@ -65,14 +71,7 @@ from memfit.files.trainer import (
 from memfit.files.writer import FilePieces, write_tensors
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights
-from memfit.job.run_state import (
-    check_numbers,
-    check_settings,
-    give_settings,
-    groups_by_parameter,
-    placed_numbers,
-    take_random,
-)
+from memfit.huggingface.description import described
 from memfit.optimizers import OptimizerDriver
 from memfit.optimizers.interception import AwayStates
 from memfit.optimizers.structure_checks import check_whole_state
@@ -336,22 +335,6 @@ def _write_configs(model: Any, directory: Path, blocks: Sequence[BlockWeights]) 
         generation.save_pretrained(directory)
     if config is not None:
         config.save_pretrained(directory)
-
-
-def described(model: Any, blocks: Sequence[BlockWeights]) -> tuple[Any, Any]:
-    """A model's configuration as `from_pretrained` wants it, and that of its generation; None for what it has not."""
-    config: Any = getattr(model, "config", None)
-    if not callable(getattr(config, "save_pretrained", None)):
-        return None, None
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return config, None
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    saved = {id(slot.parameter): slot.master_dtype for block in blocks for slot in block.slots}
-    first = next(p for p in model.parameters() if p.is_floating_point())
-    config.dtype = str(saved.get(id(first), first.dtype)).removeprefix("torch.")
-    return config, model.generation_config if model.can_generate() else None
 
 
 # --- loading --------------------------------------------------------------------------------------------------------------------

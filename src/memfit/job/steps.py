@@ -62,7 +62,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             outcome = assembly.engine.run(prepared.schedule, work)
         if scaler is not None:
             scaler.update(has_overflowed=outcome.is_skipped)
-        assembly.house.note_changed(assembly.updates.updated_blocks)
+        assembly.checkpointer.note_changed(assembly.updates.updated_blocks)
         assembly.house.commit()
     except BaseException as error:
         _fail(assembly, error, numbers)
@@ -83,7 +83,7 @@ def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
     outcome = journal.give()
     if scaler is not None:
         scaler.update(has_overflowed=False)
-    assembly.house.note_changed(assembly.states)
+    assembly.checkpointer.note_changed(assembly.states)
     assembly.house.commit()
     assembly.parts.driver.end_step()
     _note_clip(assembly, outcome)
@@ -118,8 +118,8 @@ def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], 
 
 def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
     max_norm = assembly.parts.max_grad_norm
-    if assembly.commits is not None and max_norm is not None and outcome.norm is not None:
-        assembly.commits.clip = float(clip_factor(outcome.norm, max_norm))
+    if max_norm is not None and outcome.norm is not None:
+        assembly.checkpointer.note_clip(float(clip_factor(outcome.norm, max_norm)))
 
 
 def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:

@@ -1,164 +1,36 @@
-"""The directory that a run is committed to: weights, masters and optimizer states of every block, wherever the plan lets them rest.
+"""The directory that a run is committed to: its regions, its journal, and the small state beside them.
 
-In: blocks and their states, a directory. Out: a store whose regions are disk homes where the plan says disk, and copies, made by each commit, where it
-does not.
-
-[Note: one layout for all plans]
-What lies in the store follows from the model, the optimizer and the formats that bytes rest in, not from homes and order: for each block its weights (with
-masters: those too) and its states, two slots each, and the model's buffers. So a run can go on under another plan, be it with another limit or after a
-breach. What belongs to a plan only (gradients between two passes, activations) lies in a temporary directory beside it. Where a block rests in memory, a
-commit writes its bytes to the spare slots: one writing of what was updated, no reading. Weights that are rounded from whole masters are made from them
-again when they are needed, so a commit never writes them for their own sake.
+In: a directory. Out: a store whose regions are disk homes where the plan says disk, and copies of homes in memory, written by
+each commit, where it does not. See [Note: one layout for all plans] in `checkpoints.region_layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from memfit.checkpoints.region_layout import BUFFERS
 from memfit.core.errors import UsageError
-from memfit.core.layout import Scheme, flat_layout
-from memfit.core.plan import Plan
+from memfit.core.layout import Scheme
 from memfit.homes import DiskHome, MemoryHome, Staging
-from memfit.homes.optimizer_states import BlockStates, StateSlot
-from memfit.homes.split import rest_nbytes, rest_tensors
-from memfit.homes.weights import BlockWeights, ParameterSlot
+from memfit.homes.regions import gradient_region
 from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
 from memfit.store.committed import check_durability, check_journaled
 from memfit.store.directory import is_there
-from memfit.store.journal import RECORD, Journal, record_region
+from memfit.store.journal import Journal
 from memfit.store.manifest import MANIFEST_NAME
 from memfit.store.os_errors import store_error
 from memfit.tensors.shared_elements import copy_shared
 from memfit.tensors.trees import bytes_view, new_storage
 
-BUFFERS = "buffers"
-"""The region of the model's persistent buffers."""
-Masters = Literal["whole", "split", "none"]
 FORMAT = "1"
 """Of what a run keeps in a store; `identity["memfit run"]`."""
 _COPY_BYTES = 4 << 20
 _STATE_BYTES = 256 << 10
-_RECORD_BYTES = 256 << 10
-"""Of a journal's record: random numbers, settings of the groups, losses of the microbatches."""
-_NUMBER_BYTES = 1 << 10
-"""Of it, for the counters of one parameter, beside its name."""
-
-
-def weight_region(block: str) -> str:
-    """The region's name."""
-    return f"{block}/weight"
-
-
-def master_region(block: str) -> str:
-    """The region's name."""
-    return f"{block}/master"
-
-
-def state_region(block: str) -> str:
-    """The region's name."""
-    return f"{block}/state"
-
-
-def gradient_region(block: str) -> str:
-    """The region's name."""
-    return f"{block}/gradient"
-
-
-def masters_of(plan: Plan) -> Masters:
-    """Form in which a plan's masters rest: whole; as what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`)."""
-    if plan.drops_masters:
-        return "none"
-    return "split" if plan.splits_masters else "whole"
-
-
-def regions_of(
-    blocks: Sequence[BlockWeights],
-    states: Mapping[int, BlockStates],
-    buffers: Sequence[tuple[str, torch.Tensor]],
-    *,
-    masters: Masters = "whole",
-    scheme: Scheme = "generations",
-) -> dict[str, RegionSpec]:
-    """What the store of a run holds. See [Note: one layout for all plans].
-
-    Args:
-        blocks: of the model.
-        states: by block index.
-        buffers: the model's persistent ones, by name.
-        masters: how they rest, where there are any.
-        scheme: with a journal, what does not train has one slot, and gradients and the journal's record have their room.
-    """
-    regions: dict[str, RegionSpec] = {}
-    for block in blocks:
-        slots = 2 if scheme == "generations" or block.index in states else 1
-        weights = [_place(s.name, s.dtype, s.shape, s.stride, s.offset_bytes) for s in block.slots]
-        regions[weight_region(block.name)] = _spec(block.nbytes, "weight", weights, slots)
-        if block.has_masters and masters == "split":
-            rest = [_place(name, dtype, (count,), None, at) for name, dtype, count, at in rest_tensors(block)]
-            regions[master_region(block.name)] = _spec(rest_nbytes(block), "master", rest, slots)
-        elif block.has_masters and masters == "whole":
-            whole = [_place(s.name, s.master_dtype, s.shape, s.stride, s.master_offset_bytes) for s in block.slots]
-            regions[master_region(block.name)] = _spec(block.master_nbytes, "master", whole, slots)
-        own = states.get(block.index)
-        if own is not None and own.nbytes:
-            tensors = [_state_place(s, t) for s in block.slots for t in own.slots[s.name]]
-            regions[state_region(block.name)] = _spec(own.nbytes, "state", tensors)
-        if own is not None and scheme == "journal":
-            regions[gradient_region(block.name)] = RegionSpec(nbytes=block.master_nbytes, tag="gradient")
-    offsets, nbytes = flat_layout([tensor.nbytes for _, tensor in buffers])
-    if nbytes:
-        placed = zip(buffers, offsets, strict=True)
-        tensors = [_place(name, tensor.dtype, tuple(tensor.shape), None, at) for (name, tensor), at in placed]
-        regions[BUFFERS] = _spec(nbytes, "buffer", tensors)
-    if scheme == "journal":
-        trained = [slot.name for block in blocks if block.index in states for slot in block.slots]
-        regions[RECORD] = record_region(_RECORD_BYTES + sum(_NUMBER_BYTES + 2 * len(name) for name in trained))
-    return regions
-
-
-def _state_place(slot: ParameterSlot, state: StateSlot) -> TensorPlace:
-    name = f"{slot.name}.{state.key}"
-    if state.codec is not None:  # bytes, to everybody but the codec
-        offset, nbytes = state.span(0, state.numel)
-        return _place(name, torch.uint8, (nbytes,), None, offset)
-    stride = slot.stride if state.is_like_weight else None
-    return _place(name, state.dtype, state.shape, stride, state.offset_bytes)
-
-
-def _spec(nbytes: int, tag: str, tensors: Sequence[TensorPlace], slots: int = 2) -> RegionSpec:
-    return RegionSpec(nbytes=nbytes, slots=slots, tag=tag, tensors=tuple(tensors))
-
-
-def _place(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None, offset: int
-) -> TensorPlace:
-    return TensorPlace(name=name, dtype=dtype_name(dtype), shape=in_memory_order(shape, stride), offset=offset)
-
-
-def in_memory_order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of a dense tensor's bytes as they lie: dimensions sorted by stride (channels-last comes last)."""
-    if stride is None:
-        return shape
-    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-    return tuple(shape[d] for d in order)
-
-
-def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that `state_dict` has, each once, in the model's order."""
-    found: list[tuple[str, torch.Tensor]] = []
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        hidden: set[str] = getattr(module, "_non_persistent_buffers_set", set())
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in hidden and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return found
 
 
 class RunStore:
@@ -315,6 +187,18 @@ class RunStore:
     def has(self, region: str) -> bool:
         """There is such a region."""
         return region in self._regions
+
+    def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
+        """See `homes.regions.RegionStore`. Nothing is committed by it: a crash goes back to the last commit."""
+        if is_new:
+            self.committed.end_step(step, changed)
+        else:
+            self.committed.amend(changed)
+
+    def published_since(self, step: int) -> int | None:
+        """See `homes.regions.RegionStore`."""
+        now = self.committed.step
+        return None if now == step else now
 
     def load(self, region: str, home: MemoryHome) -> None:
         """Fills a home in memory with the committed bytes.

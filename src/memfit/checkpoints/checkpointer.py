@@ -1,0 +1,377 @@
+"""Checkpointer: decides when a job is committed, what belongs to a commit, and what a run goes on with.
+
+In: a `RunStore`, the homes, the user's optimizer and registered objects. Out: after any crash, the run as it stood at the top
+of the loop. When a step is committed is told in [Note: when a step is committed] in `checkpoints.registry`; how a store
+holds it in `checkpoints.schemes`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
+from memfit.checkpoints import run_state
+from memfit.checkpoints.copies import StoreCopies
+from memfit.checkpoints.model_facts import model_facts
+from memfit.checkpoints.region_layout import masters_of, persistent_buffers
+from memfit.checkpoints.registry import Registry
+from memfit.checkpoints.run_state import part
+from memfit.checkpoints.run_store import RunStore
+from memfit.checkpoints.schemes import CommitScheme
+from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
+from memfit.core.layout import Scheme
+from memfit.core.plan import Plan
+from memfit.engine.housing import House
+from memfit.engine.loss_scaling import LossScaler
+from memfit.files.trainer import class_name
+from memfit.homes.optimizer_states import BlockStates
+from memfit.homes.weights import BlockWeights
+from memfit.store import Durability
+from memfit.tensors.noise import RoundingNoise
+
+_FORMAT = 1
+_NO_STORE = "memfit.fit(store=directory) makes a run that can go on"
+
+Forget = Callable[[Iterable[nn.Parameter]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitReport:
+    """Cost and promise of committing.
+
+    Attributes:
+        directory: of the store.
+        durability: see `memfit.fit`.
+        step: the committed one; a crash now goes back to it.
+        scheme: see `memfit.fit`.
+        disk_bytes: what the store takes, claimed when it was made.
+        resident_bytes: what a commit writes, at most, of blocks that rest in memory; what rests on disk is written by the
+            step itself.
+    """
+
+    directory: Path
+    durability: Durability
+    step: int | None
+    scheme: Scheme
+    disk_bytes: int
+    resident_bytes: int
+
+
+class Checkpointer:
+    """Decides when a job is committed, and what belongs to a commit. This one commits nothing; see `RunCheckpointer`."""
+
+    def note_changed(self, blocks: Iterable[int]) -> None:
+        """Marks what rests of these blocks, by index, as newer than the last commit."""
+
+    def check_changeable(self, block: BlockWeights, *, is_deciding: bool) -> None:
+        """Refuses a change of a block between two steps that could not be committed. Raises `UnsupportedError`."""
+
+    def begin(self) -> None:
+        """Begins the run, at the end of `fit`: commits its first version, or restores the random numbers of a resumed one.
+
+        Raises:
+            StoreError: the disk, or a state that cannot be used.
+        """
+
+    def register(self, name: str, thing: Any, *, is_new: bool) -> None:
+        """Adds the state of an object to every commit; see `Job.register`."""
+        raise UsageError(f"register({name!r}, ...): the job commits nothing; {_NO_STORE}")
+
+    def check_registered(self) -> None:
+        """Refuses to go on while states of the run have no object. Raises `UsageError`."""
+
+    def note_positions(self) -> None:
+        """Notes where data and random numbers stand, as a method of the job returns."""
+
+    def note_clip(self, coefficient: float) -> None:
+        """Notes what the last step's gradients were multiplied with, for the record."""
+
+    def commit_if_due(self) -> None:
+        """Commits the step that ended last, if the durability asks for it.
+
+        Raises:
+            StoreError: the disk. Unless the message says otherwise the commit before is whole, the step is made, and
+                committing is tried again by the next call.
+            UnsupportedError: a registered object's state cannot be kept. LimitBreachError: the limit.
+        """
+
+    def commit(self) -> None:
+        """Commits the step that ended last, whatever the durability. Raises as `commit_if_due`."""
+
+    def commit_here(self) -> None:
+        """Commits all as it stands now; see `Job.commit`."""
+        raise UsageError(f"the job commits nothing; {_NO_STORE}")
+
+    def report(self) -> CommitReport | None:
+        """Returns what committing costs and promises; None where nothing is committed."""
+        return None
+
+    def way_back(self) -> str:
+        """Says how a torn job is taken back to whole weights."""
+        return "load a saved state into the model and fit again. Under a plan with is_atomic=True, what rests on disk cannot tear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """The parts of a job that belong to its commits.
+
+    Attributes:
+        model: the user's.
+        optimizer: the user's.
+        plan: the job's.
+        reason: why this plan.
+        max_grad_norm: for the record.
+        blocks: of the model.
+        states: by block index.
+        noise: of stochastic rounding; its seed is the run's.
+        scaler: of losses, where the plan computes in fp16.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: Plan
+    reason: str
+    max_grad_norm: float | None
+    blocks: Sequence[BlockWeights]
+    states: Mapping[int, BlockStates]
+    noise: RoundingNoise
+    scaler: LossScaler | None
+
+
+def prepare_store(scheme: CommitScheme, of: Committed) -> None:
+    """Makes the store of a run with all its room, or compares it with what is wanted, before homes are made in it."""
+    identity = {
+        "model": type(of.model).__qualname__,
+        "optimizer": class_name(of.optimizer),
+        "compute dtype": str(of.plan.compute_dtype),
+        "masters": masters_of(of.plan),
+        "state format": str(of.plan.state_format),
+    }
+    scheme.prepare(of.blocks, of.states, persistent_buffers(of.model), identity)
+
+
+class RunCheckpointer(Checkpointer):
+    """Commits a job to the directory of a run.
+
+    Memory: the small state, three times for a moment while it is encoded: tensors of registered objects count.
+
+    Args:
+        run: the directory; its store is open.
+        scheme: how the store is laid out.
+        house: where the bytes are.
+        of: what belongs to the commits.
+        phase: measures the phase of this name.
+        before: the checkpointer of the plan that this one takes the place of.
+    """
+
+    def __init__(
+        self,
+        run: RunStore,
+        scheme: CommitScheme,
+        house: House,
+        of: Committed,
+        *,
+        phase: Callable[[str], AbstractContextManager[object]],
+        before: RunCheckpointer | None = None,
+    ) -> None:
+        self.run = run
+        self.copies = StoreCopies(run, house, scheme, of.model)
+        self._scheme = scheme
+        self._house = house
+        self._of = of
+        self._phase = phase
+        self._names = {id(slot.parameter): slot.name for block in of.blocks for slot in block.slots}
+        self._frozen = [slot.name for block in of.blocks for slot in block.slots if not slot.requires_grad]
+        self._facts = model_facts(of.model, of.blocks)
+        self.registry = Registry(run, of.optimizer)
+        self._clip: float | None = None
+        if before is not None:
+            self.registry.carry_on(before.registry)
+
+    # --- going on from a commit -------------------------------------------------------------------------------------
+
+    def restore_homes(self, forget: Forget | None) -> None:
+        """Fills homes and buffers with the values of the last commit; see `House.take_over`.
+
+        Warns of parameters that train and did not at that commit, or the other way round.
+
+        Raises:
+            StoreError: the disk, or a state that cannot be used.
+        """
+        told = run_state.changed_training(self.run.state.get("frozen"), self._frozen, set(self._names.values()))
+        step = part(self.run.state, "step", int)
+        if told:
+            warnings.warn(f"since step {step} of the run in {self.run.directory}: {told}", MemfitWarning, stacklevel=2)
+        committed = self.run.committed.step
+        assert committed is not None
+        self._house.take_over(self.copies.load, forget, has_weights=self._scheme.has_weights, step=committed)
+        self.copies.load_buffers()
+
+    def restore_settings(self) -> None:
+        """Restores settings and counters of the optimizer, and extra state of modules. Raises `StoreError`."""
+        of, optimizer = self._of, part(self.run.state, "optimizer", dict)
+        run_state.give_numbers(optimizer.get("numbers"), of.states, of.optimizer)
+        run_state.give_settings(run_state.settings_of(optimizer), of.optimizer)
+        run_state.give_extra(self.run.state.get("extra state", {}), of.model)
+        of.noise.seed = part(self.run.state, "noise seed", int)
+        if of.scaler is not None:
+            of.scaler.load_state_dict(part(self.run.state, "loss scale", dict))
+        self._house.keep_changes()  # weights that were rounded from masters again
+
+    def begin(self) -> None:
+        """See `Checkpointer.begin`."""
+        if self.run.is_resumed:
+            run_state.give_random(part(self.run.state, "random", dict))
+        self.registry.note_positions()
+        if not self.run.is_resumed:
+            self.note_changed(block.index for block in self._of.blocks)  # nothing is in the store yet
+            with self._phase("commit"):
+                self._commit(is_first=True)
+
+    # --- what belongs to a step -------------------------------------------------------------------------------------
+
+    def note_changed(self, blocks: Iterable[int]) -> None:
+        """See `Checkpointer.note_changed`."""
+        self.copies.note_changed(blocks)
+
+    def check_changeable(self, block: BlockWeights, *, is_deciding: bool) -> None:
+        """See `Checkpointer.check_changeable`."""
+        self._scheme.check_changeable(block, trains=block.index in self._of.states, is_deciding=is_deciding)
+
+    def register(self, name: str, thing: Any, *, is_new: bool) -> None:
+        """See `Checkpointer.register`."""
+        self.registry.register(name, thing, is_new=is_new, step=self._house.step)
+
+    def check_registered(self) -> None:
+        """See `Checkpointer.check_registered`."""
+        self.registry.check_complete()
+
+    def note_positions(self) -> None:
+        """See `Checkpointer.note_positions`."""
+        self.registry.note_positions()
+
+    def note_clip(self, coefficient: float) -> None:
+        """See `Checkpointer.note_clip`."""
+        self._clip = coefficient
+
+    # --- committing -------------------------------------------------------------------------------------------------
+
+    def commit_if_due(self) -> None:
+        """See `Checkpointer.commit_if_due`."""
+        if self.run.committed.is_due:
+            self.commit()
+
+    def commit(self) -> None:
+        """See `Checkpointer.commit`."""
+        if self.run.committed.has_unsealed:
+            with self._phase("commit"):
+                self._commit()
+
+    def commit_here(self) -> None:
+        """See `Checkpointer.commit_here`."""
+        self.registry.note_positions()
+        self.commit()
+
+    def _commit(self, *, is_first: bool = False) -> None:
+        if not self.registry.has_positions:
+            raise StoreError(
+                f"step {self._house.step} cannot be committed: where its data and random numbers stood could not be noted "
+                "when it ended (an error of that time says why). job.commit() notes and commits all as it stands now; "
+                "job.close(commit=False) gives the step up"
+            )
+        try:
+            # Copies are whole in the spare slots before the manifest names them: a crash in between finds the commit before.
+            flips = self.copies.write()
+            if is_first:
+                self.run.committed.end_step(self._house.step)
+            self.run.committed.seal(self._state, flips=flips, force=True)
+        except REFUSALS as error:
+            if not is_refusal(error):
+                raise
+            raise LimitBreachError(
+                f"the limit was hit while step {self._house.step} was committed: {refusal_words(error)} The commit before "
+                "is whole, and the step is made. Free what else the process holds; the next call commits it",
+                phase="commit",
+                where="commit",
+                torn=False,
+            ) from error
+        self.copies.note_committed()
+
+    def _state(self) -> dict[str, Any]:
+        of = self._of
+        return {
+            "format": _FORMAT,
+            "step": self._house.step,
+            "plan": of.plan.to_json(),
+            "reason": of.reason,
+            "optimizer": {
+                "class": class_name(of.optimizer),
+                "groups": run_state.take_groups(of.optimizer, self._names),
+                "numbers": run_state.take_numbers(of.states),
+            },
+            "frozen": self._frozen,
+            "noise seed": of.noise.seed,
+            "loss scale": None if of.scaler is None else of.scaler.state_dict(),
+            "clip": {"max_norm": of.max_grad_norm, "coefficient": self._clip},
+            "extra state": run_state.take_extra(of.model),
+            "model": self._facts,
+            **self.registry.state(),
+        }
+
+    def report(self) -> CommitReport:
+        """See `Checkpointer.report`."""
+        return CommitReport(
+            directory=self.run.directory,
+            durability=self.run.durability,
+            step=self.run.committed.committed_step,
+            scheme=self.run.scheme,
+            disk_bytes=self.run.nbytes,
+            resident_bytes=self.copies.nbytes,
+        )
+
+    def way_back(self) -> str:
+        """See `Checkpointer.way_back`."""
+        report = self.report()
+        return (
+            f"step {report.step} is whole in {report.directory}: close this job with restore=False and fit again with "
+            "the same store"
+        )
+
+
+def stored_plan(run: RunStore) -> Plan:
+    """Returns the plan of the run's last commit.
+
+    Raises:
+        StoreError: there is none. PlanError: it is damaged.
+    """
+    return Plan.from_json(part(run.state, "plan", str))
+
+
+def stored_reason(run: RunStore) -> str:
+    """Returns the reason of that plan, as the run said it."""
+    return part(run.state, "reason", str)
+
+
+def check_run(run: RunStore, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a run of another model, by names and shapes of its parameters, or of another optimizer. Raises `StoreError`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for spec in run.committed.disk.regions.values():
+        if spec.tag == "weight":
+            found |= {place.name: place.shape for place in spec.tensors}
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    run_state.check_parameters(wanted, found, run.directory)
+    if part(run.state, "format", int) != _FORMAT:
+        raise StoreError(
+            f"the run in {run.directory} has a state of format {run.state['format']!r:.40}; this memfit reads {_FORMAT}: "
+            "use the version that wrote it"
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    run_state.check_optimizer(part(run.state, "optimizer", dict), optimizer, names)

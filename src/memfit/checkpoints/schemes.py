@@ -1,0 +1,156 @@
+"""Schemes: how a store holds a whole step on disk at every instant.
+
+In: blocks, their optimizer states, the model's buffers. Out: the regions of a run's store, and what may be written to them
+when.
+
+| scheme         | slots of what trains | a crash goes back to                       | between two steps        |
+|----------------|----------------------|--------------------------------------------|--------------------------|
+| double-buffered| two                  | the last commit                            | weights may be changed   |
+| journaled      | one, and the largest | the last commit, or forward to the step    | weights on disk are only |
+|                | block once more      | that was decided, from its gradients       | changed by steps         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from memfit.checkpoints.region_layout import masters_of, regions_of
+from memfit.checkpoints.run_state import part
+from memfit.checkpoints.run_store import RunStore
+from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.plan import Plan, Tier
+from memfit.homes.optimizer_states import BlockStates
+from memfit.homes.regions import updated_regions, weight_region
+from memfit.homes.weights import BlockWeights
+
+
+class CommitScheme(Protocol):
+    """One way to lay out a store."""
+
+    def prepare(
+        self,
+        blocks: Sequence[BlockWeights],
+        states: Mapping[int, BlockStates],
+        buffers: Sequence[tuple[str, torch.Tensor]],
+        identity: Mapping[str, str],
+    ) -> None:
+        """Makes the store with all its room, or compares what is there with what is wanted.
+
+        Args:
+            blocks: of the model.
+            states: by block index.
+            buffers: the model's persistent ones, by name.
+            identity: tells the run from others.
+
+        Raises:
+            StoreError: no room, or another model. PlanError: the plan does not go with how the store was laid out.
+        """
+        ...
+
+    def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
+        """Returns the regions that a commit copies from the block's homes in memory."""
+        ...
+
+    def has_weights(self, block: str) -> bool:
+        """Returns True if the last commit has the block's current weights, not only its masters."""
+        ...
+
+    def check_changeable(self, block: BlockWeights, *, trains: bool, is_deciding: bool) -> None:
+        """Refuses to change a block between two steps where the store has no room for such a version.
+
+        Args:
+            block: that would be changed.
+            trains: the optimizer updates it.
+            is_deciding: a step is decided that is not finished.
+
+        Raises:
+            UnsupportedError: there is no room.
+        """
+        ...
+
+
+class DoubleBuffered:
+    """Two slots of every weight and state: a step writes the spare ones, a commit exchanges them ("generations")."""
+
+    def __init__(self, run: RunStore, plan: Plan) -> None:
+        self._run = run
+        self._plan = plan
+
+    def prepare(
+        self,
+        blocks: Sequence[BlockWeights],
+        states: Mapping[int, BlockStates],
+        buffers: Sequence[tuple[str, torch.Tensor]],
+        identity: Mapping[str, str],
+    ) -> None:
+        """See `CommitScheme`."""
+        self._run.prepare(regions_of(blocks, states, buffers, masters=masters_of(self._plan)), identity)
+
+    def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
+        """See `CommitScheme`. Weights beside whole masters are rounded from them again when the run goes on."""
+        regions = updated_regions(block.name)
+        return regions[1:] if block.has_masters and masters_of(self._plan) == "whole" else regions
+
+    def has_weights(self, block: str) -> bool:
+        """See `CommitScheme`."""
+        before = Plan.from_json(part(self._run.state, "plan", str))
+        return before.block(block).weight_home is Tier.DISK
+
+    def check_changeable(self, block: BlockWeights, *, trains: bool, is_deciding: bool) -> None:
+        """See `CommitScheme`. What is written is a version of its own."""
+
+
+class Journaled:
+    """One slot of every weight and state: gradients are durable before updates overwrite anything ("journal").
+
+    See [Note: journal] in `store.journal`.
+    """
+
+    def __init__(self, run: RunStore, plan: Plan) -> None:
+        self._run = run
+        self._plan = plan
+
+    def prepare(
+        self,
+        blocks: Sequence[BlockWeights],
+        states: Mapping[int, BlockStates],
+        buffers: Sequence[tuple[str, torch.Tensor]],
+        identity: Mapping[str, str],
+    ) -> None:
+        """See `CommitScheme`."""
+        regions = regions_of(blocks, states, buffers, masters=masters_of(self._plan), scheme="journal")
+        # Regions of a block that trains and rests on disk move together, through one spare room.
+        moving = [b.name for b in blocks if b.index in states and self._plan.block(b.name).rests_on_disk]
+        units = [[name for name in updated_regions(block) if name in regions] for block in moving]
+        self._run.prepare(regions, identity, units)
+        for block in blocks:
+            if self._run.moves(weight_region(block.name)) and not self._plan.block(block.name).rests_on_disk:
+                raise PlanError(
+                    f"block {block.name!r} rests on disk in the run in {self._run.directory}, whose scheme='journal' "
+                    "has no other room for it: the plan must say weight_home='disk' and state_home='disk'"
+                )
+
+    def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
+        """See `CommitScheme`. All regions of a block are written together."""
+        return updated_regions(block.name)
+
+    def has_weights(self, block: str) -> bool:
+        """See `CommitScheme`."""
+        return True
+
+    def check_changeable(self, block: BlockWeights, *, trains: bool, is_deciding: bool) -> None:
+        """See `CommitScheme`. The one slot of a block is changed by its steps alone."""
+        if is_deciding or not trains or self._plan.block(block.name).rests_on_disk:
+            raise UnsupportedError(
+                f"weights or states of block {block.name!r} cannot be changed between steps: with scheme='journal' the "
+                "store has no room for a version of them that no step makes. The store has what it had. Change the "
+                "model before a run begins, or take scheme='generations'"
+            )
+
+
+def scheme_of(run: RunStore, plan: Plan) -> CommitScheme:
+    """Makes the scheme that a run's store is laid out by."""
+    return {"generations": DoubleBuffered, "journal": Journaled}[run.scheme](run, plan)

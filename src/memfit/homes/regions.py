@@ -1,0 +1,122 @@
+"""Regions on disk that homes are made from, and when what was written to them becomes current.
+
+In: names and sizes of regions. Out: `RegionStore`, what all homes of a job ask for regions; `WorkingStore`, one that is
+deleted with the job. A store that outlives the job is another `RegionStore` (`checkpoints.run_store`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from memfit.homes.disk import DiskHome
+from memfit.homes.staging import Staging
+from memfit.store import DiskIO, DiskStore, RegionSpec
+
+
+def weight_region(block: str) -> str:
+    """Name of the region of a block's weights."""
+    return f"{block}/weight"
+
+
+def master_region(block: str) -> str:
+    """Name of the region of a block's master weights."""
+    return f"{block}/master"
+
+
+def state_region(block: str) -> str:
+    """Name of the region of a block's optimizer states."""
+    return f"{block}/state"
+
+
+def gradient_region(block: str) -> str:
+    """Name of the region of a block's gradients."""
+    return f"{block}/gradient"
+
+
+def updated_regions(block: str) -> tuple[str, ...]:
+    """Names of the regions that an update of a block may write."""
+    return weight_region(block), master_region(block), state_region(block)
+
+
+class RegionStore(Protocol):
+    """Regions on disk, in versions: what is written to a home with two slots is read once it is published.
+
+    Attributes:
+        directory: where it lies.
+        io: the disk's threads.
+    """
+
+    directory: Path
+    io: DiskIO
+
+    def has(self, region: str) -> bool:
+        """Returns True if there is a region of this name."""
+        ...
+
+    def home(self, region: str, ends: Collection[int] = (), staging: Staging | None = None) -> DiskHome:
+        """Makes a home of a region; the other arguments as in `DiskHome`."""
+        ...
+
+    def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
+        """Makes the new versions of regions current, all at once.
+
+        Args:
+            step: that they belong to.
+            changed: names of regions whose spare slot is whole.
+            is_new: a step has ended; else they were written between two steps.
+
+        Raises:
+            StoreError: the disk; reads see what they saw.
+        """
+        ...
+
+    def published_since(self, step: int) -> int | None:
+        """Returns the step of a version that became current although whoever published it did not hear of it, else None.
+
+        Args:
+            step: the last one that was heard of.
+        """
+        ...
+
+
+class WorkingStore:
+    """A store of one job, deleted by `close`. Nothing in it survives a power cut: it has no commit to go back to.
+
+    Args:
+        directory: to be made.
+        regions: what it holds.
+        io: the disk's threads.
+    """
+
+    def __init__(self, directory: Path, regions: Mapping[str, RegionSpec], io: DiskIO) -> None:
+        self.directory = directory
+        self.io = io
+        self.disk = DiskStore.create(directory, regions, identity={"made-by": "memfit"}, durable=False, io=io)
+        self._generation = 0
+
+    def has(self, region: str) -> bool:
+        """See `RegionStore`."""
+        return region in self.disk.regions
+
+    def home(self, region: str, ends: Collection[int] = (), staging: Staging | None = None) -> DiskHome:
+        """See `RegionStore`."""
+        return DiskHome(self.disk.region(region), ends, staging)
+
+    def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
+        """See `RegionStore`. Homes with one slot are current already."""
+        if changed or self.disk.step is None:
+            self.disk.commit(step, changed)
+            self._generation = self.disk.generation
+
+    def published_since(self, step: int) -> int | None:
+        """See `RegionStore`."""
+        if self.disk.generation == self._generation:
+            return None
+        self._generation = self.disk.generation
+        return self.disk.step
+
+    def close(self) -> None:
+        """Deletes the files. May be repeated. Raises `StoreError` if they could not be removed."""
+        self.disk.close(delete=True)
