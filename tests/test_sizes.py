@@ -24,7 +24,6 @@ EXCEPTIONS: dict[str, str] = {
     "devices/accelerator.py:Accelerator": "not split yet",
     "engine/engine.py": "runs the list and holds the state of a run: to be split",
     "engine/engine.py:Engine": "not split yet",
-    "engine/housing.py": "not split yet",
     "engine/housing.py:House": "not split yet",
     "homes/gradients.py:GradientHomes": "not split yet",
     "homes/weights.py:BlockWeights": "not split yet",

@@ -5,18 +5,26 @@ In: homes in memory and the model's buffers. Out: the same bytes in the spare sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 
 from memfit import devices
+from memfit.checkpoints.region_layout import BUFFERS
 from memfit.checkpoints.run_store import RunStore
 from memfit.checkpoints.schemes import CommitScheme
-from memfit.core.plan import Tier
+from memfit.core.errors import UsageError
 from memfit.engine.housing import House
 from memfit.homes import ByteHome, DiskHome, MemoryHome
 from memfit.homes.regions import updated_regions
 from memfit.homes.weights import BlockWeights
+from memfit.store import TensorPlace, dtype_name
+from memfit.store.os_errors import store_error
+from memfit.tensors.shared_elements import copy_shared
+from memfit.tensors.trees import bytes_view, new_storage
+
+_COPY_BYTES = 4 << 20
 
 
 class StoreCopies:
@@ -69,14 +77,24 @@ class StoreCopies:
             StoreError: the disk; may be repeated.
         """
         self._settle()
-        flips = [
-            name for name, (_, home) in self._homes().items() if name in self._changed and self._run.keep(name, home)
-        ]
+        flips = [name for name, (_, home) in self._homes().items() if name in self._changed and self._keep(name, home)]
         return flips + self.write_buffers()
 
     def write_buffers(self) -> list[str]:
-        """Writes the model's buffers alone; see `write`."""
-        return self._run.keep_buffers(self._model)
+        """Writes the model's buffers alone; see `write`.
+
+        Raises:
+            StoreError: the disk. UsageError: a buffer changed its shape or dtype since `fit`, or is gone.
+        """
+        if not self._run.has(BUFFERS):
+            return []
+        spec = self._run.regions[BUFFERS]
+        staged = new_storage(spec.nbytes)
+        bytes_view(staged, 0, spec.nbytes).zero_()
+        for place in spec.tensors:
+            flat = _buffer(self._model, place).detach().contiguous().reshape(-1).view(torch.uint8)
+            bytes_view(staged, place.offset, place.nbytes).copy_(flat)
+        return [BUFFERS] if self._write(BUFFERS, staged, spec.nbytes) else []
 
     def note_committed(self) -> None:
         """The commit that `write` wrote for was made."""
@@ -84,12 +102,34 @@ class StoreCopies:
 
     def load(self, region: str, home: ByteHome) -> None:
         """Fills a home in memory with the committed bytes; homes on disk have them. Raises `StoreError`."""
-        if home.tier is not Tier.DISK and isinstance(home, MemoryHome):
-            self._run.load(region, home)
+        if isinstance(home, MemoryHome):
+            disk = self._run.home(region)
+            for start, count in _pieces(home.nbytes, home.bytes):
+                disk.read(start, count, home.bytes, start).wait()
 
     def load_buffers(self) -> None:
-        """Gives the model's buffers their committed values. Raises `StoreError`."""
-        self._run.load_buffers(self._model)
+        """Gives the model's buffers their committed values, in place. Raises `StoreError`."""
+        if not self._run.has(BUFFERS):
+            return
+        for place in self._run.regions[BUFFERS].tensors:
+            value = self._run.committed.read_tensor(BUFFERS, place.name)
+            try:
+                copy_shared(self._model.get_buffer(place.name), value)
+            except ValueError as error:
+                raise store_error(
+                    f"{place.name!r} is a buffer {error} of the run in {self._run.directory}: build the model as it was"
+                ) from error
+
+    def _keep(self, region: str, home: MemoryHome) -> bool:
+        return self._write(region, home.bytes, home.nbytes)
+
+    def _write(self, region: str, source: torch.UntypedStorage, nbytes: int) -> bool:
+        """Writes bytes to where the next commit finds them. Returns True if it must flip the region."""
+        is_first = self._run.committed.region(region).step is None
+        disk = self._run.home(region)
+        for start, count in _pieces(nbytes, source):
+            disk.write(start, count, source, start).wait()
+        return not is_first
 
     # --- blocks one by one, for the journal of steps
 
@@ -109,7 +149,7 @@ class StoreCopies:
             if isinstance(home, DiskHome):
                 home.complete()
             elif isinstance(home, MemoryHome):
-                self._run.keep(region, home)
+                self._keep(region, home)
 
     def begin_versions(self, blocks: Iterable[BlockWeights]) -> None:
         """What is written from now on to the homes of these blocks is a new version."""
@@ -127,3 +167,25 @@ class StoreCopies:
         # Pinned homes are written by a stream that the host does not follow.
         if devices.is_accelerator(self._device):
             devices.of(self._device).synchronize(self._device)
+
+
+def _pieces(nbytes: int, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
+    """Cuts bytes of a device into pieces, each of which is staged on the host: yields (start, count)."""
+    step = max(1, nbytes if storage.device.type == "cpu" else _COPY_BYTES)
+    for start in range(0, nbytes, step):
+        yield start, min(step, nbytes - start)
+
+
+def _buffer(model: nn.Module, place: TensorPlace) -> torch.Tensor:
+    try:
+        buffer = model.get_buffer(place.name)
+    except AttributeError as error:
+        raise UsageError(
+            f"the buffer {place.name!r} is gone from the model, so that the step cannot be committed: keep it, or close the job and fit again"
+        ) from error
+    if tuple(buffer.shape) != place.shape or buffer.dtype != place.torch_dtype:
+        raise UsageError(
+            f"the buffer {place.name!r} had shape {list(place.shape)} and dtype {place.dtype} when the job began, and has {list(buffer.shape)} and "
+            f"{dtype_name(buffer.dtype)} now, so that the step cannot be committed: keep its shape, or register it as state of its own"
+        )
+    return buffer

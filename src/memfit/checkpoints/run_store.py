@@ -10,26 +10,18 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from memfit.checkpoints.region_layout import BUFFERS
-from memfit.core.errors import UsageError
 from memfit.core.layout import Scheme
-from memfit.homes import DiskHome, MemoryHome, Staging
+from memfit.homes import DiskHome, Staging
 from memfit.homes.regions import gradient_region
-from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec, TensorPlace, dtype_name
+from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec
 from memfit.store.committed import check_durability, check_journaled
 from memfit.store.directory import is_there
 from memfit.store.journal import Journal
 from memfit.store.manifest import MANIFEST_NAME
 from memfit.store.os_errors import store_error
-from memfit.tensors.shared_elements import copy_shared
-from memfit.tensors.trees import bytes_view, new_storage
 
 FORMAT = "1"
 """Of what a run keeps in a store; `identity["memfit run"]`."""
-_COPY_BYTES = 4 << 20
 _STATE_BYTES = 256 << 10
 
 
@@ -184,8 +176,13 @@ class RunStore:
         """A region as the home of a block that the plan puts on disk; the other arguments as in `DiskHome`."""
         return DiskHome(self.committed.region(region), ends, staging)
 
+    @property
+    def regions(self) -> Mapping[str, RegionSpec]:
+        """What the store holds, once it is prepared."""
+        return self._regions
+
     def has(self, region: str) -> bool:
-        """There is such a region."""
+        """See `homes.regions.RegionStore`."""
         return region in self._regions
 
     def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
@@ -199,66 +196,6 @@ class RunStore:
         """See `homes.regions.RegionStore`."""
         now = self.committed.step
         return None if now == step else now
-
-    def load(self, region: str, home: MemoryHome) -> None:
-        """Fills a home in memory with the committed bytes.
-
-        Raises:
-            StoreError: they cannot be read.
-        """
-        disk = self.home(region)
-        step = home.nbytes if home.bytes.device.type == "cpu" else _COPY_BYTES
-        for start in range(0, home.nbytes, max(step, 1)):
-            disk.read(start, min(step, home.nbytes - start), home.bytes, start).wait()
-
-    def keep(self, region: str, home: MemoryHome) -> bool:
-        """Writes the bytes of a home in memory to where the next commit finds them; True if it must flip the region.
-
-        Raises:
-            StoreError: the disk. May be repeated.
-        """
-        return self._write(region, home.bytes, home.nbytes)
-
-    def load_buffers(self, model: nn.Module) -> None:
-        """Gives the model's buffers their committed values, in place."""
-        if not self.has(BUFFERS):
-            return
-        for place in self._regions[BUFFERS].tensors:
-            value = self.committed.read_tensor(BUFFERS, place.name)
-            try:
-                copy_shared(model.get_buffer(place.name), value)
-            except ValueError as error:
-                raise store_error(
-                    f"{place.name!r} is a buffer {error} of the run in {self.directory}: build the model as it was"
-                ) from error
-
-    def keep_buffers(self, model: nn.Module) -> list[str]:
-        """Writes the model's buffers to where the next commit finds them; the region's name if it must flip.
-
-        Memory: the buffers once more.
-
-        Raises:
-            StoreError: the disk. UsageError: a buffer changed its shape or dtype since `fit`, or is gone.
-        """
-        if not self.has(BUFFERS):
-            return []
-        spec = self._regions[BUFFERS]
-        staged = new_storage(spec.nbytes)
-        bytes_view(staged, 0, spec.nbytes).zero_()
-        for place in spec.tensors:
-            buffer = _buffer(model, place)
-            flat = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
-            bytes_view(staged, place.offset, place.nbytes).copy_(flat)
-        return [BUFFERS] if self._write(BUFFERS, staged, spec.nbytes) else []
-
-    def _write(self, name: str, source: torch.UntypedStorage, nbytes: int) -> bool:
-        region = self.committed.region(name)
-        is_first = region.step is None
-        disk = DiskHome(region)
-        step = nbytes if source.device.type == "cpu" else _COPY_BYTES
-        for start in range(0, nbytes, max(step, 1)):
-            disk.write(start, min(step, nbytes - start), source, start).wait()
-        return not is_first
 
     def reset(self) -> None:
         """The job did not begin: a store that it made and never committed goes; one that was there stays as it was."""
@@ -278,18 +215,3 @@ class RunStore:
             if self._committed is not None:
                 self._committed.close()
             self.io.close()
-
-
-def _buffer(model: nn.Module, place: TensorPlace) -> torch.Tensor:
-    try:
-        buffer = model.get_buffer(place.name)
-    except AttributeError as error:
-        raise UsageError(
-            f"the buffer {place.name!r} is gone from the model, so that the step cannot be committed: keep it, or close the job and fit again"
-        ) from error
-    if tuple(buffer.shape) != place.shape or buffer.dtype != place.torch_dtype:
-        raise UsageError(
-            f"the buffer {place.name!r} had shape {list(place.shape)} and dtype {place.dtype} when the job began, and has {list(buffer.shape)} and "
-            f"{dtype_name(buffer.dtype)} now, so that the step cannot be committed: keep its shape, or register it as state of its own"
-        )
-    return buffer
