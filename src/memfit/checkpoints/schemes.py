@@ -21,7 +21,8 @@ from memfit.checkpoints.region_layout import masters_of, regions_of
 from memfit.checkpoints.run_state import part
 from memfit.checkpoints.run_store import RunStore
 from memfit.core.errors import PlanError, UnsupportedError
-from memfit.core.plan import Plan, Tier
+from memfit.core.plan import Plan
+from memfit.core.tiers import Tier
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.regions import updated_regions, weight_region
 from memfit.homes.weights import BlockWeights
