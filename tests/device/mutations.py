@@ -417,8 +417,8 @@ UPDATES = (
 SAVED = (
     Mutation(
         says="saved tensors are dropped under the copy that takes them away",
-        where=_TIERS + "HostStore.wait",
-        take="rest.written.wait()",
+        where=_TIERS + "OffloadedStorage.wait",
+        take="self._written.wait()",
         put="pass",
         tests=[WAITS + "a_saved_tensor_leaves_the_device_and_comes_back[late]"],
         shows=r"allocated",
@@ -433,7 +433,7 @@ SAVED = (
     Mutation(
         says="saved tensors are given up before they have left",
         where="memfit.activations.offload:Parcel.drop",
-        take="self._store.wait(self._rest)",
+        take="self._rest.wait()",
         put="pass",
         tests=[WAITS + "a_saved_tensor_leaves_the_device_and_comes_back[late]"],
         shows=r"allocated",
@@ -449,7 +449,7 @@ SAVED = (
     Mutation(
         says="saved tensors that leave when nobody needs them are freed under the copy",
         where="memfit.activations.offload:Parcel.__del__",
-        take="self._store.wait(self._rest)",
+        take="self._rest.wait()",
         put="pass",
         tests=[NOBODY.format("away")],
         shows=r"ended",
@@ -558,9 +558,9 @@ SAVED = (
     ),
     Mutation(
         says="saved tensors of a device have no way to the disk",
-        where="memfit.engine.housing:House.tier_stores",
-        take="if self.scratch is not None and self._staging is None:",
-        put="if self.scratch is not None:",
+        where=_TIERS + "ScratchPool.home",
+        take="if self._staging is None:",
+        put="if True:",
         tests=[PLAIN.format("1-offload-disk")],
         shows=r"disk transfers need memory",
     ),

@@ -18,7 +18,7 @@ from torch import nn
 
 import memfit
 from memfit import devices
-from memfit.activations import HostStore, Offloader, StagedScratchStore
+from memfit.activations import Offloader
 from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Clear, Commit, Update
@@ -26,6 +26,8 @@ from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.engine.settling import Settling
 from memfit.engine.visits import Visits
+from memfit.homes import ByteHome
+from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.homes.staging import Staged, Staging
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import Gate, UpdateWorker
@@ -50,12 +52,12 @@ def allocated(device: torch.device) -> int:
 
 
 @contextmanager
-def staging(device: torch.device, where: Path) -> Iterator[tuple[StagedScratchStore, Staging]]:
+def staging(device: torch.device, where: Path) -> Iterator[tuple[ScratchPool, Staging]]:
     io = DiskIO()
     scratch = ScratchFile(where, io=io)
     pieces = Staging(device, stream=devices.of(device).new_stream(device), piece_bytes=NUMBERS)  # a quarter of a parcel
     try:
-        yield StagedScratchStore(scratch, pieces), pieces
+        yield ScratchPool(scratch, pieces), pieces
     finally:
         pieces.close()
         scratch.close()
@@ -66,12 +68,12 @@ def test_staging_copies_behind_compute_and_before_it(device: torch.device, tmp_p
     with staging(device, tmp_path) as (store, _):
         made, other = numbers(1, device), numbers(11, device)
         made += 2
-        rests = [store.put(t.untyped_storage()) for t in (made, other)]
-        store.wait(rests[0])
+        rests = [OffloadedStorage(store, t.untyped_storage()) for t in (made, other)]
+        rests[0].wait()
         made.fill_(5)
         rooms = [numbers(7, device), numbers(8, device)]
         used = [room * 2 for room in rooms]
-        for ticket in [store.get(rest, room.untyped_storage()) for rest, room in zip(rests, rooms, strict=True)]:
+        for ticket in [rest.begin_read(room.untyped_storage()) for rest, room in zip(rests, rooms, strict=True)]:
             ticket.wait()
         assert [room.sum().item() for room in (*rooms, *used)] == [v * NUMBERS for v in (3, 11, 14, 16)]
 
@@ -96,11 +98,11 @@ def test_what_staging_takes_away_stays_until_it_is_copied(device: torch.device, 
     with staging(device, tmp_path) as (store, pieces):
         made = numbers(3, device)
         with busy(pieces):
-            rest = store.put(made.untyped_storage())
-            store.wait(rest)
+            rest = OffloadedStorage(store, made.untyped_storage())
+            rest.wait()
             made.fill_(5)
         room = numbers(0, device)
-        store.get(rest, room.untyped_storage()).wait()
+        rest.begin_read(room.untyped_storage()).wait()
         assert room.sum().item() == 3 * NUMBERS
 
 
@@ -108,9 +110,10 @@ def test_staging_is_closed_when_all_is_written(device: torch.device, tmp_path: P
     with staging(device, tmp_path) as (store, pieces):
         made = numbers(3, device)
         with busy(pieces):
-            rest = store.put(made.untyped_storage())
+            home = store.home(made.nbytes)
+            home.write(0, made.nbytes, made.untyped_storage())
             pieces.close()
-            assert rest.written.is_settled
+            assert home._written.is_settled  # type: ignore[attr-defined]
 
 
 class Slow:
@@ -138,10 +141,10 @@ def test_staging_is_used_again_when_it_is_written(device: torch.device, tmp_path
     with staging(device, tmp_path) as (store, _):
         store._scratch = Slow(store._scratch)  # type: ignore[assignment]
         given = [torch.arange(NUMBERS, dtype=torch.float32).to(device) + value for value in (3, 11)]
-        rests = [store.put(t.untyped_storage()) for t in given]
+        rests = [OffloadedStorage(store, t.untyped_storage()) for t in given]
         for wanted, rest in zip(given, rests, strict=True):
             room = numbers(0, device)
-            store.get(rest, room.untyped_storage()).wait()
+            rest.begin_read(room.untyped_storage()).wait()
             assert torch.equal(room, wanted)
 
 
@@ -149,7 +152,7 @@ def test_staging_is_used_again_when_it_is_written(device: torch.device, tmp_path
 
 
 def test_a_saved_tensor_leaves_the_device_and_comes_back(device: torch.device) -> None:
-    store = HostStore(device, stream=devices.of(device).new_stream(device))
+    store = HostPool(device, stream=devices.of(device).new_stream(device))
     offloader = Offloader({Tier.HOST: store}, device=device)
     base = allocated(device)
     made = numbers(1, device)
@@ -175,24 +178,30 @@ def test_a_saved_tensor_that_nobody_needs_any_more_ends_its_transfer_first(
     """On a store whose transfers keep nothing alive, as the protocol allows."""
     ended: list[str] = []
 
-    class Ticket:
+    class Handle:
+        def __init__(self, what: str) -> None:
+            self._what = what
+
         def wait(self) -> None:
-            ended.append("back")
+            ended.append(self._what)
 
-    class Store:
-        def put(self, storage: Any) -> str:
-            return "rest"
+    class Home(ByteHome):
+        tier, nbytes = Tier.HOST, 4 * NUMBERS
 
-        def wait(self, rest: Any) -> None:
-            ended.append("away")
+        def write(self, offset: int, nbytes: int, source: Any, source_offset: int = 0) -> Handle:
+            return Handle("away")
 
-        def get(self, rest: Any, into: Any) -> Ticket:
-            return Ticket()
+        def read(self, offset: int, nbytes: int, into: Any, into_offset: int = 0) -> Handle:
+            return Handle("back")
 
-        def free(self, rest: Any) -> None:
+        def close(self) -> None:
             assert ended[-1] == direction
 
-    offloader = Offloader({Tier.HOST: Store()}, device=device)  # type: ignore[dict-item]
+    class Pool:
+        def home(self, nbytes: int) -> Home:
+            return Home()
+
+    offloader = Offloader({Tier.HOST: Pool()}, device=device)
     made = numbers(1, device)
     parcel = offloader.register(made, Tier.HOST, place="here")
     assert parcel is not None
@@ -215,7 +224,7 @@ def test_a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed(
     from transformers import DynamicCache
 
     monkeypatch.setattr("memfit.huggingface.caches.PAGE_BYTES", 32 << 10)  # two pages a token
-    store = HostStore(device, stream=devices.of(device).new_stream(device))
+    store = HostPool(device, stream=devices.of(device).new_stream(device))
     caches, cache = TravellingCaches(store, 0), DynamicCache()
     parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     base = allocated(device)

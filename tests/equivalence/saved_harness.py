@@ -16,9 +16,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memfit.activations import CallSite, Frame, HostStore, Offloader, ScratchStore, SegmentGroup, Writes, make_frame
+from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
 from memfit.core.plan import CallPlan, Saved
 from memfit.core.tiers import Tier
+from memfit.homes.offloaded import HostPool, ScratchPool
 from memfit.store import DiskIO, ScratchFile
 
 KEEP = CallPlan(saved=Saved.KEEP)
@@ -61,7 +62,7 @@ def make_offloader(directory: Path, *, minimum_bytes: int = 256) -> Iterator[Off
     scratch = ScratchFile(directory, io)
     try:
         yield Offloader(
-            {Tier.HOST: HostStore(CPU), Tier.DISK: ScratchStore(scratch)},
+            {Tier.HOST: HostPool(CPU), Tier.DISK: ScratchPool(scratch)},
             device=CPU,
             minimum_bytes=minimum_bytes,
             writes=WRITES,

@@ -29,10 +29,11 @@ from equivalence.saved_harness import (
     make_offloader,
     under,
 )
-from memfit.activations import HostStore, Offloader, StagedScratchStore
+from memfit.activations import Offloader
 from memfit.core.errors import StoreError
 from memfit.core.tiers import Tier
-from memfit.homes import Staging
+from memfit.homes import ByteHome, Staging, Then, TransferHandle
+from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.store import DiskIO, ScratchFile
 
 
@@ -191,8 +192,8 @@ def test_everything_dies_by_reference_counting(policy: str, runs_backward: bool,
                 driver._group = None
             del output
             # Its spare buffers are alive, and were seen by the watcher.
-            host = offloader._stores[Tier.HOST]
-            assert isinstance(host, HostStore)
+            host = offloader._pools[Tier.HOST]
+            assert isinstance(host, HostPool)
             host.close()
             held_bytes = live.live_bytes([values, *_parameters_and_gradients(model)])
         assert all(reference() is None for reference in references)
@@ -267,14 +268,14 @@ def test_small_and_special_tensors_stay(tmp_path: Path) -> None:
 
 
 def test_the_host_never_reserves_more_than_parcels_once_needed_at_the_same_time() -> None:
-    host = HostStore(CPU)
+    host = HostPool(CPU)
     for kibs in ([3, 5], [3, 5], [8], [1, 2, 4], [5, 3]):
         storages = [torch.UntypedStorage(kib * 1024) for kib in kibs]
-        rests = [host.put(storage) for storage in storages]
+        rests = [OffloadedStorage(host, storage) for storage in storages]
         assert host.live_bytes == sum(kibs) * 1024
         assert host.reserved_bytes <= host.peak_bytes == 8 * 1024
         for rest in rests:
-            host.free(rest)
+            rest.free()
     assert host.live_bytes == 0
     host.close()
     assert host.reserved_bytes == 0
@@ -284,14 +285,14 @@ def test_a_staged_store_brings_back_what_it_was_given_through_one_buffer_a_direc
     io = DiskIO(read_threads=1, write_threads=1)
     scratch = ScratchFile(tmp_path, io)
     staging = Staging(CPU, piece_bytes=64 * 1024)  # most are longer
-    store = StagedScratchStore(scratch, staging)
+    pool = ScratchPool(scratch, staging)
     tensors = [torch.randn(size) for size in (1000, 50_000, 7, 20_000)]
     rests = []
     for tensor in tensors:
-        rests.append(store.put(tensor.clone().untyped_storage()))
-        store.wait(rests[-1])
+        rests.append(OffloadedStorage(pool, tensor.clone().untyped_storage()))
+        rests[-1].wait()
     backs = [torch.UntypedStorage(tensor.nbytes) for tensor in tensors]
-    tickets = [store.get(rest, back) for rest, back in zip(rests, backs, strict=True)]
+    tickets = [rest.begin_read(back) for rest, back in zip(rests, backs, strict=True)]
     for tensor, back, ticket in zip(tensors, backs, tickets, strict=True):
         ticket.wait()
         assert torch.equal(torch.empty(0).set_(back, 0, tensor.shape), tensor)  # type: ignore[call-overload]
@@ -299,35 +300,51 @@ def test_a_staged_store_brings_back_what_it_was_given_through_one_buffer_a_direc
     assert len(threads) == 2
     assert staging.held_bytes == 2 * 2 * 64 * 1024
     for rest in rests:
-        store.free(rest)
+        rest.free()
     staging.close()
     assert scratch.statistics().live_bytes == 0
     scratch.close()
     io.close()
 
 
-class FailingStore(HostStore):
-    """Its writes or reads fail."""
+class FailingHome(ByteHome):
+    """A home whose writes or reads fail."""
+
+    def __init__(self, home: ByteHome, fails_at: str) -> None:
+        self.tier, self.nbytes = home.tier, home.nbytes
+        self._home, self._fails_at = home, fails_at
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        handle = self._home.write(offset, nbytes, source, source_offset)
+        return handle if self._fails_at != "write" else Then(handle, self._fail_to_write)
+
+    def _fail_to_write(self) -> None:
+        raise StoreError("the disk is full")
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        if self._fails_at == "read":
+            raise StoreError("the disk is gone")
+        return self._home.read(offset, nbytes, into, into_offset)
+
+    def close(self) -> None:
+        self._home.close()
+
+
+class FailingPool(HostPool):
+    """Makes homes that fail."""
 
     def __init__(self, fails_at: str) -> None:
         super().__init__(CPU)
         self.fails_at = fails_at
 
-    def wait(self, rest: Any) -> None:
-        if self.fails_at == "write":
-            raise StoreError("the disk is full")
-        super().wait(rest)
-
-    def get(self, rest: Any, into: torch.UntypedStorage, into_offset: int = 0) -> Any:
-        if self.fails_at == "read":
-            raise StoreError("the disk is gone")
-        return super().get(rest, into, into_offset)
+    def home(self, nbytes: int) -> ByteHome:
+        return FailingHome(super().home(nbytes), self.fails_at)
 
 
 @pytest.mark.parametrize("fails_at", ["write", "read"])
 def test_a_failing_tier_is_an_error_and_leaves_nothing_behind(fails_at: str) -> None:
-    store = FailingStore(fails_at)
-    offloader = Offloader({Tier.HOST: store}, device=CPU, minimum_bytes=256)
+    pool = FailingPool(fails_at)
+    offloader = Offloader({Tier.HOST: pool}, device=CPU, minimum_bytes=256)
     model = blocks(2, width=WIDTH)
     with under([TO_HOST], model, offloader, reloads=False) as driver:
         loss = model(torch.randn(ROWS, WIDTH)).sum()
@@ -340,4 +357,4 @@ def test_a_failing_tier_is_an_error_and_leaves_nothing_behind(fails_at: str) -> 
                 driver.backward(loss)
         del loss
     assert not offloader.live_parcels()
-    assert store.live_bytes == 0
+    assert pool.live_bytes == 0

@@ -7,22 +7,17 @@ back), `call_arguments`, `attributes` and `surroundings` (what running again nee
 """
 
 from memfit.activations.frames import CallSite, Frame, make_frame
-from memfit.activations.offload import Offloader, TierStore
+from memfit.activations.offload import Offloader
 from memfit.activations.recompute import SegmentGroup
 from memfit.activations.surroundings import Buffers
 from memfit.activations.writes import Writes
-from memfit.homes.offloaded import HostStore, ScratchStore, StagedScratchStore
 
 __all__ = [
     "Buffers",
     "CallSite",
     "Frame",
-    "HostStore",
     "Offloader",
-    "ScratchStore",
     "SegmentGroup",
-    "StagedScratchStore",
-    "TierStore",
     "Writes",
     "make_frame",
 ]

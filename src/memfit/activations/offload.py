@@ -21,7 +21,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,31 +32,8 @@ from memfit.core.errors import MemfitError, UsageError
 from memfit.core.leaving import MINIMUM_LEAVING_BYTES, is_movable, leaves
 from memfit.core.tiers import Tier
 from memfit.homes.home import TransferHandle
+from memfit.homes.offloaded import HomePool, OffloadedStorage
 from memfit.tensors.trees import new_storage
-
-
-class TierStore(Protocol):
-    """A place outside of the device's memory. Calls may come from any thread, one parcel's never at once."""
-
-    def put(self, storage: torch.UntypedStorage) -> Any:
-        """Starts to write a whole storage, which lives and stays unchanged until `wait`.
-
-        Returns:
-            What `get` needs.
-        """
-        ...
-
-    def wait(self, rest: Any) -> None:
-        """Returns when the storage that was put may be given up."""
-        ...
-
-    def get(self, rest: Any, into: torch.UntypedStorage) -> TransferHandle:
-        """Starts to read into a storage of the same length, which lives until the ticket was waited for."""
-        ...
-
-    def free(self, rest: Any) -> None:
-        """Gives the room back. Called once, perhaps from a finalizer and before a write has ended: must not raise or block."""
-        ...
 
 
 class Parcel:
@@ -67,7 +44,7 @@ class Parcel:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, store: TierStore, offloader: Offloader, place: str, written: Written
+        self, tensor: torch.Tensor, pool: HomePool, offloader: Offloader, place: str, written: Written
     ) -> None:
         self._source: torch.Tensor | None = tensor.detach()
         self._written, self._mark = written, written.mark()
@@ -76,10 +53,10 @@ class Parcel:
         storage = tensor.untyped_storage()
         self.nbytes = storage.nbytes()
         self._device = tensor.device
-        self._store = store
+        self._pool = pool
         self._offloader = weakref.ref(offloader)
         self._place = place
-        self._rest: Any = None
+        self._rest: OffloadedStorage | None = None
         self._free: weakref.finalize[Any, Any] | None = None
         self._ticket: TransferHandle | None = None
         self._storage: torch.UntypedStorage | None = None
@@ -105,8 +82,8 @@ class Parcel:
             if self._source is None or self._rest is not None:
                 return
             self._look()
-            self._rest = self._store.put(self._source.untyped_storage())
-            self._free = weakref.finalize(self, self._store.free, self._rest)
+            self._rest = OffloadedStorage(self._pool, self._source.untyped_storage())
+            self._free = weakref.finalize(self, self._rest.free)
             self._free.atexit = False
             self._count("written_bytes")
 
@@ -116,7 +93,8 @@ class Parcel:
             if self._source is None:
                 return
             self.leave()
-            self._store.wait(self._rest)
+            assert self._rest is not None
+            self._rest.wait()
             self._look()
             self._source = None
 
@@ -126,7 +104,8 @@ class Parcel:
             if not self.is_away:
                 return
             storage = new_storage(self.nbytes, self._device)
-            self._ticket = self._store.get(self._rest, storage)
+            assert self._rest is not None
+            self._ticket = self._rest.begin_read(storage)
             self._storage = storage
             self._count("read_bytes")
 
@@ -172,7 +151,7 @@ class Parcel:
             if self._ticket is not None:
                 self._ticket.wait()
             elif self._source is not None and self._rest is not None:
-                self._store.wait(self._rest)
+                self._rest.wait()
 
 
 class MovedHandle:
@@ -217,7 +196,7 @@ class Offloader:
     """All parcels of a job.
 
     Args:
-        stores: where each home's bytes go.
+        pools: make the homes, by tier.
         device: whose tensors leave; others stay where they are.
         minimum_bytes: smaller storages stay.
         writes: of the job's forwards.
@@ -229,14 +208,14 @@ class Offloader:
 
     def __init__(
         self,
-        stores: Mapping[Tier, TierStore],
+        pools: Mapping[Tier, HomePool],
         *,
         device: torch.device,
         minimum_bytes: int = MINIMUM_LEAVING_BYTES,
         writes: Writes | None = None,
     ) -> None:
         self._writes = Writes() if writes is None else writes
-        self._stores = dict(stores)
+        self._pools = dict(pools)
         # Tensors always name their GPU by number.
         self._device = torch.empty(0, device=device).device
         self._minimum_bytes = minimum_bytes
@@ -251,11 +230,11 @@ class Offloader:
 
         Args:
             tensor: any.
-            home: HOST or DISK. A storage that is already registered keeps the home it has.
+            home: a tier beside the device. A storage that is already registered keeps the home it has.
             place: the site, for messages.
 
         Raises:
-            UsageError: there is no store for that home.
+            UsageError: the job has no pool in that tier.
         """
         storage = plain_storage(tensor)
         if storage is None or tensor.device != self._device:
@@ -263,15 +242,17 @@ class Offloader:
         movable = is_movable(tensor, ORDINARY)
         if not leaves(storage.nbytes(), is_movable=movable, minimum_bytes=self._minimum_bytes):
             return None
-        if home not in self._stores:
-            raise UsageError(f"{place}: saved tensors shall go to {home}, but the job has no such store")
+        if home not in self._pools:
+            raise UsageError(
+                f"{place}: saved tensors shall go to {home}, but the job has homes in {[*map(str, self._pools)]} only"
+            )
         # Its version may be that of another counter over the same storage: what was written since makes another parcel.
         written = self._writes.of(storage)
         key = (storage._cdata, version_of(tensor), written.mark())
         with self._lock:
             parcel = self._parcels.get(key)
             if parcel is None:
-                parcel = self._parcels[key] = Parcel(tensor, self._stores[home], self, place, written)
+                parcel = self._parcels[key] = Parcel(tensor, self._pools[home], self, place, written)
             return parcel
 
     def count(self, name: str, amount: int) -> None:

@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 from memfit import devices
-from memfit.activations import HostStore, ScratchStore, StagedScratchStore, TierStore
 from memfit.core.errors import StoreError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.homes import ByteHome, DiskHome, MemoryHome, Staging, Tickets
 from memfit.homes.gradients import GradientHomes
+from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.regions import (
     RegionStore,
@@ -91,7 +91,7 @@ class House:
         self._device = device
         self._host_ledger = host_ledger
         self._stream = devices.of(device).new_stream(device) if devices.is_accelerator(device) else None
-        self._host_store = HostStore(device, stream=self._stream, ledger=host_ledger)
+        self._host_pool = HostPool(device, stream=self._stream, ledger=host_ledger)
         self._memory_homes: list[MemoryHome] = []
         self._disk_homes: list[DiskHome] = []
         self._temporary: TemporaryDirectory | None = None
@@ -308,14 +308,12 @@ class House:
         if first is not None:
             raise first
 
-    def tier_stores(self) -> dict[Tier, TierStore]:
-        """Where offloaded activations rest."""
-        stores: dict[Tier, TierStore] = {Tier.HOST: self._host_store}
-        if self.scratch is not None and self._staging is None:
-            stores[Tier.DISK] = ScratchStore(self.scratch)
-        elif self.scratch is not None and self._staging is not None:
-            stores[Tier.DISK] = StagedScratchStore(self.scratch, self._staging)
-        return stores
+    def pools(self) -> dict[Tier, HomePool]:
+        """Pools of homes for offloaded activations."""
+        found: dict[Tier, HomePool] = {Tier.HOST: self._host_pool}
+        if self.scratch is not None:
+            found[Tier.DISK] = ScratchPool(self.scratch, self._staging)
+        return found
 
     def first_commit(self) -> None:
         """What has been moved in is version 0."""
@@ -400,7 +398,7 @@ class House:
                 stack.callback(self.scratch.close)
             if self._staging is not None:
                 stack.callback(self._staging.close)
-            stack.callback(self._host_store.close)
+            stack.callback(self._host_pool.close)
             self.placed.clear()
             while self._memory_homes:
                 stack.callback(self._memory_homes.pop().close)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, TierStore, Writes, make_frame
+from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
 from memfit.core.again import check_again
 from memfit.core.plan import Plan, Saved
 from memfit.core.profile import CallProfile
 from memfit.core.tiers import Tier
 from memfit.engine.engine import Engine
 from memfit.engine.sites import Site
+from memfit.homes.offloaded import HomePool
 from memfit.homes.weights import BlockWeights
 
 
@@ -30,7 +31,7 @@ class CallFrames:
     Args:
         plan: the fates.
         blocks: their flat buffers stay referenced, whatever the policy.
-        stores: where offloaded tensors rest, by tier.
+        pools: make homes of offloaded tensors, by tier.
         device: where compute runs.
     """
 
@@ -38,14 +39,14 @@ class CallFrames:
         self,
         plan: Plan,
         blocks: Sequence[BlockWeights],
-        stores: Mapping[Tier, TierStore],
+        pools: Mapping[Tier, HomePool],
         *,
         device: torch.device,
     ) -> None:
         self._plan = plan
         self._device = device
         self._writes = Writes()
-        self._offloader = Offloader(stores, device=device, writes=self._writes) if stores else None
+        self._offloader = Offloader(pools, device=device, writes=self._writes) if pools else None
         self._weights = {block.storage._cdata for block in blocks}
         self._staying: set[int] = set()
         self._calls: Sequence[CallProfile] = ()

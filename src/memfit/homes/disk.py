@@ -12,15 +12,15 @@ import torch
 from memfit.core.layout import ALIGNMENT_BYTES
 from memfit.core.tiers import Tier
 from memfit.core.units import round_up
-from memfit.homes.home import DONE, Then, TransferHandle
-from memfit.homes.staging import FileTicket, Staged, Staging
+from memfit.homes.home import DONE, ByteHome, Then, TransferHandle
+from memfit.homes.staging import Staged, Staging
 from memfit.store import Memory, Region, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
 
 _COPY_BYTES = 4 << 20
 
 
-class DiskHome:
+class DiskHome(ByteHome):
     """Bytes in a region.
 
     Written in place (one slot), or version by version (two slots): then reads give the committed version, writes go to the spare slot, and
@@ -36,7 +36,6 @@ class DiskHome:
     """
 
     tier = Tier.DISK
-    memory: torch.UntypedStorage | None = None
 
     def __init__(self, region: Region, ends: Collection[int] = (), staging: Staging | None = None) -> None:
         self.nbytes = region.nbytes
@@ -109,7 +108,7 @@ class DiskHome:
             self._join(offset, end)
             return region.write(offset, nbytes, memory_of_storage(source, source_offset, nbytes), slot=slot, pads=pads)
 
-        def move(first: int, count: int, memory: Memory) -> FileTicket:
+        def move(first: int, count: int, memory: Memory) -> TransferHandle:
             is_last = first + count == nbytes
             return region.write(offset + first, count, memory, slot=slot, pads=pads and is_last)
 

@@ -68,7 +68,10 @@ class Then:
 
 
 class ByteHome(Protocol):
-    """A range of bytes that rests somewhere.
+    """A range of bytes that rests somewhere: the one protocol for every such place, in any tier. A subclass says how bytes come and go.
+
+    `read` and `write` are local: they concern what this process holds, and may be called by one process alone. `visit` brings the whole to where compute runs,
+    and where a home is shared by several processes it takes all of them: what visits must never be what one of them decides for itself.
 
     Attributes:
         tier: where.
@@ -83,12 +86,12 @@ class ByteHome(Protocol):
     @property
     def memory(self) -> torch.UntypedStorage | None:
         """See above."""
-        ...
+        return None
 
     @property
     def has_spare_slot(self) -> bool:
         """See above."""
-        ...
+        return False
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of the home into a storage, which must live until the ticket is done."""
@@ -97,6 +100,13 @@ class ByteHome(Protocol):
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of a storage into the home; the storage must live and stay unchanged until the ticket is done."""
         ...
+
+    def visit(self, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """Begins to bring the whole to where compute runs, into a storage that lives until the transfer was waited for."""
+        return self.read(0, self.nbytes, into, into_offset)
+
+    def close(self) -> None:
+        """Gives up what it holds. Nothing may use it afterwards."""
 
 
 def write_tensor(home: ByteHome, offset: int, dense: torch.Tensor) -> TransferHandle:

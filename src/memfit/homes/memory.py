@@ -6,7 +6,7 @@ import torch
 
 from memfit import devices
 from memfit.core.tiers import Tier, updates_in_place
-from memfit.homes.home import DONE, TransferHandle
+from memfit.homes.home import DONE, ByteHome, TransferHandle
 from memfit.tensors.trees import bytes_view, new_storage
 
 
@@ -39,7 +39,7 @@ class CopyTicket:
                     bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
 
 
-class MemoryHome:
+class MemoryHome(ByteHome):
     """Bytes in a storage of their own.
 
     Memory: `nbytes`, of the device, or of the host (pinned in exact size where an accelerator copies from it).
@@ -70,11 +70,6 @@ class MemoryHome:
     def memory(self) -> torch.UntypedStorage | None:
         """The storage where compute can use it in place."""
         return self._storage if updates_in_place(self.tier, self._device.type) else None
-
-    @property
-    def has_spare_slot(self) -> bool:
-        """See `ByteHome`: there is one place."""
-        return False
 
     @property
     def bytes(self) -> torch.UntypedStorage:

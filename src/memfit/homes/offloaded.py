@@ -1,6 +1,6 @@
-"""Where parcels rest: host memory, or a scratch file.
+"""Homes of storages that leave the device within a step: host memory that is used again, or a scratch file.
 
-In: storages of a device. Out: `TierStore`s for the offloader.
+In: storages of a device. Out: `HomePool`s, which make their homes, and `OffloadedStorage`, one storage at home: for saved tensors and for caches.
 """
 
 from __future__ import annotations
@@ -8,29 +8,66 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from memfit import devices
 from memfit.core.tiers import Tier
-from memfit.homes.home import TransferHandle
+from memfit.homes.home import ByteHome, TransferHandle
 from memfit.homes.memory import MemoryHome
-from memfit.homes.staging import FileTicket, Staged, Staging
+from memfit.homes.staging import Staged, Staging
 from memfit.store import Extent, Memory, ScratchFile, memory_of_storage
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _HostRest:
-    home: MemoryHome
-    written: TransferHandle
+class HomePool(Protocol):
+    """Makes homes for whole storages. Calls may come from any thread."""
+
+    def home(self, nbytes: int) -> ByteHome:
+        """Makes a home of that size, which is written whole, once, and read whole.
+
+        `ByteHome.close` gives its room back; it is called once, perhaps from a finalizer and before a transfer has ended: it must not raise or block.
+        """
+        ...
 
 
-class HostStore:
+class OffloadedStorage:
+    """A whole storage on its way to a home, or there.
+
+    Args:
+        pool: makes the home.
+        storage: lives and stays unchanged until `wait` has returned.
+    """
+
+    __slots__ = ("_home", "_written")
+
+    def __init__(self, pool: HomePool, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        self._home = pool.home(nbytes)
+        try:
+            self._written = self._home.write(0, nbytes, storage)
+        except BaseException:
+            self._home.close()
+            raise
+
+    def wait(self) -> None:
+        """Returns when the storage that was given may be given up. May be repeated."""
+        self._written.wait()
+
+    def begin_read(self, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """Begins to read into a storage from a byte on; it lives until the transfer was waited for. Comes after the write."""
+        return self._home.visit(into, into_offset)
+
+    def free(self) -> None:
+        """Gives the room back. Called once, perhaps from a finalizer: neither raises nor blocks."""
+        self._home.close()
+
+
+class HostPool:
     """Host memory beside the device: pinned beside an accelerator, plain for an emulated device on the CPU.
 
-    Memory: the largest sum of parcels that ever rested here at once, in buffers of their exact sizes. Buffers are used again for
-    parcels of the same size (steps repeat their sizes, and pinning is slow); spare ones go where another size needs the room.
+    Memory: the largest sum of storages that ever rested here at once, in buffers of their exact sizes. Buffers are used again for
+    storages of the same size (steps repeat their sizes, and pinning is slow); spare ones go where another size needs the room.
 
     Args:
         device: whose storages come.
@@ -38,7 +75,7 @@ class HostStore:
         ledger: a context in which buffers are allocated (counts them apart on an emulated device).
 
     Attributes:
-        live_bytes, peak_bytes: held by parcels now, and at most so far.
+        live_bytes, peak_bytes: held by storages now, and at most so far.
         reserved_bytes: in buffers, spare ones included; never more than `peak_bytes`.
     """
 
@@ -59,9 +96,12 @@ class HostStore:
         self.peak_bytes = 0
         self.reserved_bytes = 0
 
-    def put(self, storage: torch.UntypedStorage) -> _HostRest:
-        """See `TierStore`."""
-        nbytes = storage.nbytes()
+    def home(self, nbytes: int) -> ByteHome:
+        """See `HomePool`.
+
+        On an accelerator the wait for a write orders the current stream behind the copy and the host does not block: the caching allocator hands the
+            storage's memory out to later work of that stream only. Reads come after the write: both are on the copy stream.
+        """
         with self._lock:
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -72,29 +112,17 @@ class HostStore:
                 with self._ledger():
                     home = MemoryHome(nbytes, tier=Tier.HOST, device=self._device, stream=self._stream)
                 self.reserved_bytes += nbytes
-        return _HostRest(home, home.write(0, nbytes, storage))
+        return _PooledHome(home, self._take_back)
 
-    def wait(self, rest: _HostRest) -> None:
-        """See `TierStore`.
-
-        On an accelerator the current stream is ordered behind the copy and the host does not block: the caching allocator hands
-            the storage's memory out to later work of that stream only.
-        """
-        rest.written.wait()
-
-    def get(self, rest: _HostRest, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """See `TierStore`. Reads come after the write: both are on the copy stream. `into_offset`: the first byte to fill."""
-        return rest.home.read(0, rest.home.nbytes, into, into_offset)
-
-    def free(self, rest: _HostRest) -> None:
-        """See `TierStore`. The buffer may be filled again at once: that copy comes later on the same stream."""
+    def _take_back(self, home: MemoryHome) -> None:
+        """A home may be filled again at once: that copy comes later on the same stream."""
         # Reentrant, because a finalizer may run while this thread holds the lock.
         with self._lock:
-            self._spare.setdefault(rest.home.nbytes, []).append(rest.home)
-            self.live_bytes -= rest.home.nbytes
+            self._spare.setdefault(home.nbytes, []).append(home)
+            self.live_bytes -= home.nbytes
 
     def close(self) -> None:
-        """Gives back all buffers that no parcel holds."""
+        """Gives back all buffers that no storage holds."""
         with self._lock:
             while self._spare:
                 self._close_one()
@@ -115,79 +143,121 @@ class HostStore:
         home.close()
 
 
-class ScratchStore:
-    """A scratch file, for storages that the processor can address.
+class _PooledHome(ByteHome):
+    """A home that goes back to its pool."""
+
+    def __init__(self, home: MemoryHome, give_back: Callable[[MemoryHome], None]) -> None:
+        self.tier, self.nbytes = home.tier, home.nbytes
+        self._home = home
+        self._give_back = give_back
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read`."""
+        return self._home.read(offset, nbytes, into, into_offset)
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.write`."""
+        return self._home.write(offset, nbytes, source, source_offset)
+
+    def close(self) -> None:
+        """See `HomePool.home`."""
+        self._give_back(self._home)
+
+
+class ScratchPool:
+    """A scratch file.
 
     Args:
-        scratch: the file; whoever made it closes it.
+        scratch: whoever made it closes it, after the staging.
+        staging: the way from a device that the disk cannot reach, shared with homes on disk; None: the processor addresses the storages. Whoever made it
+            closes it.
     """
 
-    def __init__(self, scratch: ScratchFile) -> None:
-        self._scratch = scratch
-
-    def put(self, storage: torch.UntypedStorage) -> Extent:
-        """See `TierStore`."""
-        return self._scratch.put(memory_of_storage(storage), label="saved tensor")
-
-    def wait(self, rest: Extent) -> None:
-        """See `TierStore`."""
-        rest.written.wait()
-
-    def get(self, rest: Extent, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """See `TierStore`. `into_offset`: the first byte to fill."""
-        return self._scratch.get(rest, memory_of_storage(into, into_offset, rest.nbytes), label="saved tensor")
-
-    def free(self, rest: Extent) -> None:
-        """See `TierStore`. The file takes the room back when the transfers have ended."""
-        rest.give_back()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _StagedRest:
-    nbytes: int
-    extents: dict[int, Extent]
-    """By the first byte in the parcel of each piece."""
-    written: Staged
-
-
-class StagedScratchStore:
-    """A scratch file for storages of a device that the disk cannot reach: by way of the staging, piece by piece.
-
-    Args:
-        scratch: the file; whoever made it closes it, after the staging.
-        staging: shared with homes on disk; whoever made it closes it.
-    """
-
-    def __init__(self, scratch: ScratchFile, staging: Staging) -> None:
+    def __init__(self, scratch: ScratchFile, staging: Staging | None = None) -> None:
         self._scratch = scratch
         self._staging = staging
 
-    def put(self, storage: torch.UntypedStorage) -> _StagedRest:
-        """See `TierStore`."""
-        extents: dict[int, Extent] = {}
-        scratch = self._scratch
+    def home(self, nbytes: int) -> ByteHome:
+        """See `HomePool`."""
+        if self._staging is None:
+            return _ScratchHome(self._scratch, nbytes)
+        return _StagedScratchHome(self._scratch, nbytes, self._staging)
 
-        def write(offset: int, _count: int, memory: Memory) -> FileTicket:
-            extents[offset] = scratch.put(memory, label="saved tensor")
-            return extents[offset].written
 
-        return _StagedRest(storage.nbytes(), extents, self._staging.take(write, storage.nbytes(), storage))
+class _ScratchHome(ByteHome):
+    """Room in a scratch file, taken when it is written."""
 
-    def wait(self, rest: _StagedRest) -> None:
-        """See `TierStore`: until the bytes are in host memory; whether they reach the disk is seen by `get`."""
-        rest.written.wait_until_left()
+    tier = Tier.DISK
 
-    def get(self, rest: _StagedRest, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """See `TierStore`. `into_offset`: the first byte to fill."""
-        scratch = self._scratch
+    def __init__(self, scratch: ScratchFile, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._scratch = scratch
+        # By the first byte in the storage of each piece.
+        self._extents: dict[int, Extent] = {}
 
-        def read(offset: int, _count: int, memory: Memory) -> FileTicket:
-            rest.written.wait()  # it has ended; this tells if it failed
-            return scratch.get(rest.extents[offset], memory, label="saved tensor")
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read`: the whole."""
+        assert (offset, nbytes) == (0, self.nbytes)
+        return self._scratch.get(self._extents[0], memory_of_storage(into, into_offset, nbytes), label="saved tensor")
 
-        return self._staging.bring(read, rest.nbytes, into, into_offset, after=[rest.written])
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.write`: the whole, once."""
+        assert (offset, nbytes) == (0, self.nbytes) and not self._extents
+        self._extents[0] = self._scratch.put(memory_of_storage(source, source_offset, nbytes), label="saved tensor")
+        return self._extents[0].written
 
-    def free(self, rest: _StagedRest) -> None:
-        """See `TierStore`. The file takes the room back when the transfers have ended."""
-        extents = rest.extents
-        rest.written.call_when_settled(lambda: [extent.give_back() for extent in extents.values()])
+    def close(self) -> None:
+        """See `HomePool.home`. The file takes the room back when the transfers have ended."""
+        for extent in self._extents.values():
+            extent.give_back()
+
+
+class _StagedScratchHome(_ScratchHome):
+    """The same for a device that the disk cannot reach: by way of the staging, piece by piece."""
+
+    def __init__(self, scratch: ScratchFile, nbytes: int, staging: Staging) -> None:
+        super().__init__(scratch, nbytes)
+        self._staging = staging
+        self._written: Staged | None = None
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read`: the whole, after the write; tells if that failed."""
+        assert (offset, nbytes) == (0, self.nbytes) and self._written is not None
+        scratch, extents, written = self._scratch, self._extents, self._written
+
+        def read(first: int, _count: int, memory: Memory) -> TransferHandle:
+            written.wait()  # it has ended; this tells if it failed
+            return scratch.get(extents[first], memory, label="saved tensor")
+
+        return self._staging.bring(read, nbytes, into, into_offset, after=[written])
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.write`: the whole, once. It is waited for until the bytes are in host memory; `read` tells whether they reached the disk."""
+        assert (offset, nbytes) == (0, self.nbytes) and self._written is None
+        scratch, extents = self._scratch, self._extents
+
+        def write(first: int, _count: int, memory: Memory) -> TransferHandle:
+            extents[first] = scratch.put(memory, label="saved tensor")
+            return extents[first].written
+
+        self._written = self._staging.take(write, nbytes, source, source_offset)
+        return _Left(self._written)
+
+    def close(self) -> None:
+        """See `HomePool.home`. Pieces that were not begun yet get their room first."""
+        extents, written = self._extents, self._written
+        if written is not None:
+            written.call_when_settled(lambda: [extent.give_back() for extent in extents.values()])
+
+
+class _Left:
+    """A transfer that is waited for until its bytes have left the device."""
+
+    __slots__ = ("_staged",)
+
+    def __init__(self, staged: Staged) -> None:
+        self._staged = staged
+
+    def wait(self) -> None:
+        """Returns when the storage may be given up."""
+        self._staged.wait_until_left()

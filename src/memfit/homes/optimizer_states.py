@@ -270,7 +270,7 @@ class StatePiece:
         }
 
 
-class DecodedState:
+class DecodedState(ByteHome):
     """The home of one encoded state tensor, read as if fp32 values rested there: what is saved is what the optimizer would hold.
 
     Memory: per read, the records and the values of what is asked for.
@@ -281,8 +281,6 @@ class DecodedState:
     """
 
     tier = Tier.DEVICE
-    memory: torch.UntypedStorage | None = None
-    has_spare_slot = False
 
     def __init__(self, home: ByteHome, state: StateSlot) -> None:
         self.nbytes = state.numel * state.dtype.itemsize

@@ -21,7 +21,7 @@ from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import new_storage, typed_view
 
 
-class RoundedMasters:
+class RoundedMasters(ByteHome):
     """A home of masters to those who read and write it; what it gives are the weights, widened, and what is written to it rests nowhere.
 
     The weight is taken from the block, where it visits, or from the weights' home. Whoever writes here writes the rounded weight there, as
@@ -33,8 +33,6 @@ class RoundedMasters:
         block: its weights.
         weights: their home.
     """
-
-    memory: torch.UntypedStorage | None = None
 
     def __init__(self, block: BlockWeights, weights: ByteHome) -> None:
         self.tier: Tier = weights.tier

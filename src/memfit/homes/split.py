@@ -123,7 +123,7 @@ def _layout(block: BlockWeights) -> tuple[tuple[tuple[int, int], ...], int]:
     return split_layout([(slot.nbytes, slot.master_nbytes) for slot in block.slots])
 
 
-class SplitMasters:
+class SplitMasters(ByteHome):
     """A home of whole fp32 masters, to those who read and write it; what rests in it is the difference from the weights.
 
     The weight is taken from the block, where it visits, or from the weights' home: so what is written here must be written there, rounded, by the same writer (as
@@ -139,8 +139,6 @@ class SplitMasters:
         weights: their home.
         rest: of `rest_nbytes(block)` bytes.
     """
-
-    memory: torch.UntypedStorage | None = None
 
     def __init__(self, block: BlockWeights, weights: ByteHome, rest: ByteHome) -> None:
         self.tier: Tier = rest.tier

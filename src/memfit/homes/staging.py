@@ -19,26 +19,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
 from memfit import devices
 from memfit.core.layout import STAGING_PIECE_BYTES, STAGING_PIECES
+from memfit.homes.home import TransferHandle
 from memfit.homes.memory import CopyTicket
 from memfit.store import Memory, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
 
-
-class FileTicket(Protocol):
-    """A transfer between a file and host memory."""
-
-    def wait(self) -> None:
-        """Returns when it is done; raises what went wrong."""
-        ...
-
-
-Move = Callable[[int, int, Memory], FileTicket]
+Move = Callable[[int, int, Memory], TransferHandle]
 """Begins to move a range of a file (offset and bytes, from the transfer's first) to or from memory."""
 
 
@@ -208,7 +199,7 @@ class Staging:
         into_offset: int,
         ready: torch.Event | None,
     ) -> CopyTicket | None:
-        coming: deque[tuple[_Piece, int, int, FileTicket]] = deque()
+        coming: deque[tuple[_Piece, int, int, TransferHandle]] = deque()
         left = deque(pieces.cut(nbytes))
         event: torch.Event | None = None
         try:
@@ -241,7 +232,7 @@ class Staging:
         ready: torch.Event | None,
         staged: Staged,
     ) -> None:
-        tickets: list[FileTicket] = []
+        tickets: list[TransferHandle] = []
         try:
             for offset, count in pieces.cut(nbytes):
                 piece = pieces.next()  # its last write is done
@@ -274,7 +265,7 @@ class _Piece:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
-        self.busy: torch.Event | FileTicket | None = None
+        self.busy: torch.Event | TransferHandle | None = None
 
     def memory(self, nbytes: int) -> Memory:
         """As the file's threads see it."""
@@ -388,7 +379,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[Staged, Callable[[_Pieces], None]] | No
         del staged, run
 
 
-def _quietly(ticket: FileTicket) -> None:
+def _quietly(ticket: TransferHandle) -> None:
     """Waits; what went wrong is another's to tell."""
     try:
         ticket.wait()

@@ -260,7 +260,7 @@ class BlockWeights:
             return
         assert self.home is not None
         self.storage.resize_(self.nbytes)
-        self._arriving = self.home.read(0, self.nbytes, self.storage)
+        self._arriving = self.home.visit(self.storage)
         self._is_here = True
 
     def wait(self) -> None:

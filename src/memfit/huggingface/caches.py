@@ -24,11 +24,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memfit.homes.home import TransferHandle
+from memfit.homes.offloaded import HomePool, OffloadedStorage
 from memfit.tensors.trees import new_storage, typed_view
 
 PAGE_BYTES = 256 << 10
@@ -47,26 +48,6 @@ _GROWING_KIND = "DynamicLayer"
 _classes: dict[type, type] = {}
 
 
-class Rests(Protocol):
-    """Where storages rest; `memfit.homes.offloaded.TierStore`."""
-
-    def put(self, storage: torch.UntypedStorage) -> Any:
-        """Begins to put a storage away."""
-        ...
-
-    def wait(self, rest: Any) -> None:
-        """The storage may change."""
-        ...
-
-    def get(self, rest: Any, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """Begins to bring it back, to a part of a storage."""
-        ...
-
-    def free(self, rest: Any) -> None:
-        """Its room is used again."""
-        ...
-
-
 class TravellingCaches:
     """Keeps what caches hold on the device below a limit; see [Note: caches that travel].
 
@@ -75,7 +56,7 @@ class TravellingCaches:
     Time: a cache layer that travels is read once a token; of what it grows by, a page is written (see [Note: rows at home]).
 
     Args:
-        rests: homes of what leaves.
+        pool: makes homes of what leaves.
         limit_bytes: of keys and values that are here.
 
     Attributes:
@@ -83,8 +64,8 @@ class TravellingCaches:
         moved_bytes: [read, written] so far.
     """
 
-    def __init__(self, rests: Rests, limit_bytes: int) -> None:
-        self._rests = rests
+    def __init__(self, pool: HomePool, limit_bytes: int) -> None:
+        self._pool = pool
         self.limit_bytes = limit_bytes
         self.here_bytes = 0
         self.peak_bytes = 0
@@ -170,7 +151,7 @@ class TravellingCaches:
         self._all.clear()
 
     def _fetch(self, record: _Record) -> None:
-        read = record.fetch(self._rests)
+        read = record.fetch()
         self.moved_bytes[0] += read
         self.here_bytes += read
         self.peak_bytes = max(self.peak_bytes, self.here_bytes)
@@ -189,7 +170,7 @@ class TravellingCaches:
             record = reference()
             if record is None or record is current or record.is_coming:
                 continue
-            freed, written = record.leave(self._rests)
+            freed, written = record.leave(self._pool)
             self.here_bytes -= freed
             self.moved_bytes[1] += written
             if not record.is_here:
@@ -202,7 +183,7 @@ class TravellingCaches:
 class _Pages:
     """The rows of a tensor that rest row by row: `rows` of them, `page_rows` a page; `version` of the tensor whose first rows they are."""
 
-    rests: list[Any]
+    rests: list[OffloadedStorage]
     rows: int
     page_rows: int
     version: object
@@ -216,7 +197,7 @@ class _Record:
         self.caches = caches
         self.follower: weakref.ref[_Record] | None = None
         self._rests: dict[
-            int, tuple[torch.UntypedStorage, int, Any, object]
+            int, tuple[torch.UntypedStorage, int, OffloadedStorage, object]
         ] = {}  # storage -> (it, bytes, rest, version)
         self._pages: dict[str, _Pages] = {}
         self._growing: set[str] = set()
@@ -264,7 +245,7 @@ class _Record:
         """By how much more is here than was counted; rests of tensors that are held no more are given up."""
         held = {storage._cdata for storage, _ in self._storages()}
         for key in [key for key in self._rests if key not in held]:
-            self.caches._rests.free(self._rests.pop(key)[2])
+            self._rests.pop(key)[2].free()
         now = self.nbytes if self.is_here else 0
         more, self._counted = now - self._counted, now
         return more
@@ -295,9 +276,9 @@ class _Record:
 
     def _free_pages(self, name: str) -> None:
         for rest in self._pages.pop(name).rests:
-            self.caches._rests.free(rest)
+            rest.free()
 
-    def fetch(self, rests: Rests) -> int:
+    def fetch(self) -> int:
         """Begins to bring what is away; its bytes."""
         if self.is_here:
             return 0
@@ -308,7 +289,7 @@ class _Record:
             storage = new_storage(away.nbytes, away.device)
             at = 0
             for start, rest in zip(range(0, pages.rows, pages.page_rows), pages.rests, strict=True):
-                self._coming.append(rests.get(rest, storage, at))
+                self._coming.append(rest.begin_read(storage, at))
                 at += min(pages.page_rows, pages.rows - start) * (away.nbytes // pages.rows)
             *outer, rows, width = away.shape
             by_rows = torch.empty((rows, *outer, width), device="meta").movedim(0, -2)
@@ -319,7 +300,7 @@ class _Record:
         for storage, nbytes, rest, _ in self._rests.values():
             if not storage.nbytes():
                 storage.resize_(nbytes)
-                self._coming.append(rests.get(rest, storage))
+                self._coming.append(rest.begin_read(storage))
                 total += nbytes
         self.is_here = True
         self._counted += total
@@ -330,7 +311,7 @@ class _Record:
         while self._coming:
             self._coming.pop().wait()
 
-    def leave(self, rests: Rests) -> tuple[int, int]:
+    def leave(self, pool: HomePool) -> tuple[int, int]:
         """Sends everything home: (bytes freed, bytes written). Nothing where somebody else holds a tensor's memory."""
         if _is_held(self._own()):
             return 0, 0
@@ -342,29 +323,29 @@ class _Record:
         for storage, tensor in storages:
             name = paged.get(id(tensor))
             if name is not None and storage.nbytes() == tensor.nbytes:
-                written += self._write_rows(name, tensor, rests)
+                written += self._write_rows(name, tensor, pool)
                 continue
             known = self._rests.get(storage._cdata)
             version = _version(tensor)
             if known is not None and known[3] == version:
                 continue
             if known is not None:
-                rests.free(known[2])
+                known[2].free()
             if storage.nbytes():
-                self._rests[storage._cdata] = (storage, storage.nbytes(), rests.put(storage), version)
+                self._rests[storage._cdata] = (storage, storage.nbytes(), OffloadedStorage(pool, storage), version)
                 written += storage.nbytes()
         freed = 0
         for storage, _ in storages:
             if storage.nbytes():
                 if storage._cdata in self._rests:
-                    rests.wait(self._rests[storage._cdata][2])
+                    self._rests[storage._cdata][2].wait()
                 freed += storage.nbytes()
                 storage.resize_(0)
         self.is_here = freed == 0
         self._counted -= freed
         return freed, written
 
-    def _write_rows(self, name: str, tensor: torch.Tensor, rests: Rests) -> int:
+    def _write_rows(self, name: str, tensor: torch.Tensor, pool: HomePool) -> int:
         """Takes the rows home that are not there; the bytes written. Costs two pages of memory."""
         rows = tensor.shape[-2]
         pages = self._pages.get(name)
@@ -378,7 +359,7 @@ class _Record:
             return 0
         whole = pages.rows // pages.page_rows
         for rest in pages.rests[whole:]:
-            rests.free(rest)
+            rest.free()
         del pages.rests[whole:]
         written = 0
         for start in range(whole * pages.page_rows, rows, pages.page_rows):
@@ -388,10 +369,10 @@ class _Record:
                 .clone(memory_format=torch.contiguous_format)
             )
             if pages.rests:
-                rests.wait(pages.rests[-1])
-            pages.rests.append(rests.put(page.untyped_storage()))
+                pages.rests[-1].wait()
+            pages.rests.append(OffloadedStorage(pool, page.untyped_storage()))
             written += page.nbytes
-        rests.wait(pages.rests[-1])
+        pages.rests[-1].wait()
         pages.rows = rows
         return written
 
@@ -400,7 +381,7 @@ class _Record:
         for name in tuple(self._pages):
             self._free_pages(name)
         for _, _, rest, _ in self._rests.values():
-            self.caches._rests.free(rest)
+            rest.free()
         self._rests.clear()
 
     def __del__(self) -> None:

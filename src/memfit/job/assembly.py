@@ -186,7 +186,7 @@ class Assembly:
         pieces = PieceUpdates(parts.driver, self.states, self.house.gradients, noise=noise)
         self.updates = UpdateWorker(pieces, is_beside=is_beside)
         self._running.callback(self.updates.close)
-        self.frames = CallFrames(parts.plan, self.blocks, self.house.tier_stores(), device=machine.device)
+        self.frames = CallFrames(parts.plan, self.blocks, self.house.pools(), device=machine.device)
         self.engine = Engine(
             model=parts.model,
             sites=parts.sites,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from memfit import devices
-from memfit.activations import HostStore, ScratchStore
 from memfit.allocator import shortfall_bytes
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.batches.splitting import evaluating
@@ -29,6 +28,7 @@ from memfit.engine.housing import House
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.sites import Site
 from memfit.engine.streaming import WeightStream
+from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.weights import BlockWeights
 from memfit.huggingface.caches import TravellingCaches
 from memfit.job.held import Session, refuse_held
@@ -249,16 +249,16 @@ def stream(
             ) from error
 
 
-def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HostStore | ScratchStore:
+def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HomePool:
     """Host memory beside a device, else a scratch file."""
     if machine.has_host:
         side = devices.of(machine.device).new_stream(machine.device) if devices.is_accelerator(machine.device) else None
-        host = HostStore(machine.device, stream=side, ledger=machine.host_ledger)
+        host = HostPool(machine.device, stream=side, ledger=machine.host_ledger)
         stack.callback(host.close)
         return host
     io = DiskIO()
     stack.callback(io.close)
-    return ScratchStore(stack.enter_context(ScratchFile(machine.disk_directory(directory), io, tag="cache")))
+    return ScratchPool(stack.enter_context(ScratchFile(machine.disk_directory(directory), io, tag="cache")))
 
 
 def _check_caches_fit(machine: Machine, cache_limit: int, left: int) -> None:
