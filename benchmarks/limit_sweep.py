@@ -8,6 +8,10 @@ A case is a model, an optimizer, a batch and a limit, all drawn from the seed an
 the time, a fork of one that has loaded torch, transformers and memfit. With `--wide` models and optimizers are those of `limiting`, trained as they are, with a
 clipped norm, in groups of parameters, or under autocast.
 
+Half of the cases are trained in a way of their own (`HABITS`): batches of shapes that alternate, batches from a `DataLoader` with two workers, NumPy arrays
+that the program makes after `fit`, a given plan in fp16, or one in which every layer's saved tensors have one fate. What arrays and workers take is added to the
+drawn limit; arrays are taken off what was measured before that is compared with what was predicted.
+
 `--cases`: a process asks for 2 MiB and is told the smallest limit. A quarter of the cases get that limit, the others one between it and what training
 without a limit would take. A second process trains three steps, evaluates and saves. It must not breach; the kernel's peak of the process (VmHWM, phase by
 phase) must not be above the limit, nor above the predicted peak by more than 1 % or 2 MiB, whichever is larger; nor may the allocator's peak of tensors be
@@ -26,7 +30,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +43,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from memfit.core.plan import Plan
+
 STEPS = 3
 LEAST_LIMIT = 2 * common.MIB
 BELOW = 0.97
 MOST_ABOVE, MOST_ABOVE_BYTES = 1.01, 2 * common.MIB
 TIMEOUT_S = 1200
+HABITS = ("shapes", "workers", "arrays", "fp16", "recompute", "select", "offload")
+ARRAY_BYTES = 32 * common.MIB
+WORKER_BYTES = 96 * common.MIB  # of two forked processes
 SPECIAL: dict[str, Any] = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -61,6 +70,7 @@ class Case:
         is_empty: built by `memfit.empty`.
         share: of the way from the smallest limit to that of training without one; 0: the smallest limit itself.
         way: how it is trained, of a case of `limiting`: a norm that is clipped ("clip"), parameters in "groups", under "autocast".
+        habit: one of `HABITS`, or "".
     """
 
     name: str
@@ -72,6 +82,12 @@ class Case:
     is_empty: bool
     share: float
     way: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    habit: str = ""
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the program takes beside training, after `fit`."""
+        return {"arrays": ARRAY_BYTES, "workers": WORKER_BYTES}.get(self.habit, 0)
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------------------
@@ -101,7 +117,15 @@ def draw(seed: int, number: int, *, smallest: bool) -> Case:
         optimizer=(kind, OPTIMIZERS[kind]),
         is_empty=trait == "empty",
         share=0.0 if smallest or number % 4 == 3 else round(rng.uniform(0.02, 1.1), 3),
+        habit=_habit(random.Random(f"habit {seed}/{number}"), family),
     )
+
+
+def _habit(rng: random.Random, family: tuple[str, str]) -> str:
+    habit = rng.choice((*HABITS, *("",) * len(HABITS)))
+    # On a processor torch has no recurrent layers in fp16, and its convolutions in fp16 take minutes.
+    lacks_fp16 = family[1] == "recurrent" or family[1].endswith("ImageClassification")
+    return "" if habit == "fp16" and lacks_fp16 else habit
 
 
 def draw_wide(seed: int, number: int, *, smallest: bool) -> Case:
@@ -348,9 +372,9 @@ def measure(case: Case, directory: Path, run: Run) -> dict[str, Any]:
         ]
         return found
     limit = smallest if case.share == 0.0 else int(smallest + case.share * max(0, asked["plain_bytes"] - smallest))
-    trained = run(case, limit, directory)
+    trained = run(case, limit + case.extra_bytes, directory)
     found |= {"smallest_bytes": smallest, "limit_bytes": limit, "trained": trained}
-    problems = _problems(trained, limit)
+    problems = _problems(trained, limit + case.extra_bytes)
     if limit == smallest:
         less = run(case, int(smallest * BELOW), directory)
         found["below"] = less
@@ -367,8 +391,9 @@ def _problems(trained: Mapping[str, Any], limit: int) -> list[str]:
     peak = max(trained["peaks"].values())
     if peak > limit:
         problems.append(f"{peak} bytes measured, {limit} were the limit")
+    own = max(n - (trained["array_bytes"] if name != "load" else 0) for name, n in trained["peaks"].items())
     for what, measured, predicted in (
-        ("process", peak, trained["predicted_process_bytes"]),
+        ("process", own, trained["predicted_process_bytes"]),
         ("tensors", trained["tensor_bytes"], trained["predicted_tensor_bytes"]),
     ):
         if measured > max(predicted * MOST_ABOVE, predicted + MOST_ABOVE_BYTES):
@@ -419,6 +444,7 @@ def _row_text(result: Mapping[str, Any]) -> str:
     case, trained = result["case"], result.get("trained", {})
     mib = common.mib
     words = [case["name"], case["optimizer"][0], "empty" if case["is_empty"] else "whole"]
+    words += [case["habit"]] if case["habit"] else []
     words += [f"smallest {mib(result.get('smallest_bytes'))}", f"limit {mib(result.get('limit_bytes'))}"]
     if "peaks" in trained:
         peaks = trained["peaks"]
@@ -435,6 +461,7 @@ def _row_text(result: Mapping[str, Any]) -> str:
 
 
 def _work(request: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
     import torch
 
     import memfit
@@ -466,6 +493,8 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
             limit=request["limit"],
             directory=where / "homes",
             max_grad_norm=case.way.get("clip"),
+            plan=_plan(case, model, optimizer, loss, batch),
+            allow={"fp16"} if case.habit == "fp16" else (),
         )
     except DoesNotFitError as error:
         return {
@@ -473,14 +502,17 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
             "message": str(error),
             "plain_bytes": _plain_bytes(model, optimizer, loss, batch),
         }
-    steps = [job.step(batch) for _ in range(STEPS)]
+    arrays = [np.ones(ARRAY_BYTES // 8)] if case.habit == "arrays" else []
+    steps = [job.step(one) for one in _batches(case, batch)]
     evaluated = job.evaluate(batch)
     job.save(where / "saved")
     phases = job.proof().phases
     predicted = predict(lower(job.schedule, job.plan, job.profile)).peak_bytes
     found = {
-        "is_finite": all(step.is_finite for step in steps) and evaluated.loss == evaluated.loss,
-        "peaks": {phase.name: phase.process_peak_bytes or 0 for phase in phases},
+        "is_finite": all(step.is_finite or step.is_skipped for step in steps) and evaluated.loss == evaluated.loss,
+        # The arrays lie there from after the load on.
+        "peaks": {phase.name: (phase.process_peak_bytes or 0) for phase in phases},
+        "array_bytes": sum(array.nbytes for array in arrays),
         "tensor_bytes": max(phase.peak_bytes for phase in phases if "step" in phase.name or phase.name == "steady"),
         "predicted_process_bytes": job.predicted_peak_bytes,
         "predicted_tensor_bytes": predicted,
@@ -488,9 +520,63 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
         + (f"; loss in chunks of {job.plan.loss_chunk_tokens}" if job.plan.loss_chunk_tokens else ""),
         "phases": [phase.name for phase in phases],
     }
+    del arrays
     job.close(restore=False)
     assert install().stats().limit_bytes is None
     return found
+
+
+def _plan(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Any) -> Plan | None:
+    """The given plan of a habit; None: one is to be chosen."""
+    import memfit
+    from memfit.core.plan import CallPlan, Plan, Saved, Tier
+    from memfit.core.precision import ComputeDtype
+    from memfit.planning.candidates import decided_calls
+
+    if case.habit == "fp16":
+        return Plan(compute_dtype=ComputeDtype.FLOAT16)
+    if case.habit not in ("recompute", "select", "offload"):
+        return None
+    trace = next(iter(memfit.profile(model, optimizer, loss, batch).traces.values()))
+    chosen = decided_calls(trace)
+    again = case.habit != "offload"
+    fate = CallPlan(saved=Saved(case.habit)) if again else CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)
+    calls = [
+        fate if c.index in chosen and not c.must_keep and not (again and c.runs_once) else CallPlan()
+        for c in trace.calls
+    ]
+    return Plan(calls=tuple(calls))
+
+
+def _batches(case: Case, batch: Any) -> Iterator[Any]:
+    """A batch for each step, as the habit has them."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    if case.habit == "workers":
+        # Each worker makes the whole batch, and hands it over in shared memory.
+        same: Any = _Same(batch)
+        yield from torch.utils.data.DataLoader(same, batch_size=None, num_workers=2)
+        return
+    smaller = tree_map(lambda tensor: tensor[:-1], batch)
+    for step in range(STEPS):
+        yield smaller if case.habit == "shapes" and step % 2 else batch
+
+
+class _Same:
+    """A data set of one batch, `STEPS` times."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+        from torch.utils._pytree import tree_map
+
+        return tree_map(torch.clone, self._batch)
 
 
 def _import(case: Case) -> Callable[[nn.Module, Any], torch.Tensor]:
