@@ -31,7 +31,7 @@ from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.homes.staging import Staged, Staging
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import Gate, UpdateWorker
-from memfit.huggingface.caches import TravellingCaches
+from memfit.huggingface.caches import OffloadedCaches
 from memfit.job import machine
 from memfit.job.saving import _restore_random
 from memfit.store import DiskIO, ScratchFile
@@ -223,9 +223,9 @@ def test_a_cache_leaves_the_device_and_is_there_again_when_caches_are_closed(
 ) -> None:
     from transformers import DynamicCache
 
-    monkeypatch.setattr("memfit.huggingface.caches.PAGE_BYTES", 32 << 10)  # two pages a token
+    monkeypatch.setattr("memfit.huggingface.cache_records.PAGE_BYTES", 32 << 10)  # two pages a token
     store = HostPool(device, stream=devices.of(device).new_stream(device))
-    caches, cache = TravellingCaches(store, 0), DynamicCache()
+    caches, cache = OffloadedCaches(store, 0), DynamicCache()
     parts: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     base = allocated(device)
     most = 0

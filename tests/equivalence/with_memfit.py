@@ -21,7 +21,7 @@ from equivalence.plain import MakeOptimizer, adamw
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.huggingface.forgetful import CacheUse
+from memfit.huggingface.noop_cache import CacheUse
 from memfit.job.problem import Problem
 
 ADAMW = adamw()

@@ -180,10 +180,10 @@ def test_evaluation_holds_the_logits_of_one_microbatch_or_of_one_chunk(allocator
 
 
 def test_a_cache_that_travels_is_written_once_and_a_page_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.huggingface import caches
+    from memfit.huggingface import cache_records
 
     layers, prompt_tokens, more_tokens, row_bytes = 6, 48, 24, 4 * 64
-    monkeypatch.setattr(caches, "PAGE_BYTES", 8 * row_bytes)
+    monkeypatch.setattr(cache_records, "PAGE_BYTES", 8 * row_bytes)
     model: Any = llama(layers).eval()
     prompt = torch.randint(0, 64, (1, prompt_tokens))
     options: dict[str, Any] = {
@@ -203,9 +203,9 @@ def test_a_tensor_that_somebody_writes_to_is_written_home_anew(monkeypatch: pyte
     """Rows count as those of before only while nobody wrote to them."""
     from transformers import DynamicCache
 
-    from memfit.huggingface import caches
+    from memfit.huggingface import cache_records
 
-    monkeypatch.setattr(caches, "PAGE_BYTES", 4 * 4 * 64)
+    monkeypatch.setattr(cache_records, "PAGE_BYTES", 4 * 4 * 64)
     model: Any = llama(4).eval()
     tokens = torch.randint(0, 64, (1, 9))
 

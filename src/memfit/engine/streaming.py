@@ -24,7 +24,7 @@ from memfit.engine.coroutines import Coroutine, can_pause
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.sites import Site, SiteHooks
 from memfit.homes.weights import BlockWeights, check_untouched
-from memfit.huggingface.caches import TravellingCaches
+from memfit.huggingface.caches import OffloadedCaches
 from memfit.tensors.random_streams import draw_streams
 
 
@@ -48,7 +48,7 @@ class WeightStream:
         sites: Sequence[Site],
         blocks: Sequence[BlockWeights],
         *,
-        caches: TravellingCaches | None = None,
+        caches: OffloadedCaches | None = None,
         observe: Callable[[], None] | None = None,
     ) -> None:
         self._caches = caches

@@ -14,7 +14,7 @@ torch 2.13 has `linear_cross_entropy` for this; it is not used because 2.11 lack
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,8 +201,7 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
             "memfit.losses.chunked_cross_entropy in it and leave loss_chunk_tokens out"
         )
     head = owner.get_output_embeddings()  # type: ignore[operator]
-    plain_forward, plain_loss = head.forward, owner.loss_function
-    own_forward, had_loss = "forward" in vars(head), "_loss_function" in vars(owner)
+    restore = _as_before(head, owner)
     deferred: list[Tensor] = []
     calls = {"head": 0, "loss": 0}
 
@@ -246,6 +245,16 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
                 "in chunks (the head handed hidden states on, so this result is discarded): plan loss_chunk_tokens=None"
             )
     finally:
+        restore()
+        deferred.clear()
+
+
+def _as_before(head: Any, owner: Any) -> Callable[[], None]:
+    """Returns what puts the head's forward and the owner's loss function back as they are now."""
+    plain_forward, plain_loss = head.forward, owner.loss_function
+    own_forward, had_loss = "forward" in vars(head), "_loss_function" in vars(owner)
+
+    def restore() -> None:
         if own_forward:
             head.forward = plain_forward
         else:
@@ -254,7 +263,8 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
             owner.loss_function = plain_loss
         else:
             vars(owner).pop("_loss_function", None)
-        deferred.clear()
+
+    return restore
 
 
 # What tells nothing of values or width; the first row is what the engine reads of the outputs of a call.

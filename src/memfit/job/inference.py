@@ -30,7 +30,7 @@ from memfit.engine.sites import Site
 from memfit.engine.streaming import WeightStream
 from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.weights import BlockWeights
-from memfit.huggingface.caches import TravellingCaches
+from memfit.huggingface.caches import OffloadedCaches
 from memfit.job.held import Session, refuse_held
 from memfit.job.interrupts import Interrupts
 from memfit.job.limit_checks import check_limit
@@ -60,7 +60,7 @@ class Inference:
         machine: Machine,
         house: House,
         weights: WeightStream,
-        caches: TravellingCaches | None,
+        caches: OffloadedCaches | None,
     ) -> None:
         self.model = model
         self.weight_bytes = weight_bytes
@@ -233,7 +233,7 @@ def stream(
         stack.enter_context(evaluating(model))
         caches = None
         if cache_limit is not None:
-            caches = TravellingCaches(_cache_rests(machine, directory, stack), cache_limit)
+            caches = OffloadedCaches(_cache_rests(machine, directory, stack), cache_limit)
         weights = WeightStream(sites, blocks, caches=caches, observe=interrupts.check)
         try:
             with weights:
@@ -275,7 +275,7 @@ def _check_caches_fit(machine: Machine, cache_limit: int, left: int) -> None:
 
 
 def _breach_text(
-    error: BaseException, machine: Machine, at: str, weight_bytes: int, caches: TravellingCaches | None
+    error: BaseException, machine: Machine, at: str, weight_bytes: int, caches: OffloadedCaches | None
 ) -> str:
     limit = machine.limits.device_bytes
     held = f"weights {format_bytes(weight_bytes)} at most"
@@ -287,7 +287,7 @@ def _breach_text(
     )
 
 
-def _way_out(missing: int | None, limit: int | None, caches: TravellingCaches | None) -> str:
+def _way_out(missing: int | None, limit: int | None, caches: OffloadedCaches | None) -> str:
     """What would have let the allocation pass that was refused, in figures where they are known."""
     ways = ["Try fewer rows or tokens at a time"]
     can_shrink = caches is not None and caches.here_bytes > caches.least_bytes

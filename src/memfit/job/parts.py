@@ -22,7 +22,7 @@ from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
 from memfit.engine.sites import Site
-from memfit.huggingface.forgetful import CacheChoice
+from memfit.huggingface.noop_cache import CacheChoice
 from memfit.job.machine import Machine
 from memfit.optimizers import OptimizerDriver
 

@@ -33,7 +33,7 @@ from memfit.engine.inputs import cast_dtype, casting_inputs
 from memfit.engine.loss_scaling import in_half
 from memfit.engine.seeding import check_result
 from memfit.homes.optimizer_states import StoredStates, embedding_names, stored_states
-from memfit.huggingface.forgetful import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
+from memfit.huggingface.noop_cache import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
 from memfit.huggingface.vision import vision_way
 from memfit.job.machine import device_of
 from memfit.job.setting import training_setting
@@ -162,7 +162,7 @@ class Problem:
             keeps = any(call.changes_arguments for trace in found.traces.values() for call in trace.calls)
             # What it makes, or keeps in its modules, is of another kind.
             is_other = keeps or noted.keeps_elsewhere or not noted.made
-            use = CacheUse.OFF if is_other else CacheUse.FORGETFUL
+            use = CacheUse.OFF if is_other else CacheUse.NO_OP
         except HandedBackError:
             found, use = None, CacheUse.REAL
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):

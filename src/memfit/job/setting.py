@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from torch import nn
 
 from memfit.huggingface.causal_loss import chunked_head
-from memfit.huggingface.forgetful import CacheUse, caches_in_training
+from memfit.huggingface.noop_cache import CacheUse, caches_in_training
 
 
 @contextmanager
 def training_setting(model: nn.Module, chunk_tokens: int | None, caches: CacheUse) -> Iterator[None]:
-    """Known losses run in chunks of `chunk_tokens`, and transformers' caches hold nothing; see [Note: caches in training] in `huggingface.forgetful`."""
+    """Known losses run in chunks of `chunk_tokens`, and transformers' caches hold nothing; see [Note: caches in training] in `huggingface.noop_cache`."""
     with caches_in_training(model, caches), chunked_head(model, chunk_tokens):
         yield

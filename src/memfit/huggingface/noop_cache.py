@@ -33,7 +33,7 @@ from memfit.core.errors import UnsupportedError
 class CacheUse(Enum):
     """What becomes of the caches that a model makes in training."""
 
-    FORGETFUL = "forgetful"
+    NO_OP = "forgetful"
     OFF = "off"
     REAL = "real"
 
@@ -46,7 +46,7 @@ class HandedBackError(UnsupportedError):
 class CacheChoice:
     """What was found to go with a model: once, at its first trace."""
 
-    use: CacheUse = CacheUse.FORGETFUL
+    use: CacheUse = CacheUse.NO_OP
     is_settled: bool = False
 
 
@@ -84,7 +84,7 @@ def caches_in_training(model: nn.Module, use: CacheUse) -> Iterator[None]:
     _install(utils)
     with ExitStack() as stack:
         for outer in _outermost(model):
-            stack.callback(outer.register_forward_pre_hook(_refuse_forgetful, with_kwargs=True).remove)
+            stack.callback(outer.register_forward_pre_hook(_refuse_noop, with_kwargs=True).remove)
         _making.depth += 1
         try:
             yield
@@ -150,7 +150,7 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
             pending += module.children()
 
 
-def _refuse_forgetful(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_noop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
         caches = (value, getattr(value, "self_attention_cache", None))
         if any(getattr(cache, "keeps_nothing", False) for cache in caches):
@@ -164,7 +164,7 @@ def _refuse_forgetful(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _install(cache_utils: Any) -> None:
     """Has transformers' caches look, when they are made, whether this thread trains. Once a process: what others make is as ever."""
 
-    class Forgetful:
+    class NoOp:
         """Hands out what it is given, as the first update of a real layer does, and keeps none of it."""
 
         def update(
@@ -172,18 +172,18 @@ def _install(cache_utils: Any) -> None:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return _copied(key_states), _copied(value_states)
 
-    class ForgetfulLayer(Forgetful, cache_utils.DynamicLayer):
+    class NoOpLayer(NoOp, cache_utils.DynamicLayer):
         pass
 
-    class ForgetfulSlidingLayer(Forgetful, cache_utils.DynamicSlidingWindowLayer):
+    class NoOpSlidingLayer(NoOp, cache_utils.DynamicSlidingWindowLayer):
         def __init__(self, sliding_window: int) -> None:
             cache_utils.DynamicSlidingWindowLayer.__init__(self, sliding_window)
 
-    def forgetful(layer: Any) -> Any:
+    def without_memory(layer: Any) -> Any:
         if type(layer) is cache_utils.DynamicLayer:
-            return ForgetfulLayer()
+            return NoOpLayer()
         if type(layer) is cache_utils.DynamicSlidingWindowLayer:
-            return ForgetfulSlidingLayer(sliding_window=layer.sliding_window)
+            return NoOpSlidingLayer(sliding_window=layer.sliding_window)
         return layer
 
     plain_cache, plain_pair = cache_utils.DynamicCache.__init__, cache_utils.EncoderDecoderCache.__init__
@@ -193,9 +193,9 @@ def _install(cache_utils: Any) -> None:
         plain_cache(self, *args, **kwargs)
         if not _making.depth or any(getattr(layer, "is_initialized", False) for layer in self.layers):
             return
-        self.layers = [forgetful(layer) for layer in self.layers]
+        self.layers = [without_memory(layer) for layer in self.layers]
         if self.layer_class_to_replicate is cache_utils.DynamicLayer:
-            self.layer_class_to_replicate = ForgetfulLayer
+            self.layer_class_to_replicate = NoOpLayer
         self.keeps_nothing = True
         _making.made += 1
 
