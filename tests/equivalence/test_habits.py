@@ -23,8 +23,10 @@ from equivalence.plain import adamw
 from equivalence.test_users_code import Layer, Net, batch_of, case_of, loss_of
 from equivalence.with_memfit import profile_of
 from equivalence.zoo import Batch, Case
-from memfit.core.errors import UnsupportedError, UsageError
-from memfit.core.plan import CallPlan, Plan, Saved
+from memfit.core.errors import PlanError, UnsupportedError, UsageError
+from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.tiers import Tier
+from memfit.planning.candidates import list_candidates
 
 # What hangs on the model
 
@@ -143,8 +145,8 @@ def build(habit: Callable[[nn.Module], None] | None, loss: Callable[[nn.Module, 
     return case
 
 
-def fit_with(plan: Plan) -> Callable[[Case, torch.optim.Optimizer], JobLike]:
-    """Makes jobs that follow the plan."""
+def fit_with(plan: Plan | None) -> Callable[[Case, torch.optim.Optimizer], JobLike]:
+    """Makes jobs that follow the plan, or choose one."""
     return lambda case, optimizer: memfit.fit(case.model, optimizer, case.loss, case.batch(0), plan=plan)
 
 
@@ -226,6 +228,58 @@ def test_a_gradients_hook_that_reads_another_layer_meets_it_before_its_update(
     assert [b.name for b in found.blocks if b.is_spanning] == ["layers.2"]
     for plan in (Plan(), Plan(blocks=plans.on_disk(found))):
         assert_equal_training(lambda: build(habit), adamw(), fit_with(plan), has_gradients=False, steps=2)
+
+
+def adds_the_gradient_of_another(model: nn.Module) -> None:
+    first, last = model.get_parameter("layers.0.mix.weight"), model.get_parameter("layers.2.mix.weight")
+
+    def balance(gradient: Tensor) -> Tensor | None:
+        return None if last.grad is None else gradient + 0.5 * last.grad
+
+    first.register_hook(balance)
+
+
+def divides_by_the_norm_so_far(model: nn.Module) -> None:
+    def divide(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        so_far = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        parameter.grad.div_(1 + torch.stack(so_far).norm())
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(divide)
+
+
+def a_layers_hook_reads_a_gradient(model: nn.Module) -> None:
+    first, last = model.get_submodule("layers.0"), model.get_parameter("layers.2.mix.weight")
+
+    def scale(_: nn.Module, inputs: Any, __: Any) -> Any:
+        return inputs if last.grad is None else tuple(x * (1 + last.grad.norm()) for x in inputs)
+
+    first.register_full_backward_hook(scale)
+
+
+@pytest.mark.parametrize(
+    "habit", [adds_the_gradient_of_another, divides_by_the_norm_so_far, a_layers_hook_reads_a_gradient]
+)
+def test_a_hook_that_reads_other_gradients_finds_them(habit: Callable[[nn.Module], None]) -> None:
+    found = profile_of(build(habit))
+    assert "layers.2.mix.weight" in found.read_gradients
+    waits = Plan(update=UpdateTime.AFTER_BACKWARD)
+    away = {name: replace(homes, gradient_home=Tier.DEVICE) for name, homes in plans.on_disk(found).items()}
+    for plan in (None, waits, replace(waits, blocks=away)):
+        assert_equal_training(lambda: build(habit), adamw(), fit_with(plan), has_gradients=False, steps=2)
+
+
+def test_no_plan_drops_gradients_that_a_hook_reads() -> None:
+    case = build(adds_the_gradient_of_another)
+    with pytest.raises(PlanError, match=r"a hook reads the gradient of 'layers\.2\.mix\.weight'.*after-backward"):
+        memfit.fit(case.model, adamw()(case.model), case.loss, batch_of(0), plan=Plan())
+    listed = [*list_candidates(profile_of(case), microbatches=1, tiers=(Tier.DISK,), clips_norm=False)]
+    assert listed and all(candidate.plan.update is UpdateTime.AFTER_BACKWARD for candidate in listed)
+    assert {b.gradient_home for candidate in listed for b in candidate.plan.blocks.values()} <= {Tier.DEVICE}
+    # A parameter's own gradient is its hooks' own matter.
+    assert profile_of(build(clips_itself)).read_gradients == ()
+    assert "grad" not in vars(torch.Tensor)
 
 
 def test_a_batch_is_not_cut_where_hooks_would_see_shares_of_gradients() -> None:

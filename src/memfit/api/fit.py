@@ -47,6 +47,7 @@ from memfit.job.problem import (
 )
 from memfit.job.user_hooks import tell_hooks
 from memfit.job.weight_sources import bring_from, forget_in, open_sources, take_back_in
+from memfit.planning.candidates import update_time
 from memfit.profiling.blocks import find_blocks
 from memfit.store import Durability
 from memfit.store.directory import is_there
@@ -310,7 +311,8 @@ def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Jo
     if budget.limit_bytes is None and task.like is None and not task.has_journal:
         task = task.cut_by(ways[0])
         found = task.problem.profile(task.sample, (1,), chunk_tokens=None)
-        return task.job(Plan(), "no limit was given: everything stays on the device.", found, budget, why="")
+        plan = Plan(update=update_time(found, clips_norm=False))
+        return task.job(plan, "no limit was given: everything stays on the device.", found, budget, why="")
     probed = task.hardware()
     why, whole = "", None
     for way in ways[:-1]:

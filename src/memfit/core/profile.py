@@ -268,6 +268,8 @@ class Profile:
         carried: names of the submodules, and of the numbers, flags, words and tensors on modules or kept by the loss, that a forward changes for the one after
             it (an exchanged attention, a counter): microbatches run one after the other.
         viewed_gradients: names of the parameters whose gradient comes as a view (of a transposed product): autograd adds two of them into a third.
+        read_gradients: names of the parameters whose `.grad` hooks of others read in backward: all gradients stay on the device, and updates wait for
+            the end of backward.
         counts_losses: the loss returns (sum, count).
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
@@ -287,6 +289,7 @@ class Profile:
     shared_weights: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     viewed_gradients: tuple[str, ...] = ()
+    read_gradients: tuple[str, ...] = ()
     counts_losses: bool = False
     buffer_bytes: int = 0
     source: str = "fake"
@@ -360,7 +363,7 @@ class Profile:
         swaps = any(
             call.is_substituted or call.changes_itself for trace in self.traces.values() for call in trace.calls
         )
-        return bool(self.carried or self.written_weights or swaps)
+        return bool(self.carried or self.written_weights or self.read_gradients or swaps)
 
     @property
     def weight_bytes(self) -> int:

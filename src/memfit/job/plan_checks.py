@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from memfit.core.again import check_again
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import Order, Plan, Saved
+from memfit.core.plan import Order, Plan, Saved, UpdateTime
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
@@ -80,6 +80,7 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
         _check_tail(plan, profile)
     _check_written(plan, profile, is_committed=is_committed)
     _check_spanning(plan, profile)
+    _check_read_gradients(plan, profile)
     for trace in profile.traces.values():
         check_again(plan, trace.calls)
 
@@ -97,6 +98,20 @@ def _check_spanning(plan: Plan, profile: Profile) -> None:
                 "read outside of the calls of their module (by the loss, another module's forward, a hook, or a function that takes the weight): plan "
                 "weight_home='device' for it (gradients and states may still rest elsewhere), or let the code call the module"
             )
+
+
+def _check_read_gradients(plan: Plan, profile: Profile) -> None:
+    """Raises `PlanError` where a hook would find a gradient gone that it reads in plain PyTorch."""
+    if not profile.read_gradients:
+        return
+    name, *others = profile.read_gradients
+    away = any(plan.block(block.name).gradient_home is not Tier.DEVICE for block in profile.blocks)
+    follows = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
+    if away or not follows or plan.update is not UpdateTime.AFTER_BACKWARD:
+        raise PlanError(
+            f"a hook reads the gradient of {name!r}{f' (and {len(others)} more)' if others else ''} while backward runs, which the plan drops before: plan "
+            "update='after-backward', gradients at home on the device and microbatches one after the other, or read gradients after the step (keep_gradients=True)"
+        )
 
 
 def _check_tail(plan: Plan, profile: Profile) -> None:

@@ -10,7 +10,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 | homes        | all on the device; states away; states and gradients away (where gradients wait); everything away      |
 | prefetch     | 1; with everything away also 0 and 3                                                                   |
 | tail         | with several microbatches, layer-major: the calls after the last repeated one                          |
-| update       | in backward, unless the norm of all gradients must be known first                                      |
+| update       | in backward, unless the norm of all gradients must be known first, or hooks read others' gradients     |
 | masters      | where there are any: whole, or split (what the bf16 weight does not say), where states go; none, if    |
 |              | stochastic rounding is allowed                                                                         |
 """
@@ -56,6 +56,11 @@ class _Homes:
 class _Fate:
     name: str
     call: CallPlan
+
+
+def update_time(profile: Profile, *, clips_norm: bool) -> UpdateTime:
+    """When blocks are updated: as soon as backward has left them, unless gradients are needed together."""
+    return UpdateTime.AFTER_BACKWARD if clips_norm or profile.read_gradients else UpdateTime.IN_BACKWARD
 
 
 def list_candidates(
@@ -108,7 +113,7 @@ def list_candidates(
                 for c in trace.calls
             )
             seen: list[Plan] = []
-            for homes in _homes(tiers, gradients_wait=waits):
+            for homes in _homes(tiers, gradients_wait=waits and not profile.read_gradients):
                 is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
                 plan = Plan(
                     microbatches=microbatches,
@@ -116,7 +121,7 @@ def list_candidates(
                     blocks=_blocks(profile, homes),
                     calls=() if fate.call.saved is Saved.KEEP else calls,
                     tail=find_tail(trace) if is_layer_major else None,
-                    update=UpdateTime.AFTER_BACKWARD if clips_norm else UpdateTime.IN_BACKWARD,
+                    update=update_time(profile, clips_norm=clips_norm),
                     prefetch=homes.prefetch,
                     compute_dtype=chosen_dtype,
                 )

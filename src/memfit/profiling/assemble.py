@@ -32,6 +32,7 @@ class Traced:
     shared_weights: tuple[str, ...]
     carried: tuple[str, ...]
     viewed_gradients: tuple[str, ...]
+    read_gradients: tuple[str, ...] = ()
 
 
 def assemble_profile(
@@ -81,6 +82,7 @@ def assemble_profile(
         shared_weights=tuple(dict.fromkeys(name for t in traced for name in t.shared_weights)),
         carried=tuple(dict.fromkeys(name for t in traced for name in t.carried)),
         viewed_gradients=tuple(dict.fromkeys(name for t in traced for name in t.viewed_gradients)),
+        read_gradients=tuple(dict.fromkeys(name for t in traced for name in t.read_gradients)),
         unsplittable_buffers=tuple(dict.fromkeys(name for t in traced for name in t.unsplittable_buffers)),
         buffer_bytes=sum({id(b): b.nbytes for b in model.buffers()}.values()),
         source=source,

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import is_movable
 from memfit.profiling.blocks import ModuleSite
+from memfit.profiling.gradient_hooks import GradientReads
 from memfit.profiling.kept import kept_tensors
 from memfit.profiling.known import Facts, Kind, KnownOperations
 from memfit.profiling.known_values import Values
@@ -67,6 +68,7 @@ class TraceRecorder(TorchDispatchMode):
         self.changed: tuple[str, ...] = ()  # numbers and words on modules, by this forward
         self.replaced: tuple[str, ...] = ()  # tensors that the program keeps, by this forward
         self.viewed_gradients: set[str] = set()
+        self.gradient_reads = GradientReads()
         self.backward_reads: set[tuple[int, str]] = set()
         self._weights: set[int] = set()
         self._real: dict[int, str] = {}

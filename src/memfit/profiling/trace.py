@@ -291,6 +291,7 @@ def _trace_one(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: boo
         shared_weights=step.shared_weights,
         carried=carried,
         viewed_gradients=tuple(sorted(step.viewed_gradients)),
+        read_gradients=tuple(step.gradient_reads.found),
     )
 
 

@@ -24,7 +24,6 @@ from memfit.core.planning_state import trial
 from memfit.core.precision import ComputeDtype
 from memfit.profiling.blocks import BlockMap
 from memfit.profiling.carried import ModuleMarks
-from memfit.profiling.gradient_hooks import hand_on
 from memfit.profiling.known import KnownOperations
 from memfit.profiling.known_values import readable_fakes
 from memfit.profiling.program_state import untouched_program
@@ -113,7 +112,10 @@ def run_traced(
             weights = {n: made[id(p)] for block in setting.block_map.blocks for n, p in block.parameters}
             recorder.end_forward(value, dict(setting.model.named_buffers(remove_duplicate=False)), weights)
             recorder.begin_backward()
-            value.backward()
+            names = {id(p): name for block in setting.block_map.blocks for name, p in block.parameters}
+            names |= {id(stand_in): name for name, stand_in in weights.items()}
+            with recorder.gradient_reads.watched(names, made):
+                value.backward()
     return recorder
 
 
@@ -214,7 +216,7 @@ def _declare(recorder: TraceRecorder, setting: TraceSetting, made: Mapping[int, 
             if stand_in.requires_grad:
                 stand_in.register_hook(partial(recorder.note_arrival, name))
                 stand_in.register_post_accumulate_grad_hook(recorder.log.note_gradient)
-                hand_on(parameter, stand_in)
+                recorder.gradient_reads.hand_on(parameter, stand_in)
     recorder.register_buffers(dict(setting.model.named_buffers(remove_duplicate=False)))
     for tensor in contained_tensors(batch):
         recorder.register(tensor, Role.INPUT, is_batch=True)
