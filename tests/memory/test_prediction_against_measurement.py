@@ -435,7 +435,7 @@ def test_a_last_batch_of_one_row_holds_what_its_prediction_says(order: Order, tm
         job.step(last)
         prepared = job._assembly.prepare(last)
         assert prepared.microbatches == 1
-        intervals = measure_step(job, last, prepared.timeline, allocator, before_bytes, prepared.schedule)
+        intervals = measure_step(job, last, prepared.timeline, allocator, before_bytes, prepared.step.schedule)
         texts = deviations(Found(intervals, prepared.timeline, SMALL_BYTES))
         assert not texts, "\n".join(texts[:20])
     finally:

@@ -228,7 +228,7 @@ class Task:
         cut = replace(plan, microbatches=self.problem.cut.most(self.sample, plan.microbatches))
         ready = prepared_for(found, cut, clips_norm=self.clips_norm, device=self.device)
         peak = ready.timeline.peak_bytes
-        report = peak_report(lower(ready.schedule, cut, found, device=self.device, is_itemized=True), rows=6)
+        report = peak_report(lower(ready.step.schedule, cut, found, device=self.device, is_itemized=True), rows=6)
         if cut.microbatches > 1 and NONADDITIVE not in self.allow:
             rows = min(checked_rows(self.problem.cut), found.batch_rows)
             traced = found
@@ -361,11 +361,12 @@ def prepared_for(
     """
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     check_schedule(schedule, plan, profile, clips_norm=clips_norm)
+    step = lower(schedule, plan, profile, adds_apart=adds_apart, device=device)
     return Prepared(
         plan=plan,
         profile=profile,
         rows=-(-profile.batch_rows // plan.microbatches),
-        schedule=schedule,
-        evaluation=build_forward(plan, profile, plan.microbatches),
-        timeline=predict(lower(schedule, plan, profile, adds_apart=adds_apart, device=device)),
+        step=step,
+        evaluation=lower(build_forward(plan, profile, plan.microbatches), plan, profile, device=device),
+        timeline=predict(step),
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from memfit.core.schedule import Action
+from memfit.core.schedule import Action, Schedule
 from memfit.core.tiers import Tier
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
@@ -106,21 +106,29 @@ class Step:
     """A step, or a forward-only pass, in full.
 
     Attributes:
-        names: blocks by index, for those who show owners.
-        sites: names of the calls by index, likewise.
+        schedule: what it was lowered from, an action an operation.
         resting: bytes that are there before the first operation.
         operations: in order.
         sealing: transfers behind the last operation, with nothing beside them: a step's share of a commit.
     """
 
-    names: tuple[str, ...]
-    sites: tuple[str, ...]
+    schedule: Schedule
     resting: tuple[ByteChange, ...]
     operations: tuple[Operation, ...]
     sealing: tuple[Transfer, ...] = ()
 
     def __iter__(self) -> Iterator[Operation]:
         return iter(self.operations)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Blocks by index."""
+        return self.schedule.blocks
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the calls by index."""
+        return tuple(call.site for call in self.schedule.calls)
 
     def owner_name(self, change: ByteChange) -> str:
         """The owner of a change as a person knows it."""

@@ -24,7 +24,7 @@ from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, Uns
 from memfit.core.planning_state import trial
 from memfit.core.precision import ComputeDtype
 from memfit.core.units import format_bytes
-from memfit.engine.engine import StepInput
+from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
 from memfit.job.parts import Prepared
@@ -34,6 +34,7 @@ from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program
 from memfit.profiling.standins import untouched_modules
 from memfit.scheduling.build import build_forward
+from memfit.scheduling.lower import lower
 
 # What a model raises that is given what is no batch.
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
@@ -172,7 +173,8 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
     try:
         for batches in ([whole], parts):
             give_random(before)
-            schedule = build_forward(assembly.plan, assembly.parts.prepared.profile, len(batches))
+            profile = assembly.parts.prepared.profile
+            step = lower(build_forward(assembly.plan, profile, len(batches)), assembly.plan, profile)
 
             def run(m: int, batches: Sequence[Any] = batches) -> Any:
                 with RowsAlike() if may_draw else nullcontext():
@@ -180,7 +182,7 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
 
             work = StepInput(run=run, shares=None, streams=[None] * len(batches))
             with torch.no_grad(), _untouched(assembly), assembly.setting():
-                results.append(assembly.engine.evaluate(schedule, work))
+                results.append(assembly.engine.evaluate(step, work))
             if not may_draw and not is_random_state(before):
                 return None
     finally:

@@ -540,7 +540,7 @@ class Job:
     @property
     def schedule(self) -> Schedule:
         """The step as data; `.text()` prints it."""
-        return self._assembly.parts.prepared.schedule
+        return self._assembly.parts.prepared.step.schedule
 
     @property
     def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -29,8 +29,8 @@ from memfit.checkpoints import RunStore, run_state
 from memfit.checkpoints.copies import StoreCopies
 from memfit.checkpoints.run_state import part
 from memfit.core.errors import MemfitWarning, StoreError, UnsupportedError
-from memfit.engine.engine import Outcome
 from memfit.engine.housing import House
+from memfit.engine.work import Outcome
 from memfit.homes import Tickets
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.updates import Gate, UpdateWorker

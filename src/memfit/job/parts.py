@@ -19,7 +19,7 @@ from memfit.checkpoints.run_store import RunStore
 from memfit.core.numerics import Numerics
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
-from memfit.core.schedule import Schedule
+from memfit.core.step import Step
 from memfit.core.timeline import Timeline
 from memfit.engine.sites import Site
 from memfit.huggingface.noop_cache import CacheChoice
@@ -35,7 +35,7 @@ class Prepared:
         plan: the job's, with as many microbatches as the batch has rows where it has fewer than the plan wants.
         profile: traced with these shapes.
         rows: of the largest microbatch.
-        schedule: a training step.
+        step: a training step.
         evaluation: a forward pass.
         timeline: the predicted bytes of the step.
     """
@@ -43,8 +43,8 @@ class Prepared:
     plan: Plan
     profile: Profile
     rows: int
-    schedule: Schedule
-    evaluation: Schedule
+    step: Step
+    evaluation: Step
     timeline: Timeline
 
     @property

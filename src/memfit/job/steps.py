@@ -12,7 +12,7 @@ from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.batches.splitting import shares
 from memfit.core.errors import LimitBreachError, StoreError
 from memfit.core.units import format_bytes
-from memfit.engine.engine import Outcome, StepInput
+from memfit.engine.work import Outcome, StepInput
 from memfit.homes.gradients import clip_factor
 from memfit.job.assembly import Assembly
 from memfit.job.journaling import StepJournal
@@ -59,7 +59,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             settle=None if assembly.journal is None else assembly.journal.decide,
         )
         with assembly.setting():
-            outcome = assembly.engine.run(prepared.schedule, work)
+            outcome = assembly.engine.run(prepared.step, work)
         if scaler is not None:
             scaler.update(has_overflowed=outcome.is_skipped)
         assembly.checkpointer.note_changed(assembly.updates.updated_blocks)

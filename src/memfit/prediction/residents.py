@@ -26,8 +26,9 @@ def residents_at(step: Step, index: int) -> tuple[Resident, ...]:
 
     Activations are named by the call whose forward made them, all microbatches together, where the step was lowered with `is_itemized`.
     """
+    names, sites = step.names, step.sites
     found = [
-        Resident(category=category, name=owner_name(owner, step.names, step.sites), nbytes=nbytes)
+        Resident(category=category, name=owner_name(owner, names, sites), nbytes=nbytes)
         for (category, owner), nbytes in held_at(step, index).items()
     ]
     return tuple(sorted(found, key=lambda r: (-r.nbytes, r.category, r.name)))

@@ -259,8 +259,7 @@ class _Lowering:
         """The whole step."""
         sealed = round(commits * commit_bytes(self._plan, self._profile)) if commits else 0
         return Step(
-            names=self._shape.blocks,
-            sites=tuple(call.site for call in self._facts.trace.calls),
+            schedule=self._schedule,
             resting=tuple(self._resting()),
             operations=tuple(self._lower(action) for action in self._schedule),
             sealing=(Transfer(Tier.DISK, "write", "commit", sealed),) if sealed else (),

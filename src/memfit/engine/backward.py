@@ -1,0 +1,107 @@
+"""The calls of autograd of one run: tails that run back at once, the joint backward from their cuts, losses that run back whole.
+
+In: losses with their factors. Out: gradients on the parameters; hooks tell the run meanwhile which call autograd has come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from memfit.core.schedule import Schedule
+from memfit.engine.crossing import differentiate_on_host, refuse_detours
+from memfit.engine.seeding import Seeds
+from memfit.engine.tail import CutEdge, TailAliases, differentiate_tail, hooks_of, sequence_number, withheld
+from memfit.engine.work import EngineParts
+
+
+class BackwardPasses:
+    """Passes of one run. See `engine.tail`, [Note: tail at once].
+
+    Args:
+        parts: of the engine.
+        schedule: of the run.
+        is_new: no run of this step has come to its end yet.
+
+    Attributes:
+        tail: first call of the tail; None: there is none.
+        aliases: of weights that the tail shares with calls before it.
+    """
+
+    def __init__(self, parts: EngineParts, schedule: Schedule, *, is_new: bool) -> None:
+        self.tail = schedule.tail
+        self.aliases = _aliases(parts, schedule)
+        self._has_accelerator = parts.has_accelerator
+        self._is_new = is_new
+        self._cuts: list[CutEdge] = []
+        self._hooks_before_tail: list[dict[int, Any]] = []
+        self._tail_began: dict[int, int] = {}
+
+    @property
+    def has_cuts(self) -> bool:
+        """A tail has left gradients for a joint backward."""
+        return bool(self._cuts)
+
+    def is_in_tail(self, call: int) -> bool:
+        """The call belongs to the tail."""
+        return self.tail is not None and call >= self.tail
+
+    def begin_tail(self, microbatch: int) -> None:
+        """What the microbatch makes from here on is the tail, also where its first call is left out."""
+        self._tail_began.setdefault(microbatch, sequence_number())
+
+    def watch_cut(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Outputs of a call before the tail: their hooks wait for the joint backward."""
+        self._hooks_before_tail += [hooks_of(t) for t in outputs if t.grad_fn is not None]
+
+    def run_tail(self, microbatch: int, seeds: Seeds) -> None:
+        """The tail of a microbatch runs back to its cut."""
+        began = self._tail_began.get(microbatch, sequence_number())
+        with withheld(self._hooks_before_tail):
+            self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self.aliases))
+        self.aliases.forget()
+
+    def run_joint(self) -> None:
+        """One backward from the cuts of all microbatches."""
+        cuts, self._cuts = self._cuts, []
+        self._run_from(cuts)
+
+    def run_whole(self, seeds: Seeds) -> None:
+        """One backward of the sum of these losses."""
+        if len(seeds.losses) > 1 and self._has_accelerator:
+            # All roots must lie in the accelerator's queue. See crossing.py, [Note: one ready queue].
+            pairs = zip(seeds.losses, seeds.factors, strict=True)
+            starts = [start for loss, factor in pairs for start in differentiate_on_host(loss, factor)]
+            seeds.losses.clear()
+            self._run_from(starts)
+        else:
+            torch.autograd.backward(seeds.losses, seeds.factors)
+            seeds.losses.clear()
+
+    def _run_from(self, starts: list[CutEdge]) -> None:
+        """Empties the list: nothing of the graph outlives its backward."""
+        if self._has_accelerator and self._is_new:
+            refuse_detours(start.edge.node for start in starts)
+        edges, gradients = [start.edge for start in starts], [start.gradient for start in starts]
+        starts.clear()
+        torch.autograd.backward(edges, gradients)
+
+    def forget(self) -> None:
+        """Holds nothing of the graph any more."""
+        self._cuts.clear()
+        self._hooks_before_tail.clear()
+        self.aliases.forget()
+
+
+def _aliases(parts: EngineParts, schedule: Schedule) -> TailAliases:
+    if schedule.tail is None:
+        return TailAliases((), set())
+    calls = schedule.calls
+    before = {b for call in calls[: schedule.tail] for b in call.blocks}
+    tail_names = {call.site for call in calls[schedule.tail :]}
+    return TailAliases(
+        [site.module for site in parts.sites if site.name in tail_names],
+        {id(slot.parameter) for b in before for slot in parts.blocks[b].slots},
+    )

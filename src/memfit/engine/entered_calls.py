@@ -1,0 +1,260 @@
+"""Calls of the user's code as they begin and end: which call of the trace each one is, and what has to be there for it.
+
+In: sites that are entered and left. Out: weights that are here, frames that manage what is saved, hooks that tell when a call's backward begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from memfit.activations import Frame
+from memfit.activations.frames import RecomputedFrame
+from memfit.activations.saved_tensors import TRY_ANOTHER_FATE
+from memfit.core.errors import UnsupportedError
+from memfit.core.schedule import Forward, Schedule
+from memfit.engine.backward import BackwardPasses
+from memfit.engine.coroutines import Coroutine, can_pause
+from memfit.engine.leaves import MicrobatchLeaves, Replaced
+from memfit.engine.measured_step import StepRecorder
+from memfit.engine.open_frames import OpenFrames
+from memfit.engine.work import EngineParts
+from memfit.tensors.trees import tensors_in
+
+
+class BackwardObserver(Protocol):
+    """Who is told when autograd comes to a call."""
+
+    def begins(self, serial: int, call: int | None, microbatch: int, site: int) -> None:
+        """The first gradient has reached an output of a call of the run of that serial number.
+
+        Args:
+            serial: of the run.
+            call: its number in the trace; None or below 0: a call that no schedule foresaw.
+            microbatch: -1 for such.
+            site: by index.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Tells an observer of backwards, without keeping it alive: hooks live in autograd's graph."""
+
+    observer: weakref.ref[BackwardObserver]
+    serial: int
+
+    def watch(self, output: Any, call: int | None, microbatch: int, site: int) -> list[torch.Tensor]:
+        """Has autograd tell when the call's backward begins: before the node of any of its outputs runs.
+
+        Hooks on nodes, not on tensors: a tensor that is changed in place later gets another node, and hooks registered on the tensor object would
+        follow it or stay by rules of their own. Of a view that is changed later, only the base's node may be left in the graph.
+
+        Returns:
+            The outputs that need a gradient, and their bases.
+        """
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
+        tensors += [t._base for t in tensors if t._is_view() and t._base is not None]
+        nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
+        observer, serial = self.observer, self.serial
+
+        def begins(_gradients: Any) -> None:
+            it = observer()
+            if it is not None:
+                it.begins(serial, call, microbatch, site)
+
+        for node in nodes:
+            node.register_prehook(begins)
+        return tensors
+
+
+@dataclass
+class _OpenCall:
+    """A site that is running now."""
+
+    site: int
+    call: int | None
+    frame: Frame | None
+    replaced: Replaced = field(default_factory=list)
+
+
+class ServedCalls:
+    """Calls outside of any step: weights come when a call begins, and go when it is over and no backward needs them.
+
+    Args:
+        parts: of the engine.
+        listener: for the backward of what they give.
+    """
+
+    def __init__(self, parts: EngineParts, listener: Listener) -> None:
+        self._parts = parts
+        self._listener = listener
+        self._opened: list[int] = []
+        self.recomputing = 0
+
+    def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `CallObserver`."""
+        del args, kwargs
+        if self.recomputing:
+            return
+        if not self._opened:
+            self._parts.visits.ensure(self._parts.sites[site].blocks, is_foreseen=True)
+        self._opened.append(site)
+
+    def leave(self, site: int, output: Any) -> None:
+        """See `CallObserver`."""
+        if self.recomputing or not self._opened or self._opened[-1] != site:
+            return
+        self._opened.pop()
+        if self._opened:
+            return  # inside another call: part of it
+        if output is not None and torch.is_grad_enabled():
+            self._listener.watch(output, None, -1, site)
+        self._parts.visits.end_on_demand()
+
+    def ensure(self, blocks: Sequence[int]) -> None:
+        """The blocks' weights are here when this returns."""
+        self._parts.visits.ensure(blocks, is_foreseen=True)
+
+
+class StepCalls:
+    """Calls of one run.
+
+    Args:
+        parts: of the engine.
+        schedule: of the run.
+        frames: of its calls.
+        passes: of its backwards.
+        leaves: of microbatches, where gradients are added apart; None: they are not.
+        listener: for the backward of what the calls give.
+        recorder: measures what is waited for; None: nobody does.
+
+    Attributes:
+        running: the coroutine whose code runs now.
+        recomputing: how many calls are running again inside backward: their sites are passed through, nothing pauses.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        schedule: Schedule,
+        *,
+        frames: OpenFrames,
+        passes: BackwardPasses,
+        leaves: MicrobatchLeaves | None,
+        listener: Listener,
+        recorder: StepRecorder | None,
+    ) -> None:
+        self._parts = parts
+        self._recorder = recorder
+        self._schedule = schedule
+        self._frames = frames
+        self._passes = passes
+        self._leaves = leaves
+        self._listener = listener
+        self._opened: list[_OpenCall] = []
+        self._firsts = {a.first for a in schedule.actions if isinstance(a, Forward)}
+        self.running: Coroutine | None = None
+        self.recomputing = 0
+
+    def resume(self, coroutine: Coroutine) -> None:
+        """The microbatch's code goes on, to where it pauses next or to its end."""
+        self.running = coroutine
+        replaced = self._leaves.enter(self._parts.loose) if self._leaves is not None else []
+        try:
+            coroutine.resume()
+        finally:
+            self.running = None
+            if self._leaves is not None:
+                self._leaves.leave(replaced)
+
+    def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `CallObserver`."""
+        if self.recomputing:
+            return
+        if self._opened:
+            self._opened.append(_OpenCall(site, None, None))  # inside another call: part of it
+            return
+        parts, coroutine = self._parts, self.running
+        blocks, name = parts.sites[site].blocks, parts.sites[site].name
+        if coroutine is None or not coroutine.is_current:
+            parts.visits.ensure(blocks, is_foreseen=True)
+            self._opened.append(_OpenCall(site, None, None))
+            return
+        call = self._next_call(coroutine, name)
+        if call is None:
+            parts.departures.append(f"microbatch {coroutine.microbatch} calls {name!r} where the trace did not")
+            parts.visits.ensure(blocks, is_foreseen=True)
+            self._opened.append(_OpenCall(site, -1, None, self._put_leaves(site)))
+            return
+        is_own = parts.own.are_here(site)
+        if self._schedule.is_interleaved and not is_own:
+            raise _refused_substitutes(
+                name,
+                "microbatches that take turns would get each other's; plan microbatches=1, or order='microbatch-major'",
+            )
+        if call in self._firsts and can_pause():
+            coroutine.pause(call)
+        coroutine.position = call + 1
+        self.ensure(blocks)
+        frame = parts.frames.begin(call, coroutine.microbatch, parts.sites[site], args, kwargs)
+        if frame is not None:
+            self._frames.add(call, coroutine.microbatch, frame)
+            if not is_own and isinstance(frame, RecomputedFrame) and torch.is_grad_enabled():
+                raise _refused_substitutes(name, f"running it again would compute with its own; {TRY_ANOTHER_FATE}")
+            frame.enter()
+        replaced = self._put_leaves(site)
+        if self._passes.is_in_tail(call):
+            self._passes.aliases.enter(parts.sites[site].module)
+        self._opened.append(_OpenCall(site, call, frame, replaced))
+
+    def leave(self, site: int, output: Any) -> None:
+        """See `CallObserver`."""
+        if self.recomputing or not self._opened or self._opened[-1].site != site:
+            return
+        opened = self._opened.pop()
+        if opened.call is None and self._opened:
+            return
+        if opened.call is not None and self._passes.is_in_tail(opened.call):
+            self._passes.aliases.leave(self._parts.sites[site].module)
+        if self._leaves is not None:
+            self._leaves.leave(opened.replaced)
+        if opened.frame is not None:
+            opened.frame.leave(output)
+        if output is None or not torch.is_grad_enabled():
+            return
+        microbatch = self.running.microbatch if self.running is not None else -1
+        tensors = self._listener.watch(output, opened.call, microbatch, site)
+        if self._passes.tail is not None and opened.call is not None and not self._passes.is_in_tail(opened.call):
+            self._passes.watch_cut(tensors)
+
+    def ensure(self, blocks: Sequence[int]) -> None:
+        """The blocks' weights are here when this returns."""
+        with nullcontext() if self._recorder is None else self._recorder.stall("fetch"):
+            self._parts.visits.ensure(blocks)
+
+    def restore(self) -> None:
+        """After an error: all modules have their own weights."""
+        self._passes.aliases.restore_all()
+        if self._leaves is not None:
+            self._leaves.restore_all()
+
+    def _put_leaves(self, site: int) -> Replaced:
+        """See [Note: leaves of a microbatch]."""
+        return self._leaves.enter(self._parts.sites[site].blocks) if self._leaves is not None else []
+
+    def _next_call(self, coroutine: Coroutine, name: str) -> int | None:
+        """Which call of the trace this is: the next one of this site, at or after the microbatch's position."""
+        calls = self._schedule.calls
+        return next((call for call in range(coroutine.position, len(calls)) if calls[call].site == name), None)
+
+
+def _refused_substitutes(name: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name!r} is called with other tensors in the places of its parameters (torch.func.functional_call, for instance): {why}"
+    )

@@ -1,0 +1,112 @@
+"""What a run took, operation by operation: a `Timeline` of the same form as the predicted one.
+
+In: operations as they begin and end, seconds that were waited. Out: `Timeline`, measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from memfit.core.schedule import Action
+from memfit.core.tiers import Tier
+from memfit.core.timeline import Moment, Timeline
+
+Traffic = tuple[Mapping[str, int], Mapping[str, int]]
+"""Bytes read and written since some beginning, by purpose."""
+
+
+class ByteMeter(Protocol):
+    """Counts bytes of the device."""
+
+    def live_bytes(self) -> int:
+        """Bytes that are in use."""
+        ...
+
+    def take_peak(self) -> int:
+        """Most bytes that were in use since it was asked last."""
+        ...
+
+
+@dataclass
+class _Open:
+    action: str
+    start_s: float
+
+
+class StepRecorder:
+    """Measures one run by the host's clock, and by a meter of the device's bytes where there is one.
+
+    Work that goes on beside the host (streams, the disk, updates) is in the interval of whoever waits for it. Categories of bytes are not known:
+    `Moment.by_category` stays empty.
+
+    Args:
+        meter: None: bytes are 0.
+        traffic: bytes moved so far; None: nobody counts them.
+    """
+
+    def __init__(self, meter: ByteMeter | None = None, traffic: Callable[[], Traffic] | None = None) -> None:
+        self._meter = meter
+        self._traffic = traffic
+        self._moved_before = traffic() if traffic is not None else None
+        self._began_s = time.perf_counter()
+        self._moments: list[Moment] = []
+        self._stalls_s: dict[str, float] = {}
+        self._open: _Open | None = None
+        if meter is not None:
+            meter.take_peak()
+
+    def begin(self, action: Action) -> None:
+        """An operation begins; the one before it is over, if nobody has said so."""
+        self.end()
+        self._open = _Open(str(action), self._now_s())
+
+    def end(self) -> None:
+        """The operation that began last is over; nothing if that was said before."""
+        if self._open is None:
+            return
+        done, self._open = self._open, None
+        after = 0 if self._meter is None else self._meter.live_bytes()
+        self._moments.append(
+            Moment(
+                action=done.action,
+                peak_bytes=0 if self._meter is None else max(self._meter.take_peak(), after),
+                after_bytes=after,
+                start_s=done.start_s,
+                end_s=self._now_s(),
+                by_category={},
+            )
+        )
+
+    @contextmanager
+    def stall(self, kind: str) -> Iterator[None]:
+        """Within it the main thread only waits, for work of this kind."""
+        before = self._now_s()
+        try:
+            yield
+        finally:
+            self._stalls_s[kind] = self._stalls_s.get(kind, 0.0) + self._now_s() - before
+
+    def timeline(self) -> Timeline:
+        """All operations that have ended."""
+        read, written = self._moved()
+        timeline = Timeline(
+            moments=tuple(self._moments), bytes_read=read, bytes_written=written, stalls_s=dict(self._stalls_s)
+        )
+        return timeline if self._meter is None else replace(timeline, peaks={Tier.DEVICE: timeline.peak_bytes})
+
+    def _moved(self) -> Traffic:
+        if self._traffic is None or self._moved_before is None:
+            return {}, {}
+        now = self._traffic()
+        read, written = (
+            dict(Counter(after) - Counter(before)) for after, before in zip(now, self._moved_before, strict=True)
+        )
+        return read, written
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began_s

@@ -1,0 +1,68 @@
+"""Frames of the calls whose backward is still to come, and which of them autograd is in.
+
+In: frames as calls begin, backwards as they begin. Out: frames that have let go of everything when their backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from memfit.activations import Frame
+from memfit.core.schedule import Drop, Offload, Reload
+
+
+class OpenFrames:
+    """Frames of one run by (call, microbatch)."""
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[int, int], Frame] = {}
+        self._current: list[tuple[int, int]] = []
+
+    def add(self, call: int, microbatch: int, frame: Frame) -> None:
+        """A call has begun."""
+        self._frames[call, microbatch] = frame
+
+    def move(self, action: Offload | Drop | Reload) -> None:
+        """What a call saved leaves or comes back; nothing where it keeps all."""
+        frame = self._frames.get((action.call, action.microbatch))
+        if frame is None:
+            return
+        match action:
+            case Offload():
+                frame.offload()
+            case Drop():
+                frame.drop()
+            case Reload():
+                frame.reload()
+
+    def reach(self, first: int, last: int, microbatch: int) -> None:
+        """Autograd has come to the backward of these calls."""
+        self._current = [(call, microbatch) for call in range(first, last + 1)]
+
+    def leave(self) -> None:
+        """The backward that ran until now is over: its frames let go of everything."""
+        for key in self._current:
+            frame = self._frames.pop(key, None)
+            if frame is not None:
+                frame.finish()
+        self._current = []
+
+    def end_pass(self, microbatches: Collection[int]) -> None:
+        """A whole backward is over: nothing of these microbatches can be asked for any more.
+
+        A backward that the schedule passes is not over by that: where calls left the traced order, its gradient may still come.
+        """
+        self.leave()
+        for key in [key for key in self._frames if key[1] in microbatches]:
+            self._frames.pop(key).finish()
+
+    def finish_all(self) -> None:
+        """After an error."""
+        for frame in self._frames.values():
+            frame.finish()
+        self.forget()
+
+    def forget(self) -> None:
+        """Holds nothing any more."""
+        self._frames.clear()
+        self._current = []
