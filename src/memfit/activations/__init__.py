@@ -1,9 +1,11 @@
 """What autograd saves inside a call: kept, recomputed, selected or offloaded.
 
 In: a `CallPlan` for each call, and the call itself (`CallSite`, args, kwargs).
-Out: a `Frame`, entered before the call and left after it, that gives backward the same tensors bit for bit.
-Parts: `frames` (what the engine drives), `recompute` and `select` (made again), `offload` (moved away and
-back), `call_arguments`, `attributes` and `surroundings` (what running again needs), `handles` (what autograd holds).
+Out: a `Frame`, entered before the call and left after it, that gives backward the same tensors bit
+for bit.
+Parts: `frames` (what the engine drives), `recompute` and `select` (made again), `offload` (moved
+away and back), `call_arguments`, `attributes` and `surroundings` (what running again needs),
+`handles` (what autograd holds).
 """
 
 from memfit.activations.frames import CallSite, Frame, make_frame

@@ -3,9 +3,10 @@
 In: a module. Out: the same tensors on it while the call runs again.
 
 [Note: a module's memory]
-A layer that reads what its last call left on it (a state, a running list) would, run again, read what this call or a later one left. So the tensors on it at entry
-are held, those only that the call both reads and replaces; what it changes in place is refused. They are looked for in attributes, and in lists and
-dictionaries there.
+A layer that reads what its last call left on it (a state, a running list) would, run again, read
+what this call or a later one left. So the tensors on it at entry are held, those only that the call
+both reads and replaces; what it changes in place is refused. They are looked for in attributes, and
+in lists and dictionaries there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from memfit.tensors.own_attributes import own_attributes
 class HeldAttributes:
     """Tensors on a module and its submodules, from a call's entry on.
 
-    Memory: nothing beyond what was there while the call runs; then what it reads and replaces, until it was run again.
+    Memory: nothing beyond what was there while the call runs; then what it reads and replaces,
+    until it was run again.
 
     Args:
         module: the site.
@@ -52,7 +54,10 @@ class HeldAttributes:
                     self._entries.append(_Entry(owner, name, value, movable, writes))
 
     def watcher(self) -> ReadWatcher | None:
-        """A mode for the first run, which learns what the call reads. None if there is nothing to learn."""
+        """A mode for the first run, which learns what the call reads.
+
+        None if there is nothing to learn.
+        """
         addresses = {address for entry in self._entries for address in entry.addresses}
         return ReadWatcher(addresses, self._read.add) if addresses else None
 

@@ -3,11 +3,12 @@
 In: args and kwargs at entry. Out: equal ones at recomputation, and the least memory in between.
 
 [Note: stand-ins]
-The call is run again on stand-ins: tensors over the same memory with the same shape, stride, dtype and `requires_grad`,
-but without the graph behind the originals. The graph made by running again is thrown away, so it needs no past; nothing
-is held that would keep an earlier part of the real graph alive, and a hook that the call registers on an argument is
-not registered on the real one twice. A stand-in for a non-leaf is a non-leaf, because changing a leaf that requires a
-gradient in place is an error. Weights and other things that stay, and tensor subclasses, are passed as they are.
+The call is run again on stand-ins: tensors over the same memory with the same shape, stride, dtype
+and `requires_grad`, but without the graph behind the originals. The graph made by running again is
+thrown away, so it needs no past; nothing is held that would keep an earlier part of the real graph
+alive, and a hook that the call registers on an argument is not registered on the real one twice. A
+stand-in for a non-leaf is a non-leaf, because changing a leaf that requires a gradient in place is
+an error. Weights and other things that stay, and tensor subclasses, are passed as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ Position = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Held:
-    """One argument tensor. One of `tensor`, `parcel` and `made_by` says where its value is, unless it `is_unread`."""
+    """One argument tensor.
+
+    One of `tensor`, `parcel` and `made_by` says where its value is, unless it `is_unread`.
+    """
 
     tensor: torch.Tensor | None
     version: int
@@ -59,8 +63,9 @@ class _Held:
 class HeldArguments:
     """Arguments of one call.
 
-    Memory: each distinct tensor's storage as long as it rests on the device; nothing for weights, for outputs of an
-        earlier call of the same segment (referred to by position), and for what left for `home`.
+    Memory: each distinct tensor's storage as long as it rests on the device; nothing for weights,
+        for outputs of an earlier call of the same segment (referred to by position), and for what
+        left for `home`.
 
     What stands inside objects and is not read by the call is not held either.
 
@@ -69,7 +74,8 @@ class HeldArguments:
         place: the site, for messages.
         stays: see `tensors.Stays`.
         made_by: position of a tensor that an earlier call of the segment returned, else None.
-        copies: the call changes arguments in place; copies are made now, and after the call kept of those that changed.
+        copies: the call changes arguments in place; copies are made now, and after the call kept of
+            those that changed.
         writes: of the job's forwards.
     """
 
@@ -103,7 +109,10 @@ class HeldArguments:
         self._inside_objects = [held for held, given in zip(self._held, givens, strict=True) if id(given) not in direct]
 
     def watcher(self) -> ReadWatcher | None:
-        """A mode for the first run, which learns what need not be held; see [Note: what a call does not read]. None if all must be."""
+        """A mode for the first run, which learns what need not be held.
+
+        See [Note: what a call does not read]. None if all must be.
+        """
         movable = [held for held in self._inside_objects if held.tensor is not None and not held.is_passed_as_given]
         self._inside_objects = movable
         if not movable:
@@ -112,7 +121,10 @@ class HeldArguments:
         return ReadWatcher((_address(held.tensor) for held in movable), self._read.add)
 
     def guard(self) -> ReadWatcher | None:
-        """A mode for the second run, which refuses what the first run did not read. None if everything is held."""
+        """A mode for the second run, which refuses what the first run did not read.
+
+        None if everything is held.
+        """
         if not self._hollow:
             return None
         return ReadWatcher((_address(tensor) for tensor in self._hollow), self._refuse_read)
@@ -153,10 +165,12 @@ class HeldArguments:
         return {held.made_by for held in self._held if held.made_by is not None}
 
     def settle(self) -> None:
-        """Called when the call is over: keeps the copies of arguments that it changed, and only those.
+        """Called when the call is over: keeps the copies of arguments that it changed, and only
+        those.
 
         Raises:
-            UnsupportedError: a changed argument shares memory with another one; their copies would not.
+            UnsupportedError: a changed argument shares memory with another one; their copies would
+                not.
         """
         changed = [held for held in self._held if held.has_changed]
         for held in changed:
@@ -214,8 +228,8 @@ class HeldArguments:
         return args, kwargs
 
     def _stand_in(self, held: _Held, made: Mapping[Position, torch.Tensor]) -> torch.Tensor:
-        # What stays may be changed after the call and be right (an update of a weight comes after all of its uses). What a call of the segment
-        # returned is made again.
+        # What stays may be changed after the call and be right (an update of a weight comes after
+        # all of its uses). What a call of the segment returned is made again.
         if held.was_changed or (not held.is_passed_as_given and held.made_by is None and held.has_changed):
             shape = "" if held.geometry is None else f" ({held.geometry.dtype} {list(held.geometry.shape)})"
             raise UnsupportedError(
@@ -223,7 +237,8 @@ class HeldArguments:
             )
         if held.is_unread:
             assert held.geometry is not None
-            # One element seen everywhere: the shape, dtype and device of the original, without its memory.
+            # One element seen everywhere: the shape, dtype and device of the original, without its
+            # memory.
             value = torch.zeros((), dtype=held.geometry.dtype, device=held.device).expand(held.geometry.shape)
             self._hollow.append(value)
         elif held.made_by is not None:
@@ -256,7 +271,8 @@ class _Anew(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        # In a list, so that autograd does not see it as an input: the output then is no view of a leaf.
+        # In a list, so that autograd does not see it as an input: the output then is no view of a
+        # leaf.
         return box.pop().detach()
 
     @staticmethod

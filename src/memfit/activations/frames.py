@@ -1,23 +1,30 @@
 """One call of one microbatch, from its entry to the end of its backward.
 
-In: a policy and a call. Out: a `Frame`, which the engine enters, leaves and finishes, and sends the schedule's actions
-to.
+In: a policy and a call. Out: a `Frame`, which the engine enters, leaves and finishes, and sends the
+schedule's actions to.
 
 [Note: how the engine uses a frame]
-    frame = make_frame(policy, site, args, kwargs, offloader=..., group=...)     # in the pre-hook, after the engine has
-    yielded frame.enter()                     # last thing in the pre-hook frame.leave(outputs)              # first
-    thing in the post-hook; `leave(None)` whenever the call raised frame.offload(); frame.drop(); frame.reload()
-    # the schedule's actions; nothing to do for others frame.finish()                    # backward of this call is
-    over, or the step was abandoned
-`always_call` post-hooks run for `Exception` only: after a KeyboardInterrupt the engine has to call `leave(None)`
-itself. Between `enter` and `leave` nothing may switch to another microbatch, and no other frame that is not KEEP may be
-entered.
+    frame = make_frame(policy, site, args, kwargs, offloader=..., group=...)
+        in the pre-hook, after the engine has yielded
+    frame.enter()
+        last thing in the pre-hook
+    frame.leave(outputs)
+        first thing in the post-hook; `leave(None)` whenever the call raised
+    frame.offload(); frame.drop(); frame.reload()
+        the schedule's actions; nothing to do for policies that do not offload
+    frame.finish()
+        backward of this call is over, or the step was abandoned
+
+`always_call` post-hooks run for `Exception` only: after a KeyboardInterrupt the engine has to call
+`leave(None)` itself. Between `enter` and `leave` nothing may switch to another microbatch, and no
+other frame that is not KEEP may be entered.
 
 [Note: hooks do not compose]
-torch asks only the innermost pair of saved-tensor hooks. Inside a call, the user's own hooks (`torch.utils.checkpoint`,
-`save_on_cpu`) come above ours and take what is saved under them, as they would in plain PyTorch; the inputs of an inner
-checkpoint are saved through ours. Around a call, hooks of torch itself are shadowed, which changes where bytes rest and
-no value; hooks of anybody else might change values, and are refused.
+torch asks only the innermost pair of saved-tensor hooks. Inside a call, the user's own hooks
+(`torch.utils.checkpoint`, `save_on_cpu`) come above ours and take what is saved under them, as they
+would in plain PyTorch; the inputs of an inner checkpoint are saved through ours. Around a call,
+hooks of torch itself are shadowed, which changes where bytes rest and no value; hooks of anybody
+else might change values, and are refused.
 """
 
 from __future__ import annotations
@@ -56,13 +63,13 @@ class CallSite:
     Attributes:
         name: dotted name, for messages.
         module: the user's.
-        call: runs the module again on given arguments, through `torch.nn.Module.__call__(module, ...)` so that the
-            user's hooks run, and with the engine's own hooks passing through. (`module(...)` would run a subclass's
-            `__call__` too, which is outside of the hooks: transformers' layers checkpoint themselves there.) It must
-            not refer to frames.
+        call: runs the module again on given arguments, through `torch.nn.Module.__call__(module,
+            ...)` so that the user's hooks run, and with the engine's own hooks passing through.
+            (`module(...)` would run a subclass's `__call__` too, which is outside of the hooks:
+            transformers' layers checkpoint themselves there.) It must not refer to frames.
         device: where it computes.
-        stays: whether a storage is there anyway: weights, buffers, the batch. Such tensors are kept, whatever the
-            policy.
+        stays: whether a storage is there anyway: weights, buffers, the batch. Such tensors are
+            kept, whatever the policy.
         copies_inputs: it changes arguments in place.
         writes: of the job's forwards, which run inside its `watching`.
     """
@@ -77,7 +84,9 @@ class CallSite:
 
 
 class Frame:
-    """The frame of a kept call, which leaves everything to autograd, and the interface of the others."""
+    """The frame of a kept call, which leaves everything to autograd, and the interface of the
+    others.
+    """
 
     def enter(self) -> None:
         """The call begins: pushes the one pair of saved-tensor hooks."""
@@ -246,8 +255,8 @@ class RecomputedFrame(_HookedFrame):
         finally:
             record.is_over = True
         if outputs is None:
-            # It raised, or returned nothing that could carry a gradient on; a handle that side outputs hold still finds
-            # its segment.
+            # It raised, or returned nothing that could carry a gradient on; a handle that side
+            # outputs hold still finds its segment.
             self._settle(record)
             return
         self._settle(record)
@@ -389,7 +398,8 @@ def make_frame(
         args: as the module is called.
         kwargs: as the module is called.
         offloader: needed if the policy sends anything away.
-        group: the segment that the call belongs to, one object a segment and microbatch; None for a call on its own.
+        group: the segment that the call belongs to, one object a segment and microbatch; None for a
+            call on its own.
 
     Raises:
         UsageError: the policy needs an offloader and there is none.

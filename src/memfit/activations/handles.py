@@ -3,11 +3,12 @@
 In: one saved tensor. Out: an object with `unpack`, which gives it back.
 
 [Note: who holds whom]
-Everything here dies by reference counting, as plain autograd's saved tensors do. Autograd's node holds a handle and the
-function `unpack` below, which is nobody's method. A handle holds what can make its tensor again (a segment, or a
-parcel). These know their handles by weak reference only, and never hold an output of the call or a tensor with a graph.
-So when a node lets go of what it saved, the handle dies, and with it the one strong reference to the tensor: memory
-falls at the same instant as in plain PyTorch.
+Everything here dies by reference counting, as plain autograd's saved tensors do. Autograd's node
+holds a handle and the function `unpack` below, which is nobody's method. A handle holds what can
+make its tensor again (a segment, or a parcel). These know their handles by weak reference only, and
+never hold an output of the call or a tensor with a graph. So when a node lets go of what it saved,
+the handle dies, and with it the one strong reference to the tensor: memory falls at the same
+instant as in plain PyTorch.
 """
 
 from __future__ import annotations

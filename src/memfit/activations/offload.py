@@ -1,18 +1,22 @@
 """Saved tensors that leave the device and come back.
 
-In: tensors to register, and the actions offload, drop and reload. Out: the same bytes when backward asks.
+In: tensors to register, and the actions offload, drop and reload. Out: the same bytes when backward
+asks.
 
 [Note: parcels]
-A parcel is one storage at one version. Autograd saves many views of few storages, some of them in several calls: each
-is moved once. Its life:
+A parcel is one storage at one version. Autograd saves many views of few storages, some of them in
+several calls: each is moved once. Its life:
     here      the device holds the bytes; nothing was asked for
     leaving   the home is being written; the device still holds the bytes
-    away      `drop` waited for the write and gave up the storage (others who hold it keep it alive, which is theirs to
-    answer for) coming    `reload` made a fresh storage, which is being filled back      the first unpack waited for
-    that
-The parcel is held by the handles in autograd's graph (or by held arguments) and by nobody else. When the last handle
-dies, the parcel dies, and with it the fresh storage and the room at home.
-A parcel's handle refuses what was written over its elements after it was saved; see [Note: writes are known by storage].
+    away      `drop` waited for the write and gave up the storage (others who hold it keep it
+              alive, which is theirs to answer for)
+    coming    `reload` made a fresh storage, which is being filled
+    back      the first unpack waited for that
+
+The parcel is held by the handles in autograd's graph (or by held arguments) and by nobody else.
+When the last handle dies, the parcel dies, and with it the fresh storage and the room at home. A
+parcel's handle refuses what was written over its elements after it was saved; see [Note: writes are
+known by storage].
 """
 
 from __future__ import annotations
@@ -110,7 +114,8 @@ class Parcel:
             self._count("read_bytes")
 
     def bring(self) -> torch.UntypedStorage:
-        """The storage with its bytes: waits for the reload, and starts it if nobody has (which is counted).
+        """The storage with its bytes: waits for the reload, and starts it if nobody has (which is
+        counted).
 
         Raises:
             RuntimeError: it was changed in place between saving and leaving, as in plain PyTorch.
@@ -145,8 +150,9 @@ class Parcel:
             offloader.count(name, self.nbytes if amount is None else amount)
 
     def __del__(self) -> None:
-        # A transfer into or out of memory that is about to be freed must end first. Only after an abandoned step is one
-        # under way. If it failed, nobody needs the bytes any more, and a finalizer has nobody to tell.
+        # A transfer into or out of memory that is about to be freed must end first. Only after an
+        # abandoned step is one under way. If it failed, nobody needs the bytes any more, and a
+        # finalizer has nobody to tell.
         with contextlib.suppress(MemfitError):
             if self._ticket is not None:
                 self._ticket.wait()
@@ -226,11 +232,13 @@ class Offloader:
         self.read_bytes = 0
 
     def register(self, tensor: torch.Tensor, home: Tier, *, place: str) -> Parcel | None:
-        """The parcel of a tensor's storage at its present version; None if it is too small or too special to move.
+        """The parcel of a tensor's storage at its present version; None if it is too small or too
+        special to move.
 
         Args:
             tensor: any.
-            home: a tier beside the device. A storage that is already registered keeps the home it has.
+            home: a tier beside the device. A storage that is already registered keeps the home it
+                has.
             place: the site, for messages.
 
         Raises:
@@ -246,7 +254,8 @@ class Offloader:
             raise UsageError(
                 f"{place}: saved tensors shall go to {home}, but the job has homes in {[*map(str, self._pools)]} only"
             )
-        # Its version may be that of another counter over the same storage: what was written since makes another parcel.
+        # Its version may be that of another counter over the same storage: what was written since
+        # makes another parcel.
         written = self._writes.of(storage)
         key = (storage._cdata, version_of(tensor), written.mark())
         with self._lock:

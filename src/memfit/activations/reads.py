@@ -3,11 +3,12 @@
 In: storages of interest. Out: those that an operation was given.
 
 [Note: what a call does not read]
-A key-value cache hands the keys and values of all earlier layers to each layer, which looks at its own only. Holding what such an object
-contains would keep every layer's keys and values until backward (measured on a six-layer GPT-2 with its default `use_cache=True`: 16 hidden
-states held where 6 are needed). So while a call runs that got an object with tensors inside, a dispatch mode notes which of them are
-read; the others are not held, and stand-ins with their shapes, but no values, take their places when the call runs again. A second run that
-does read one is refused.
+A key-value cache hands the keys and values of all earlier layers to each layer, which looks at its
+own only. Holding what such an object contains would keep every layer's keys and values until
+backward (measured on a six-layer GPT-2 with its default `use_cache=True`: 16 hidden states held
+where 6 are needed). So while a call runs that got an object with tensors inside, a dispatch mode
+notes which of them are read; the others are not held, and stand-ins with their shapes, but no
+values, take their places when the call runs again. A second run that does read one is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class ReadWatcher(TorchDispatchMode):
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether it or a module inside has a compiled forward. Under a dispatch mode compiled code would run eagerly, with other roundings."""
+    """Whether it or a module inside has a compiled forward.
+
+    Under a dispatch mode compiled code would run eagerly, with other roundings.
+    """
     return any(
         getattr(inner, "_compiled_call_impl", None) is not None or hasattr(inner.forward, "_torchdynamo_orig_callable")
         for inner in module.modules()

@@ -1,17 +1,20 @@
 """Calls that are run again in backward, alone or several as one segment.
 
-In: calls with their arguments, and a description of each tensor that autograd saved. Out: those tensors, made again.
+In: calls with their arguments, and a description of each tensor that autograd saved. Out: those
+tensors, made again.
 
 [Note: running again]
-The first unpack of any saved tensor runs all calls of the segment again, from the first to the last that is still
-needed, and fills every handle that is alive; autograd's graph stays the one that the first run made, so outputs, side
-outputs and hooks are the real ones. The n-th tensor that autograd wants to save in the second run is the n-th of the
-first run: kind, shape, dtype and the bits of a few elements are checked. A call stops as soon as its last needed tensor is there (outputs of a call
-that a later call takes need its end). It stops by an exception that is no `Exception`, so that the user's `except
-Exception` does not hold it up; forward hooks with `always_call` of modules inside do not run then. Nothing here yields
-to the engine, and on CUDA it runs on autograd's device thread.
-Code that torch.compile compiles anew in the second run (its guards failed, its limit of recompilations was reached, its
-caches were emptied) may save other tensors of the same shapes, in another order: the second run is refused then.
+The first unpack of any saved tensor runs all calls of the segment again, from the first to the last
+that is still needed, and fills every handle that is alive; autograd's graph stays the one that the
+first run made, so outputs, side outputs and hooks are the real ones. The n-th tensor that autograd
+wants to save in the second run is the n-th of the first run: kind, shape, dtype and the bits of a
+few elements are checked. A call stops as soon as its last needed tensor is there (outputs of a call
+that a later call takes need its end). It stops by an exception that is no `Exception`, so that the
+user's `except Exception` does not hold it up; forward hooks with `always_call` of modules inside do
+not run then. Nothing here yields to the engine, and on CUDA it runs on autograd's device thread.
+Code that torch.compile compiles anew in the second run (its guards failed, its limit of
+recompilations was reached, its caches were emptied) may save other tensors of the same shapes, in
+another order: the second run is refused then.
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 3 (segments).
 """
 
@@ -38,7 +41,8 @@ from memfit.activations.surroundings import Surroundings
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
 
-# Parts of the names of operations that save more than their results, or results before they are filled.
+# Parts of the names of operations that save more than their results, or results before they are
+# filled.
 _WITH_WORKSPACES = ("rnn", "lstm", "gru", "attention", "batch_norm", "empty")
 
 
@@ -95,10 +99,12 @@ class ReplayedCall:
 
 
 class SegmentGroup:
-    """Consecutive calls of one microbatch that are run again together. One object a segment and microbatch.
+    """Consecutive calls of one microbatch that are run again together.
 
-    An argument of a later call that is the very tensor an earlier call returned is not held, only its position.
-    Arguments that code between the calls made from outputs are held.
+    One object a segment and microbatch.
+
+    An argument of a later call that is the very tensor an earlier call returned is not held, only
+    its position. Arguments that code between the calls made from outputs are held.
     """
 
     def __init__(self) -> None:
@@ -138,7 +144,8 @@ class SegmentGroup:
         """Runs the calls again and fills all handles that are alive. Does nothing if that was done.
 
         Raises:
-            UnsupportedError: a call asks for its tensors before it returned, or saved other tensors than at first.
+            UnsupportedError: a call asks for its tensors before it returned, or saved other tensors
+                than at first.
         """
         with self._lock:
             if self._was_run:
@@ -261,8 +268,9 @@ def run_again(
     except AstrayError as astray:
         raise UnsupportedError(str(astray)) from None
     except Exception:
-        # A failure of its own is the user's to see, unless the run had already gone astray, or was being ended: TorchScript's interpreter makes an error of
-        # its own of whatever passes through it.
+        # A failure of its own is the user's to see, unless the run had already gone astray, or was
+        # being ended: TorchScript's interpreter makes an error of its own of whatever passes
+        # through it.
         if capture.error is None and not capture.has_all:
             raise
     if _compilations() != compilations:
@@ -275,7 +283,10 @@ def run_again(
 
 
 def _compilations() -> int:
-    """Number of compilations that torch.compile began in this process; torch counts them for its own messages."""
+    """Number of compilations that torch.compile began in this process.
+
+    Torch counts them for its own messages.
+    """
     compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
     return 0 if compiler is None else sum(compiler.FRAME_COMPILE_COUNTER.values())
 
@@ -285,7 +296,9 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(tensor: torch.Tensor, writes: Writes) -> bytes | None:
-    """Elements of a saved tensor, to know it by; None for what may hold memory that nobody wrote: an operation's workspace, which is no value of the program."""
+    """Elements of a saved tensor, to know it by; None for what may hold memory that nobody wrote:
+    an operation's workspace, which is no value of the program.
+    """
     if not tensor.requires_grad and any(part in writes.last_operation for part in _WITH_WORKSPACES):
         return None
     return sample_of(tensor)
@@ -294,7 +307,9 @@ def _sample(tensor: torch.Tensor, writes: Writes) -> bytes | None:
 def pack_for_recompute(
     segment: SegmentGroup, record: ReplayedCall, tensor: torch.Tensor, *, stays: bool
 ) -> KeptHandle | RemadeHandle:
-    """What autograd gets for a tensor of a recomputed call: the tensor itself if it stays anyway, else a handle."""
+    """What autograd gets for a tensor of a recomputed call: the tensor itself if it stays anyway,
+    else a handle.
+    """
     if stays:
         record.handles.append(None)
         return KeptHandle(tensor, record.place)

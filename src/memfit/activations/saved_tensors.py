@@ -1,6 +1,7 @@
 """Small things that all of saving needs to know about a tensor.
 
-In: a tensor. Out: its storage if it is an ordinary one, its version, a view of given geometry over a storage.
+In: a tensor. Out: its storage if it is an ordinary one, its version, a view of given geometry over
+a storage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ TRY_ANOTHER_FATE = "plan saved='keep' or 'offload' for this call"
 
 
 class AstrayError(BaseException):
-    """The second run of a call does something else. No `Exception`, so that the user's code does not catch it."""
+    """The second run of a call does something else.
+
+    No `Exception`, so that the user's code does not catch it.
+    """
 
 
 NO_VERSION = -1
@@ -27,8 +31,10 @@ NO_VERSION = -1
 
 
 Stays = Callable[[torch.UntypedStorage], bool]
-"""True for storages that are there anyway (weights, buffers, the batch): holding them costs nothing, so they are never
-moved or remade."""
+"""True for storages that are there anyway (weights, buffers, the batch).
+
+Holding them costs nothing, so they are never moved or remade.
+"""
 
 
 ORDINARY: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
@@ -48,9 +54,12 @@ def plain_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def sample_of(tensor: torch.Tensor) -> bytes | None:
-    """The bits of four elements: the first, the last, and two between. None where they are not in this process's memory.
+    """The bits of four elements: the first, the last, and two between.
 
-    Time: some microseconds. Read by address, because an operation of torch would be seen by modes and autograd.
+    None where they are not in this process's memory.
+
+    Time: some microseconds. Read by address, because an operation of torch would be seen by modes
+    and autograd.
     """
     storage = plain_storage(tensor)
     if storage is None or tensor.device.type != "cpu" or not tensor.numel() or not storage.nbytes():
@@ -74,7 +83,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def check_unchanged(tensor: torch.Tensor, version: int, place: str) -> None:
-    """The check that autograd makes for tensors it saves itself, and leaves to the hooks where there are some.
+    """The check that autograd makes for tensors it saves itself, and leaves to the hooks where
+    there are some.
 
     Raises:
         RuntimeError: as plain PyTorch would.

@@ -1,18 +1,22 @@
-"""Selective recomputation: results of matrix products and attention are kept, everything else is made again.
+"""Selective recomputation: results of matrix products and attention are kept, everything else is
+made again.
 
-In: the operations that run inside a call. Out: the same results when the call runs again, the expensive ones without
-computing.
+In: the operations that run inside a call. Out: the same results when the call runs again, the
+expensive ones without computing.
 
 [Note: what selection keeps]
-While the call runs, a dispatch mode keeps the results of the operations that `core.operators.is_selected` names, without their graph.
-When it runs again, another mode hands them out in the same order; whatever is not selected runs again. Three cases are
-computed again although they are expensive, because handing out a result would not be exact: attention that draws random
-numbers (skipping it would leave the generator behind for whatever draws next), a result that was changed in place since
-(`nn.ReLU(inplace=True)` behind a linear layer; see [Note: writes are known by storage]), and a result that nobody will reach because recomputation stops before
-it (the last product of a call; it is not held either).
+While the call runs, a dispatch mode keeps the results of the operations that
+`core.operators.is_selected` names, without their graph. When it runs again, another mode hands them
+out in the same order; whatever is not selected runs again. Three cases are computed again although
+they are expensive, because handing out a result would not be exact: attention that draws random
+numbers (skipping it would leave the generator behind for whatever draws next), a result that was
+changed in place since (`nn.ReLU(inplace=True)` behind a linear layer; see [Note: writes are known
+by storage]), and a result that nobody will reach because recomputation stops before it (the last
+product of a call; it is not held either).
 
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` is not used: it draws random numbers differently when
-attention has dropout, and fails in backward when a kept result was changed in place.
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` is not used: it draws random numbers
+differently when attention has dropout, and fails in backward when a kept result was changed in
+place.
 """
 
 from __future__ import annotations
@@ -67,8 +71,8 @@ class _Kept:
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    # Below autograd an alias would get a version counter of its own; with this key back in, it shares that of the
-    # result, which tells later whether the result was changed in place.
+    # Below autograd an alias would get a version counter of its own; with this key back in, it
+    # shares that of the result, which tells later whether the result was changed in place.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # noqa: FBT003 (C function)
         return tensor.detach()
 
@@ -102,7 +106,8 @@ class Selection:
         """Called when the call is over: lets go of results that cannot or will not be used.
 
         Args:
-            runs_to_the_end: the call's outputs will be needed, so it will not stop at the last saved tensor.
+            runs_to_the_end: the call's outputs will be needed, so it will not stop at the last
+                saved tensor.
         """
         assert self._count_packs is not None
         packs = self._count_packs()

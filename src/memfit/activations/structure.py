@@ -1,13 +1,16 @@
-"""Tensors inside whatever a call takes and gives, and how to make such a value again with others in their place.
+"""Tensors inside whatever a call takes and gives, and how to make such a value again with others in
+their place.
 
-In: any nesting of containers, dataclasses and ordinary objects. Out: a copy of it in which every tensor was replaced.
+In: any nesting of containers, dataclasses and ordinary objects. Out: a copy of it in which every
+tensor was replaced.
 
 [Note: what a copy protects]
-A recomputed call must see its arguments as they were at entry. Containers and objects that hold tensors are often
-changed by the call itself (a key-value cache grows, a list collects auxiliary losses), and so would be changed twice.
-They are therefore copied on entry, shape by shape, sharing everything that is not a container, and the recomputed call
-gets a copy of its own. It also keeps reference counting whole: a cache that was passed in comes to hold tensors whose
-graph holds what recomputes them.
+A recomputed call must see its arguments as they were at entry. Containers and objects that hold
+tensors are often changed by the call itself (a key-value cache grows, a list collects auxiliary
+losses), and so would be changed twice. They are therefore copied on entry, shape by shape, sharing
+everything that is not a container, and the recomputed call gets a copy of its own. It also keeps
+reference counting whole: a cache that was passed in comes to hold tensors whose graph holds what
+recomputes them.
 """
 
 from __future__ import annotations
@@ -46,15 +49,17 @@ class Placeholder:
 def replace_tensors(value: Any, replace: Replace) -> Any:
     """Copies a nested value with `replace(tensor or slot)` for each tensor or slot in it.
 
-    See [Note: what a copy protects]. Shared references and cycles are kept: an object that stands in two places is
-    copied once, a tensor is replaced once. Objects that cannot be copied (locks, process groups) are shared, as they
-    would be in a plain recomputation.
+    See [Note: what a copy protects]. Shared references and cycles are kept: an object that stands
+    in two places is copied once, a tensor is replaced once. Objects that cannot be copied (locks,
+    process groups) are shared, as they would be in a plain recomputation.
     """
     return _Copier(replace).copy(value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors of a nested value, each object once, in the order in which `replace_tensors` meets them."""
+    """All tensors of a nested value, each object once, in the order in which `replace_tensors`
+    meets them.
+    """
     found: list[torch.Tensor] = []
 
     def note(tensor: Any) -> Any:
@@ -66,7 +71,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def direct_tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors that stand in a value itself, or in lists, tuples and dictionaries inside it, but not in other objects."""
+    """Tensors that stand in a value itself, or in lists, tuples and dictionaries inside it, but not
+    in other objects.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -79,7 +86,8 @@ def direct_tensors(value: Any) -> list[torch.Tensor]:
 class _Copier:
     def __init__(self, replace: Replace) -> None:
         self._replace = replace
-        # By identity; the originals are held too, so that an address cannot come to stand for another object.
+        # By identity; the originals are held too, so that an address cannot come to stand for
+        # another object.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def copy(self, value: Any) -> Any:
@@ -103,9 +111,11 @@ class _Copier:
 
     def _copy_tuple(self, value: tuple[Any, ...]) -> Any:
         items = [self.copy(item) for item in value]
-        if hasattr(value, "n_fields"):  # a structseq, such as what torch.max returns: it takes one iterable
+        # a structseq, such as what torch.max returns: it takes one iterable
+        if hasattr(value, "n_fields"):
             return type(value)(items)
-        # Past the class's own __new__, whose arguments are its own business (named tuples, packed sequences).
+        # Past the class's own __new__, whose arguments are its own business (named tuples, packed
+        # sequences).
         return tuple.__new__(type(value), items)
 
     def _copy_in_place(self, value: Any) -> Any:
@@ -116,8 +126,8 @@ class _Copier:
         if made is value:
             return self._note(value, value)
         self._note(value, made)  # before its parts, for cycles
-        # The base classes' own setters: subclasses (transformers' ModelOutput) mirror items in attributes, and both are
-        # done here.
+        # The base classes' own setters: subclasses (transformers' ModelOutput) mirror items in
+        # attributes, and both are done here.
         if isinstance(made, dict):
             for key, item in list(dict.items(made)):
                 dict.__setitem__(made, key, self.copy(item))

@@ -1,13 +1,15 @@
-"""What a call's result depends on beyond its arguments and weights: switches, random numbers, buffers, what modules note on themselves.
+"""What a call's result depends on beyond its arguments and weights: switches, random numbers,
+buffers, what modules note on themselves.
 
-In: the state of the thread and the module when the call begins. Out: the same state around the call when it runs again,
-and the present one put back after.
+In: the state of the thread and the module when the call begins. Out: the same state around the call
+when it runs again, and the present one put back after.
 
-Not captured: generators of the user's own (`torch.Generator` passed by hand), `threading.local` (on an accelerator the recomputation runs in autograd's
-thread; context variables are carried there, thread-locals cannot be), numbers outside of modules (a closure's), containers that the
-module keeps on itself (what a recomputation does to them is taken back, but it reads them as they are; tensors: see `attributes`), and
-active dispatch modes (they watch operations;
-watching the recomputation would count twice).
+Not captured: generators of the user's own (`torch.Generator` passed by hand), `threading.local` (on
+an accelerator the recomputation runs in autograd's thread; context variables are carried there,
+thread-locals cannot be), numbers outside of modules (a closure's), containers that the module keeps
+on itself (what a recomputation does to them is taken back, but it reads them as they are; tensors:
+see `attributes`), and active dispatch modes (they watch operations; watching the recomputation
+would count twice).
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from memfit.core.units import MIB
 from memfit.tensors.own_attributes import PLAIN_TYPES
 
 SMALL_BUFFER_BYTES = 1 * MIB
-"""On an accelerator, buffers up to this size are taken for changed without looking, because looking would wait for the
-device."""
+"""On an accelerator, buffers up to this size are taken for changed without looking, because looking
+would wait for the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class Switches:
             present_modes = _get_current_function_mode_stack()
             for mode in self.function_modes:
                 if not any(mode is other for other in present_modes):
-                    # Pushed past its own __enter__, which may note where it was entered and is still entered there.
+                    # Pushed past its own __enter__, which may note where it was entered and is
+                    # still entered there.
                     _push_mode(mode)
                     stack.callback(_pop_mode)
             yield
@@ -112,11 +115,12 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 class RandomNumbers:
     """State of torch's, Python's and NumPy's default generators.
 
-    Taken at every call that may run again, whatever its trace drew: operations of torch show that they draw, Python's and NumPy's numbers show
-    nowhere, and a module may begin to draw in its thousandth step. About 0.1 ms a call.
+    Taken at every call that may run again, whatever its trace drew: operations of torch show that
+    they draw, Python's and NumPy's numbers show nowhere, and a module may begin to draw in its
+    thousandth step. About 0.1 ms a call.
 
-    Memory: 5 KiB for torch's CPU generator, 16 bytes for an accelerator's, about 20 KiB for Python's; nothing once `settle` saw
-        no use of them.
+    Memory: 5 KiB for torch's CPU generator, 16 bytes for an accelerator's, about 20 KiB for
+        Python's; nothing once `settle` saw no use of them.
     """
 
     __slots__ = ("_device", "_states")
@@ -132,7 +136,9 @@ class RandomNumbers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Generators that the call used start inside as they did then, and go on after as if nothing had happened."""
+        """Generators that the call used start inside as they did then, and go on after as if
+        nothing had happened.
+        """
         present = {name: _GENERATORS[name][0](self._device) for name in self._states}
         try:
             for name, state in self._states.items():
@@ -165,7 +171,8 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     names = ["torch", "python"]
     if devices.is_accelerator(device):
         names.append("device")
-    # NumPy loads its generators when they are first asked for: that may be inside the call, and then their state before it would be unknown.
+    # NumPy loads its generators when they are first asked for: that may be inside the call, and
+    # then their state before it would be unknown.
     if "numpy" in sys.modules:
         names.append("numpy")
     return {name: _GENERATORS[name][0](device) for name in names}
@@ -188,11 +195,12 @@ def _without_arrays(value: Any) -> Any:
 class Buffers:
     """Buffers of a module as they were when its call began, for those that the call changes.
 
-    (Running statistics, power iterations.) The recomputed call works on copies of the entry values, so it sees what the
-    first run saw and the module's own buffers are not changed a second time.
+    (Running statistics, power iterations.) The recomputed call works on copies of the entry values,
+    so it sees what the first run saw and the module's own buffers are not changed a second time.
 
-    Memory: a copy of all buffers while the call runs, of the changed ones until it was recomputed. On an accelerator
-        every floating-point buffer of at most `SMALL_BUFFER_BYTES` counts as changed.
+    Memory: a copy of all buffers while the call runs, of the changed ones until it was recomputed.
+        On an accelerator every floating-point buffer of at most `SMALL_BUFFER_BYTES` counts as
+        changed.
 
     Args:
         module: the site.
@@ -219,7 +227,9 @@ class Buffers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The module has copies of its buffers' entry values inside, and its own buffers again after."""
+        """The module has copies of its buffers' entry values inside, and its own buffers again
+        after.
+        """
         present = [owner._buffers[name] for owner, name, *_ in self._entries]
         try:
             for owner, name, _, copy, _ in self._entries:
@@ -237,7 +247,8 @@ def _may_have_changed(
     if now is not before or now is None or version_of(now) != version:
         return True
     if now.device.type == "cpu":
-        # Batch norm changes its running statistics without counting a version, so values decide; NaN counts as changed.
+        # Batch norm changes its running statistics without counting a version, so values decide;
+        # NaN counts as changed.
         return not torch.equal(now, copy)
     is_small = now.is_floating_point() and now.nbytes <= SMALL_BUFFER_BYTES
     return is_small or (isinstance(owner, _NormBase) and owner.training)
@@ -249,12 +260,15 @@ _TORCH_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 class Attributes:
-    """Python attributes of a module and its submodules as they were when its call began, for those that the call changes.
+    """Python attributes of a module and its submodules as they were when its call began, for those
+    that the call changes.
 
-    (A counter, a flag, a cache made in the first call.) Flags, numbers and words have their entry values when the call runs again, and what it made anew is
-    absent. After it, every attribute is what it was before it, containers with their content: the call happened once.
+    (A counter, a flag, a cache made in the first call.) Flags, numbers and words have their entry
+    values when the call runs again, and what it made anew is absent. After it, every attribute is
+    what it was before it, containers with their content: the call happened once.
 
-    Memory: references to numbers and words while the call runs; of changed ones until it was recomputed.
+    Memory: references to numbers and words while the call runs; of changed ones until it was
+    recomputed.
 
     Args:
         module: the site.
@@ -353,10 +367,12 @@ class Surroundings:
         self._attributes.settle()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls with the context variables as they were; what the call sets of them is gone after it.
+        """Calls with the context variables as they were.
 
-        The recomputation runs outside of the microbatch's coroutine and, on an accelerator, in autograd's device thread, where variables have
-        their defaults.
+        What the call sets of them is gone after it.
+
+        The recomputation runs outside of the microbatch's coroutine and, on an accelerator, in
+        autograd's device thread, where variables have their defaults.
         """
         return self._context.copy().run(call, *args, **kwargs)
 
@@ -368,6 +384,7 @@ class Surroundings:
             stack.enter_context(self._attributes.restored())
             stack.enter_context(self._buffers.restored())
             stack.enter_context(torch.enable_grad())
-            # Last, so that the saved-tensor hooks and modes of the recomputation are above the user's.
+            # Last, so that the saved-tensor hooks and modes of the recomputation are above the
+            # user's.
             stack.enter_context(self._switches.restored())
             yield

@@ -1,19 +1,24 @@
 """Which memory the operations of a forward write.
 
-In: storages that somebody counts on. Out: whether an operation has written them since, through whatever tensor.
+In: storages that somebody counts on. Out: whether an operation has written them since, through
+whatever tensor.
 
 [Note: writes are known by storage]
-Autograd counts changes in place in a version that a tensor shares with its views. Not every tensor over a storage is such a view: results of
-`_unsafe_view` (a batched `matmul` ends in one), `unsafe_chunk` and `.data` have counters of their own, `set_` and custom operators make tensors over a
-storage that has some already. A change through one of them is not seen in the version of another. So a dispatch mode watches the forward, in calls and
-between them, and notes for each storage of interest which elements an operation writes; the operator's schema says which arguments that are. Versions
-are still asked: they know of changes made under compiled code, where no mode looks.
+Autograd counts changes in place in a version that a tensor shares with its views. Not every tensor
+over a storage is such a view: results of `_unsafe_view` (a batched `matmul` ends in one),
+`unsafe_chunk` and `.data` have counters of their own, `set_` and custom operators make tensors over
+a storage that has some already. A change through one of them is not seen in the version of another.
+So a dispatch mode watches the forward, in calls and between them, and notes for each storage of
+interest which elements an operation writes; the operator's schema says which arguments that are.
+Versions are still asked: they know of changes made under compiled code, where no mode looks.
 
-A tensor that autograd saved, or that a call was given, is refused when its own elements were written later: plain PyTorch either raises there, or (through
-a counter that is not the tensor's) goes on with the changed values, which the plan has no longer or should not have. Other elements of its storage may
-change: cells of recurrent layers work in place on the chunks of one product.
+A tensor that autograd saved, or that a call was given, is refused when its own elements were
+written later: plain PyTorch either raises there, or (through a counter that is not the tensor's)
+goes on with the changed values, which the plan has no longer or should not have. Other elements of
+its storage may change: cells of recurrent layers work in place on the chunks of one product.
 
-Not seen: writes that pass the dispatcher by (NumPy arrays over the same memory, kernels that are handed addresses).
+Not seen: writes that pass the dispatcher by (NumPy arrays over the same memory, kernels that are
+handed addresses).
 """
 
 from __future__ import annotations
@@ -64,7 +69,10 @@ class ByteRange:
         return self.begin + sum(stride * (size - 1) for stride, size in self.dims) + self.width
 
     def overlaps(self, other: ByteRange) -> bool:
-        """Whether they have an element in common. May be True where they only interlock in some irregular way."""
+        """Whether they have an element in common.
+
+        May be True where they only interlock in some irregular way.
+        """
         if self.end <= other.begin or other.end <= self.begin:
             return False
         period = max((dims[0][0] for dims in (self.dims, other.dims) if dims), default=0)
@@ -82,12 +90,15 @@ class ByteRange:
 
 
 class Written:
-    """What has been written in one storage since somebody first asked for this object, which must be held to go on."""
+    """What has been written in one storage since somebody first asked for this object, which must
+    be held to go on.
+    """
 
     __slots__ = ("__weakref__", "_identity", "_log")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        # Pins the address of the storage object (not its bytes): no later storage can be taken for this one.
+        # Pins the address of the storage object (not its bytes): no later storage can be taken for
+        # this one.
         self._identity = StorageWeakRef(storage)
         self._log: list[tuple[ByteRange, bool]] = []
 
@@ -126,7 +137,8 @@ class Watched:
         return self.extent is not None and self.written.since(self.mark, self.extent)
 
     def check_saved(self, place: str) -> None:
-        """Raises RuntimeError, as plain PyTorch would where it sees it, if they were written after autograd saved them.
+        """Raises RuntimeError, as plain PyTorch would where it sees it, if they were written after
+        autograd saved them.
 
         Args:
             place: the site, for messages.
@@ -139,10 +151,13 @@ class Watched:
 
 
 class Writes:
-    """All writes of a job's forwards to storages of interest. Memory: a small object for each storage that somebody asks about.
+    """All writes of a job's forwards to storages of interest.
+
+    Memory: a small object for each storage that somebody asks about.
 
     Attributes:
-        last_operation: name of the latest operation; when autograd saves a result, the one that made it.
+        last_operation: name of the latest operation; when autograd saves a result, the one that
+            made it.
     """
 
     def __init__(self) -> None:
@@ -182,7 +197,8 @@ class Writes:
     def watching(self) -> Iterator[None]:
         """Notes what operations write inside. Time: some microseconds an operation.
 
-        Compiled code stays compiled inside, because nobody tells torch.compile of the mode: it is pushed past `__enter__`.
+        Compiled code stays compiled inside, because nobody tells torch.compile of the mode: it is
+        pushed past `__enter__`.
         """
         mode = _Watch(self)
         _python_dispatch._push_mode(mode)

@@ -1,7 +1,7 @@
 """Python's side of the allocator: install it under torch, read its counts, set its limits.
 
-In: `install()`, once a process. Out: `Allocator`, whose figures are exact for every CPU tensor made after the call.
-Tensors that are older stay with the allocator that made them and are not counted.
+In: `install()`, once a process. Out: `Allocator`, whose figures are exact for every CPU tensor made
+after the call. Tensors that are older stay with the allocator that made them and are not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class AllocatorStats:
         live_blocks: blocks that are live. With `live_bytes` it is a leak detector without noise.
         pooled_bytes: freed large blocks kept for reuse; part of `mapped_bytes`.
         allocations: blocks ever allocated.
-        mapped_bytes: what the process holds for this ledger: live blocks with their rounding, and the pool.
+        mapped_bytes: what the process holds for this ledger: live blocks with their rounding, and
+            the pool.
         mapped_peak_bytes: the most `mapped_bytes` since `reset_peak`; the limit is on this.
         limit_bytes: the limit on `mapped_bytes`, or None.
     """
@@ -69,11 +70,11 @@ class _Stats(ctypes.Structure):
 class Allocator:
     """The process's CPU allocator, once `install()` has put it under torch. One object a process.
 
-    Blocks from 128 KiB on are whole pages (start at a multiple of 4096 bytes, so that direct I/O can fill them), with
-    huge pages inside where they fit, and go to a bounded pool when freed. Smaller ones come from malloc, aligned to 64
-    bytes, and cost 64 to 79 bytes more. What is *not* seen: memory that libraries take for themselves (oneDNN scratch,
-    OpenMP stacks), numpy's, mapped files, and the holes in malloc's heap; `memfit.verification.meters` reads the whole
-    process.
+    Blocks from 128 KiB on are whole pages (start at a multiple of 4096 bytes, so that direct I/O
+    can fill them), with huge pages inside where they fit, and go to a bounded pool when freed.
+    Smaller ones come from malloc, aligned to 64 bytes, and cost 64 to 79 bytes more. What is *not*
+    seen: memory that libraries take for themselves (oneDNN scratch, OpenMP stacks), numpy's, mapped
+    files, and the holes in malloc's heap; `memfit.verification.meters` reads the whole process.
 
     Threads: safe. Forks: a child goes on with its own copy of the counts, limits and pool.
     Coroutines: `ledger()` is the thread's, not the coroutine's; do not switch inside its `with`.
@@ -84,7 +85,10 @@ class Allocator:
         _declare(library)
 
     def stats(self, ledger: Ledger = "device") -> AllocatorStats:
-        """The counts of a ledger, all of one moment. About 0.1 us in C, 3 us with Python around it."""
+        """The counts of a ledger, all of one moment.
+
+        About 0.1 us in C, 3 us with Python around it.
+        """
         raw = _Stats()
         self._library.memfit_stats(_index(ledger), ctypes.byref(raw))
         return AllocatorStats(
@@ -103,9 +107,11 @@ class Allocator:
         self._library.memfit_reset_peak(_index(ledger))
 
     def hidden_bytes(self, run: Callable[[], object]) -> int:
-        """Runs an operation, and tells the most bytes that were live meanwhile above what is live after it, with its result held.
+        """Runs an operation, and tells the most bytes that were live meanwhile above what is live
+        after it, with its result held.
 
-        The peaks of `stats` and those who reset them are not disturbed. What other threads allocate meanwhile is counted with it.
+        The peaks of `stats` and those who reset them are not disturbed. What other threads allocate
+        meanwhile is counted with it.
         """
         self._library.memfit_watch(_LEDGERS["device"])
         result = run()
@@ -117,10 +123,11 @@ class Allocator:
     def set_limit(self, limit_bytes: int | None, ledger: Ledger = "device") -> None:
         """Sets or lifts the limit on the ledger's mapped bytes.
 
-        An allocation that would pass it first has the ledger's pool emptied, oldest block first, as far as needed. If
-        that is not enough it raises `torch.OutOfMemoryError` with requested, live, mapped and limit bytes; nothing has
-        changed then and everything stays usable. A limit below what is mapped now gives the pool back and refuses every
-        allocation that needs new memory.
+        An allocation that would pass it first has the ledger's pool emptied, oldest block first, as
+        far as needed. If that is not enough it raises `torch.OutOfMemoryError` with requested,
+        live, mapped and limit bytes; nothing has changed then and everything stays usable. A limit
+        below what is mapped now gives the pool back and refuses every allocation that needs new
+        memory.
 
         Raises:
             UsageError: a negative limit.
@@ -131,20 +138,25 @@ class Allocator:
 
     @property
     def pool_limit_bytes(self) -> int | None:
-        """The most bytes of freed blocks that are kept, both ledgers together; None, as at install, if only the peak of use bounds them."""
+        """The most bytes of freed blocks that are kept, both ledgers together; None, as at install,
+        if only the peak of use bounds them.
+        """
         found = int(self._library.memfit_pool_limit())
         return None if found < 0 else found
 
     def set_pool_limit(self, limit_bytes: int | None) -> None:
-        """Bounds the pool further; what is above goes back to the system at once, oldest first. 0 switches it off.
+        """Bounds the pool further; what is above goes back to the system at once, oldest first. 0
+        switches it off.
 
-        Without it, freed blocks are kept as long as they and what is in use stay below the most that was in use since the last `trim`: the pool
-        does not raise the peak of the process. A pooled block serves a request of its own ledger that is at most 12.5 % smaller.
+        Without it, freed blocks are kept as long as they and what is in use stay below the most
+        that was in use since the last `trim`: the pool does not raise the peak of the process. A
+        pooled block serves a request of its own ledger that is at most 12.5 % smaller.
         """
         self._library.memfit_set_pool_limit(-1 if limit_bytes is None else _checked_bytes("pool limit", limit_bytes))
 
     def trim(self) -> int:
-        """Gives the pool and malloc's free pages back to the system, and forgets the peak of use that bounds the pool.
+        """Gives the pool and malloc's free pages back to the system, and forgets the peak of use
+        that bounds the pool.
 
         Returns:
             The bytes that left the pool.
@@ -153,9 +165,12 @@ class Allocator:
 
     @contextlib.contextmanager
     def ledger(self, ledger: Ledger) -> Iterator[None]:
-        """Counts this thread's allocations inside the `with` in `ledger`; wherever freed, a block stays in its ledger.
+        """Counts this thread's allocations inside the `with` in `ledger`.
 
-        Threads that an operator starts inside (OpenMP, autograd's device threads) still count in "device".
+        Wherever freed, a block stays in its ledger.
+
+        Threads that an operator starts inside (OpenMP, autograd's device threads) still count in
+        "device".
         """
         before = self._library.memfit_set_ledger(_index(ledger))
         try:
@@ -165,20 +180,26 @@ class Allocator:
 
 
 _lock = threading.Lock()
-_installed: Allocator | None = None  # torch has one CPU allocator a process, so this is the process's too
+# torch has one CPU allocator a process, so this is the process's too
+_installed: Allocator | None = None
 
 
 def install() -> Allocator:
-    """Puts memfit's allocator under torch for the rest of the process; the second call returns the first one's.
+    """Puts memfit's allocator under torch for the rest of the process.
 
-    Also sets glibc's mmap and trim thresholds to 128 KiB for the whole process, so that libraries' scratch memory is
-    given back too. Builds the library where this user's cache has none (about 2 seconds).
+    The second call returns the first one's.
+
+    Also sets glibc's mmap and trim thresholds to 128 KiB for the whole process, so that libraries'
+    scratch memory is given back too. Builds the library where this user's cache has none (about 2
+    seconds).
 
     Returns:
-        The allocator. It cannot be taken out again: memory of its own may live as long as the process.
+        The allocator. It cannot be taken out again: memory of its own may live as long as the
+            process.
 
     Raises:
-        TierUnavailableError: no compiler, a failed build, or another allocator of higher priority that stays in place.
+        TierUnavailableError: no compiler, a failed build, or another allocator of higher priority
+            that stays in place.
     """
     global _installed
     with _lock:
@@ -199,7 +220,8 @@ def installed() -> Allocator | None:
 
 
 def shortfall_bytes(error: BaseException) -> int | None:
-    """By how much an allocation that the limit refused passed it; None for what this allocator did not refuse.
+    """By how much an allocation that the limit refused passed it; None for what this allocator did
+    not refuse.
 
     Args:
         error: an error as torch raises it; its text is `limit_message` of allocator.cpp.

@@ -1,9 +1,10 @@
-"""Compiles `allocator.cpp` once for this source, torch and set of flags, and finds it again afterwards.
+"""Compiles `allocator.cpp` once for this source, torch and set of flags, and finds it again
+afterwards.
 
-In: the system's C++ compiler and torch's c10 headers. Out: the loaded library. The library lies in the user's cache
-(`$XDG_CACHE_HOME/memfit/allocator/<hash>/`), written to a temporary name and renamed, so that processes which build at
-once both end with a whole file. Code is loaded only from directories and files that this user owns and nobody else may
-write.
+In: the system's C++ compiler and torch's c10 headers. Out: the loaded library. The library lies in
+the user's cache (`$XDG_CACHE_HOME/memfit/allocator/<hash>/`), written to a temporary name and
+renamed, so that processes which build at once both end with a whole file. Code is loaded only from
+directories and files that this user owns and nobody else may write.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _BUILD_TIMEOUT_S = 300
 
 
 def load_library() -> ctypes.CDLL:
-    """Loads the compiled allocator; compiles it first (about 2 seconds, 0.3 GB) where the cache has none.
+    """Loads the compiled allocator.
+
+    Compiles it first (about 2 seconds, 0.3 GB) where the cache has none.
 
     Returns:
         The library, with its interface version checked; it is not yet under torch.
@@ -85,7 +88,9 @@ def _key() -> str:
 
 
 def _cache_directory() -> Path | None:
-    """The directory for this build, or None where the cache cannot be written or others could have written it."""
+    """The directory for this build, or None where the cache cannot be written or others could have
+    written it.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = base
     try:
@@ -108,7 +113,9 @@ def _cache_directory() -> Path | None:
 
 
 def _is_ours(path: Path, is_kind: object) -> bool:
-    """Whether `path` is of the kind, no link, owned by this user, and closed to writing by everyone else."""
+    """Whether `path` is of the kind, no link, owned by this user, and closed to writing by everyone
+    else.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -122,7 +129,10 @@ def _is_ours(path: Path, is_kind: object) -> bool:
 
 
 def _build(directory: Path) -> Path:
-    """Compiles into `directory` under a temporary name, then renames; of several builders the last wins."""
+    """Compiles into `directory` under a temporary name, then renames.
+
+    Of several builders the last wins.
+    """
     compiler = find_compiler()
     handle, name = tempfile.mkstemp(prefix="building-", suffix=".so", dir=directory)
     os.close(handle)

@@ -1,7 +1,8 @@
-"""Where no compiler is at hand: malloc that gives memory back, and coarse counts from the operating system.
+"""Where no compiler is at hand: malloc that gives memory back, and coarse counts from the operating
+system.
 
-In: glibc and /proc. Out: `FallbackAllocator`, with the same `stats`, `reset_peak`, `set_limit` and `trim` as
-`Allocator`, measured instead of counted.
+In: glibc and /proc. Out: `FallbackAllocator`, with the same `stats`, `reset_peak`, `set_limit` and
+`trim` as `Allocator`, measured instead of counted.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ _THRESHOLD_BYTES = 128 << 10
 
 
 def tame_malloc() -> None:
-    """Makes glibc's malloc give freed memory back: it unmaps freed blocks of 128 KiB and more and trims the heap.
+    """Makes glibc's malloc give freed memory back: it unmaps freed blocks of 128 KiB and more and
+    trims the heap.
 
-    The process's peak then follows the live tensors within about 2 % (glibc's defaults: 15 to 33 % above), for 10 to 30
-    % of time in page faults; `THP_MEM_ALLOC_ENABLE=1` in the environment before torch's first large tensor wins most of
-    that back. `install()` has done this already. It holds for the whole process and cannot be undone.
+    The process's peak then follows the live tensors within about 2 % (glibc's defaults: 15 to 33 %
+    above), for 10 to 30 % of time in page faults; `THP_MEM_ALLOC_ENABLE=1` in the environment
+    before torch's first large tensor wins most of that back. `install()` has done this already. It
+    holds for the whole process and cannot be undone.
 
     Raises:
         TierUnavailableError: the C library is not glibc, or refuses.
@@ -44,15 +47,18 @@ def _glibc() -> ctypes.CDLL:
 
 
 class FallbackAllocator:
-    """Process memory above what was resident at `create()`, from /proc: the figures of `Allocator`, less precise.
+    """Process memory above what was resident at `create()`, from /proc: the figures of `Allocator`,
+    less precise.
 
-    - Bytes are resident private and shared pages, not requested bytes: they hold malloc's rounding and holes, library
-      scratch and Python's objects, and lack pages that were never touched. Expect 2 % and up to 65 MB of difference.
-    - `live_blocks` and `allocations` are not known and always 0; there is no pool and no "host" ledger.
+    - Bytes are resident private and shared pages, not requested bytes: they hold malloc's rounding
+      and holes, library scratch and Python's objects, and lack pages that were never touched.
+      Expect 2 % and up to 65 MB of difference.
+    - `live_blocks` and `allocations` are not known and always 0; there is no pool and no "host"
+      ledger.
     - `peak_bytes` needs `reset_peak`, which resets the process's VmHWM for every reader.
-    - `set_limit` sets the soft RLIMIT_DATA. A breach is an error of whoever allocates: torch raises `RuntimeError`
-      ("can't allocate memory"), Python `MemoryError`; a library that does not check (OpenMP starting threads) ends the
-      process: warm up before arming.
+    - `set_limit` sets the soft RLIMIT_DATA. A breach is an error of whoever allocates: torch raises
+      `RuntimeError` ("can't allocate memory"), Python `MemoryError`; a library that does not check
+      (OpenMP starting threads) ends the process: warm up before arming.
     """
 
     def __init__(self, *, base_bytes: int, unlimited: tuple[int, int]) -> None:
@@ -95,11 +101,12 @@ class FallbackAllocator:
         procfs.reset_peak()
 
     def set_limit(self, limit_bytes: int | None, ledger: str = "device") -> None:
-        """Arms, or with None lifts, the soft RLIMIT_DATA so that the bytes above the base stay within `limit_bytes`.
+        """Arms, or with None lifts, the soft RLIMIT_DATA so that the bytes above the base stay
+        within `limit_bytes`.
 
-        The kernel limits private writable address space, touched or not; its gap to what is resident (some 85 to 173 MB
-        of stacks and arenas that are never filled) is measured now, so arm after a warm-up step. Without a limit on
-        files: MAP_SHARED is not counted.
+        The kernel limits private writable address space, touched or not; its gap to what is
+        resident (some 85 to 173 MB of stacks and arenas that are never filled) is measured now, so
+        arm after a warm-up step. Without a limit on files: MAP_SHARED is not counted.
 
         Raises:
             UsageError: a negative limit, or one above the hard RLIMIT_DATA.

@@ -1,12 +1,17 @@
-"""The kernel's own limit on this process, and what the kernel can have back: memory that no allocator of ours gives.
+"""The kernel's own limit on this process, and what the kernel can have back: memory that no
+allocator of ours gives.
 
-In: bytes that the process may still take. Out: RLIMIT_DATA, set and taken off again; errors that tell of it; mapped files let go of.
+In: bytes that the process may still take. Out: RLIMIT_DATA, set and taken off again; errors that
+tell of it; mapped files let go of.
 
 [Note: the kernel's limit]
-RLIMIT_DATA bounds private writable address space, touched or not (VmData). What of it was never touched (thread stacks, arenas of malloc: some 85 to 173 MB)
-is no memory yet: it is measured when the limit is armed, and left out. So the limit follows what is resident to the bytes that such space fills later, and
-it is armed anew at each step. A process that starts threads at the limit is ended by libraries that do not check (OpenMP): it is armed after a first step has
-brought threads and kernels up. Shared mappings do not count: shared memory of loaders, mapped files. Children inherit it. Source: getrlimit(2).
+RLIMIT_DATA bounds private writable address space, touched or not (VmData). What of it was never
+touched (thread stacks, arenas of malloc: some 85 to 173 MB) is no memory yet: it is measured when
+the limit is armed, and left out. So the limit follows what is resident to the bytes that such space
+fills later, and it is armed anew at each step. A process that starts threads at the limit is ended
+by libraries that do not check (OpenMP): it is armed after a first step has brought threads and
+kernels up. Shared mappings do not count: shared memory of loaders, mapped files. Children inherit
+it. Source: getrlimit(2).
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ import torch
 from memfit.allocator import procfs
 
 _TEXTS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "bad allocation")
-"""Of torch's `RuntimeError`: its own allocator's, that of a failed system call, and C++'s `std::bad_alloc`."""
+"""Of torch's `RuntimeError`: its own allocator's, that of a failed system call, and C++'s
+`std::bad_alloc`.
+"""
 _IN_MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs", "devtmpfs"))
 REFUSALS = (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError)
 """Kinds of what `is_refusal` looks at."""
@@ -36,9 +43,12 @@ class KernelLimit:
         self._armed: int | None = None
 
     def arm(self, room_bytes: int) -> None:
-        """From now on the process may take so many bytes more than it has. See [Note: the kernel's limit].
+        """From now on the process may take so many bytes more than it has.
 
-        What is above is refused by the kernel: `MemoryError` of Python and NumPy, `torch.OutOfMemoryError` of memfit's allocator.
+        See [Note: the kernel's limit].
+
+        What is above is refused by the kernel: `MemoryError` of Python and NumPy,
+        `torch.OutOfMemoryError` of memfit's allocator.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if soft != self._armed:
@@ -51,7 +61,10 @@ class KernelLimit:
         self._armed = wanted
 
     def lift(self) -> None:
-        """Puts back what was there before, unless another has set its own since. May be repeated."""
+        """Puts back what was there before, unless another has set its own since.
+
+        May be repeated.
+        """
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if self._armed is not None and soft == self._armed and self._before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self._before, hard))
@@ -65,7 +78,9 @@ def kernel_limit_bytes() -> int | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """An allocation that a limit refused: memfit's allocator or a device's did, or, where the process has an RLIMIT_DATA, the kernel."""
+    """An allocation that a limit refused: memfit's allocator or a device's did, or, where the
+    process has an RLIMIT_DATA, the kernel.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if kernel_limit_bytes() is None:
@@ -78,7 +93,10 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def refusal_words(error: BaseException) -> str:
-    """The first line of what refused, with a full stop; who refused where the error does not say."""
+    """The first line of what refused, with a full stop.
+
+    Who refused where the error does not say.
+    """
     lines = str(error).strip().splitlines()
     words = f"{lines[0] if lines else type(error).__name__}".rstrip(".")
     limit = kernel_limit_bytes()
@@ -88,10 +106,12 @@ def refusal_words(error: BaseException) -> str:
 
 
 def drop_mapped_files() -> None:
-    """Gives the pages of data files that this process maps shared back to the page cache: they come again when they are read.
+    """Gives the pages of data files that this process maps shared back to the page cache: they come
+    again when they are read.
 
-    Memory-mapped data sets and safetensors count as resident as long as the kernel does not need their pages; nothing is lost, neither what was written to
-    them. Not libraries, not private mappings (their changes would be lost), not files in memory.
+    Memory-mapped data sets and safetensors count as resident as long as the kernel does not need
+    their pages; nothing is lost, neither what was written to them. Not libraries, not private
+    mappings (their changes would be lost), not files in memory.
     """
     kinds = _file_systems()
     advise = ctypes.CDLL(None).madvise

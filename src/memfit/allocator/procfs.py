@@ -1,7 +1,8 @@
-"""What the Linux kernel says about a process: resident bytes, peaks, swap, shares of shared pages, and the reset of the peak.
+"""What the Linux kernel says about a process: resident bytes, peaks, swap, shares of shared pages,
+and the reset of the peak.
 
-In: a process id. Out: integers of bytes from `/proc/<pid>/status` and `smaps_rollup`. Source: proc_pid_status(5), proc_pid_smaps(5), proc_pid_clear_refs(5),
-waitid(2).
+In: a process id. Out: integers of bytes from `/proc/<pid>/status` and `smaps_rollup`. Source:
+proc_pid_status(5), proc_pid_smaps(5), proc_pid_clear_refs(5), waitid(2).
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ _SHARES = frozenset(("Pss_Anon", "Pss_Shmem", "Private_Dirty"))
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """Memory of one process, exact to about 0.1 MB: the kernel counts pages in each thread and adds up now and then.
+    """Memory of one process, exact to about 0.1 MB: the kernel counts pages in each thread and adds
+    up now and then.
 
     Attributes:
         resident_bytes: VmRSS: everything in memory, mapped files included.
         resident_peak_bytes: VmHWM: the most VmRSS since the start or the last `reset_peak`.
         anonymous_bytes: RssAnon: private memory: tensors, malloc, stacks.
-        file_bytes: RssFile: mapped files: libraries, mmap'ed checkpoints. The kernel can drop these pages at will.
+        file_bytes: RssFile: mapped files: libraries, mmap'ed checkpoints. The kernel can drop these
+            pages at will.
         shared_bytes: RssShmem: shared memory, such as tensors that went through `share_memory_`.
         swap_bytes: VmSwap.
         data_bytes: VmData: private writable address space, touched or not; what RLIMIT_DATA limits.
@@ -92,7 +95,8 @@ def read_status(pid: int | str = "self") -> ProcessStatus:
 
 
 def read_shares(pid: int | str = "self") -> PageShares | None:
-    """Reads `/proc/<pid>/smaps_rollup`; None where the kernel does not tell (before Linux 5.9, hardened, or a process of another user).
+    """Reads `/proc/<pid>/smaps_rollup`; None where the kernel does not tell (before Linux 5.9,
+    hardened, or a process of another user).
 
     It walks the page table: 5 ms a GiB in huge pages, some 20 in small ones. Not for hot loops.
 
@@ -137,7 +141,9 @@ def reset_peak(pid: int | str = "self") -> None:
 
 
 def has_children() -> bool:
-    """This process has children that live, or that it has not waited for yet: one system call, of about a microsecond."""
+    """This process has children that live, or that it has not waited for yet: one system call, of
+    about a microsecond.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)
     except ChildProcessError:
@@ -146,7 +152,10 @@ def has_children() -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of all living children, grandchildren and so on; one pass over /proc, some 10 us a process of the machine."""
+    """Ids of all living children, grandchildren and so on.
+
+    One pass over /proc, some 10 us a process of the machine.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -154,7 +163,8 @@ def descendants(pid: int) -> list[int]:
                 text = (entry / "stat").read_text("utf-8", errors="replace")
             except OSError:
                 continue  # it ended between the listing and the reading
-            # The name may hold spaces and brackets; the fields after its last bracket are: state, parent.
+            # The name may hold spaces and brackets; the fields after its last bracket are: state,
+            # parent.
             parent = int(text.rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.name))
     found: list[int] = []

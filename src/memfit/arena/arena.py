@@ -1,11 +1,13 @@
-"""An arena: tensors as `narrow` views of one buffer, which stay valid when the arena is defragmented.
+"""An arena: tensors as `narrow` views of one buffer, which stay valid when the arena is
+defragmented.
 
 [Note: views that move]
-A view keeps its own offset into the storage. Defragmenting copies the bytes of live blocks down and then gives each
-Python tensor that lies in a moved block its new offset; shape, strides, identity and version counter stay. A view that
-Python cannot see, such as one that only autograd saved, would go on reading the old place, so the arena counts the users
-of the storage and refuses to move anything while one of them is unknown. Addresses that left torch (`numpy()`,
-`data_ptr()`, DLPack) do not follow.
+A view keeps its own offset into the storage. Defragmenting copies the bytes of live blocks down and
+then gives each Python tensor that lies in a moved block its new offset; shape, strides, identity
+and version counter stay. A view that Python cannot see, such as one that only autograd saved, would
+go on reading the old place, so the arena counts the users of the storage and refuses to move
+anything while one of them is unknown. Addresses that left torch (`numpy()`, `data_ptr()`, DLPack)
+do not follow.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from memfit.core.errors import UsageError
 class Arena:
     """One buffer whose parts are handed out as tensors.
 
-    Memory: the buffer, and nothing per tensor. A block lives until `release`; it is not freed when its tensors die. All
-    tensors share the buffer's version counter, so for autograd an in-place operation on one is a change of all.
-    Not thread-safe.
+    Memory: the buffer, and nothing per tensor. A block lives until `release`; it is not freed when
+    its tensors die. All tensors share the buffer's version counter, so for autograd an in-place
+    operation on one is a change of all. Not thread-safe.
 
     Args:
         buffer: one-dimensional, contiguous, on the CPU, not requiring a gradient: `torch.zeros(n)`.
-        fit: where a block without an offset goes: the smallest hole that holds it ("best"), or the lowest ("first").
+        fit: where a block without an offset goes: the smallest hole that holds it ("best"), or the
+            lowest ("first").
 
     Raises:
         UsageError: another kind of buffer.
@@ -43,19 +46,24 @@ class Arena:
         self._buffer = buffer
         self._fit: Fit = fit
         self._item = buffer.element_size()
-        self._start = int(buffer.storage_offset()) * self._item  # where the buffer begins in its storage
+        # where the buffer begins in its storage
+        self._start = int(buffer.storage_offset()) * self._item
         self._blocks = Occupancy(buffer.numel() * self._item)
 
     def allocate(self, *shape: int, offset: int | None = None) -> torch.Tensor:
-        """Returns a contiguous view of the buffer that no other block overlaps; its contents are undefined.
+        """Returns a contiguous view of the buffer that no other block overlaps.
+
+        Its contents are undefined.
 
         Args:
             shape: the sizes of the tensor.
-            offset: where it begins, in elements of the buffer, as `plan_offsets` gives it; None for the arena's fit.
+            offset: where it begins, in elements of the buffer, as `plan_offsets` gives it; None for
+                the arena's fit.
 
         Raises:
             UsageError: an empty or negative shape, or a place that is taken or outside.
-            torch.OutOfMemoryError: no hole is large enough; the message says whether `defragment()` would help.
+            torch.OutOfMemoryError: no hole is large enough; the message says whether `defragment()`
+                would help.
         """
         elements = int(math.prod(shape))
         if elements <= 0 or min(shape, default=0) < 0:
@@ -66,7 +74,9 @@ class Arena:
         return self._buffer.narrow(0, position // self._item, elements).view(shape)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Frees the block of `tensor`, a tensor that `allocate` returned. It and its views must not be used any more.
+        """Frees the block of `tensor`, a tensor that `allocate` returned.
+
+        It and its views must not be used any more.
 
         Raises:
             UsageError: the tensor is not of this arena, or its block was released before.
@@ -80,17 +90,20 @@ class Arena:
         self._blocks.free(offset)
 
     def defragment(self) -> int:
-        """Moves live blocks down so that the free bytes are one hole at the end; live views follow, bitwise.
+        """Moves live blocks down so that the free bytes are one hole at the end.
 
-        Costs one copy of the bytes that move, no memory, and one pass over the garbage collector's objects (some 10 ms
-        in a large process). See [Note: views that move].
+        Live views follow, bitwise.
+
+        Costs one copy of the bytes that move, no memory, and one pass over the garbage collector's
+        objects (some 10 ms in a large process). See [Note: views that move].
 
         Returns:
             The bytes moved.
 
         Raises:
-            UsageError: a view cannot be found (autograd's saved tensors, objects under `gc.freeze()`) or cannot be
-                moved (a wider type that the new offset does not suit, a lazy conjugate). Nothing has moved then.
+            UsageError: a view cannot be found (autograd's saved tensors, objects under
+                `gc.freeze()`) or cannot be moved (a wider type that the new offset does not suit, a
+                lazy conjugate). Nothing has moved then.
         """
         sizes = dict(self._blocks.sizes)
         targets: dict[int, int] = {}
@@ -102,8 +115,8 @@ class Arena:
         views = [(tensor, self._shift_bytes(tensor, targets)) for tensor in self._find_views()]
         base = self._buffer.data_ptr()
         moved_bytes = 0
-        # Ascending offsets: each block goes to where the blocks before it have left already. A block may overlap its own
-        # target, which memmove allows.
+        # Ascending offsets: each block goes to where the blocks before it have left already. A
+        # block may overlap its own target, which memmove allows.
         for offset, target in targets.items():
             if offset != target:
                 ctypes.memmove(base + target, base + offset, sizes[offset])
@@ -125,7 +138,10 @@ class Arena:
         return self._blocks.statistics()
 
     def _find_views(self) -> list[torch.Tensor]:
-        """Finds all Python tensors on the buffer's storage except the buffer; raises if there are other users."""
+        """Finds all Python tensors on the buffer's storage except the buffer.
+
+        Raises if there are other users.
+        """
         storage = self._buffer.untyped_storage()
         identity = storage._cdata  # torch has no public name for "the same storage"
         found: list[torch.Tensor] = []
@@ -148,7 +164,9 @@ class Arena:
         return [tensor for tensor in found if tensor is not self._buffer]
 
     def _shift_bytes(self, tensor: torch.Tensor, targets: dict[int, int]) -> int:
-        """Returns by how many bytes `tensor` moves down with the live block that contains it; 0 outside of blocks."""
+        """Returns by how many bytes `tensor` moves down with the live block that contains it; 0
+        outside of blocks.
+        """
         item = tensor.element_size()
         first = tensor.storage_offset() * item - self._start
         length = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1

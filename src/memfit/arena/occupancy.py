@@ -1,6 +1,7 @@
 """Which parts of a buffer are taken: positions only, no memory.
 
-In: a capacity, and blocks that are taken and freed. Out: where the next one fits, and how fragmented the rest is.
+In: a capacity, and blocks that are taken and freed. Out: where the next one fits, and how
+fragmented the rest is.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Occupancy:
         """Returns the offset of the smallest (best) or lowest (first) hole that holds `nbytes`.
 
         Raises:
-            torch.OutOfMemoryError: there is none; the message says whether closing the holes would help.
+            torch.OutOfMemoryError: there is none; the message says whether closing the holes would
+                help.
         """
         holes = [(low, high) for low, high in self.holes() if high - low >= nbytes]
         if holes:

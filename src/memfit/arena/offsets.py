@@ -1,8 +1,8 @@
 """Offsets for buffers whose lifetimes are known beforehand.
 
-In: lifetimes and sizes. Out: an offset for each, and the capacity that holds them all. Offline dynamic storage
-allocation is NP-hard, so this is a heuristic. Its usual result is the sum of what is live at the worst moment, or a few
-per cent more.
+In: lifetimes and sizes. Out: an offset for each, and the capacity that holds them all. Offline
+dynamic storage allocation is NP-hard, so this is a heuristic. Its usual result is the sum of what
+is live at the worst moment, or a few per cent more.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ Lifetime = tuple[int, int, int]
 def plan_offsets(lifetimes: Sequence[Lifetime], alignment: int = 1) -> tuple[tuple[int, ...], int]:
     """Packs buffers so that no two that are live at the same time overlap.
 
-    Three orders are tried (largest first, size times lifetime first, earliest first). Each buffer goes to the smallest
-    gap that holds it between the buffers it meets in time, at the gap's low end. The order with the least capacity wins.
-    Deterministic. Quadratic in the number of buffers: 1,000 take about 0.3 s.
+    Three orders are tried (largest first, size times lifetime first, earliest first). Each buffer
+    goes to the smallest gap that holds it between the buffers it meets in time, at the gap's low
+    end. The order with the least capacity wins. Deterministic. Quadratic in the number of buffers:
+    1,000 take about 0.3 s.
 
     Args:
-        lifetimes: (start, end, size) of each: live from `start` on and before `end`, in any integer clock. Sizes are
-            in any unit, such as the elements of an `Arena`'s buffer; offsets and capacity are in the same unit.
+        lifetimes: (start, end, size) of each: live from `start` on and before `end`, in any integer
+            clock. Sizes are in any unit, such as the elements of an `Arena`'s buffer; offsets and
+            capacity are in the same unit.
         alignment: offsets are multiples of it.
 
     Returns:
-        The offsets in the order of `lifetimes`, and the capacity: the largest offset + size. Empty buffers get offset 0.
+        The offsets in the order of `lifetimes`, and the capacity: the largest offset + size. Empty
+            buffers get offset 0.
 
     Raises:
         UsageError: a lifetime that ends before it begins, a negative size, or an alignment below 1.
 
-    Source: Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", section 5 (greedy by
-    size).
+    Source: Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference",
+    section 5 (greedy by size).
     """
     if alignment < 1:
         raise UsageError(f"an alignment is at least 1, not {alignment}")
@@ -71,7 +74,9 @@ def _pack(
 
 
 def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """Returns the low end of the smallest gap of `size` in `taken` (sorted, may overlap), else the end of them all."""
+    """Returns the low end of the smallest gap of `size` in `taken` (sorted, may overlap), else the
+    end of them all.
+    """
     low = 0
     best: tuple[int, int] | None = None
     for start, end in taken:

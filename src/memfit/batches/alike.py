@@ -1,7 +1,9 @@
-"""Random numbers that are the same for every row, for as long as losses of a batch and of its parts are compared.
+"""Random numbers that are the same for every row, for as long as losses of a batch and of its parts
+are compared.
 
-In: a program that draws. Out: inside a `with`, what torch's default generators give depends on shapes beyond dimension 0 alone, so that a row meets the same
-numbers wherever it stands. (A mask that is drawn for the third row of three is not the one of the first row of one.)
+In: a program that draws. Out: inside a `with`, what torch's default generators give depends on
+shapes beyond dimension 0 alone, so that a row meets the same numbers wherever it stands. (A mask
+that is drawn for the third row of three is not the one of the first row of one.)
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ _IN_PLACE = {aten.uniform_, aten.normal_, aten.exponential_, aten.random_, aten.
 
 
 class RowsAlike(TorchDispatchMode):
-    """Draws one row and gives it to all. Operations that draw otherwise (permutations, samples of given odds) begin at one seed each time."""
+    """Draws one row and gives it to all.
+
+    Operations that draw otherwise (permutations, samples of given odds) begin at one seed each
+    time.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

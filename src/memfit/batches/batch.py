@@ -1,13 +1,14 @@
 """A batch as a tree of leaves, some of which have one entry a row.
 
-In: what the user's data loader gives, and which of its places are cut how. Out: the number of rows, parts of it (views, no
-copy), the tree with tensors replaced. Trees are mappings, lists, tuples, named tuples and dataclasses, nested.
+In: what the user's data loader gives, and which of its places are cut how. Out: the number of rows,
+parts of it (views, no copy), the tree with tensors replaced. Trees are mappings, lists, tuples,
+named tuples and dataclasses, nested.
 
 [Note: what counts rows]
-Dimension 0 of every tensor and array counts rows, and so does a list at a place named in `RowPlaces.lists`. `along` names
-tensors that have their rows in another dimension, `ends` leaves whose entries belong to rows in runs (patches of images:
-row r has the entries from `ends[r]` to `ends[r + 1]`). Everything else is the same for all rows. What does not fit this is
-never cut.
+Dimension 0 of every tensor and array counts rows, and so does a list at a place named in
+`RowPlaces.lists`. `along` names tensors that have their rows in another dimension, `ends` leaves
+whose entries belong to rows in runs (patches of images: row r has the entries from `ends[r]` to
+`ends[r + 1]`). Everything else is the same for all rows. What does not fit this is never cut.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class UncuttableError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlaces:
-    """How a batch is cut, by the places of its leaves, such as `batch['labels']`. See [Note: what counts rows].
+    """How a batch is cut, by the places of its leaves, such as `batch['labels']`.
+
+    See [Note: what counts rows].
 
     Attributes:
         lists: lists with one entry a row.
         along: dimension that counts rows, of tensors where it is not 0.
-        ends: of leaves whose entries belong to rows in runs, where each row's run ends, with a 0 before; a run that is empty for all rows of a part
-            makes the leaf None.
+        ends: of leaves whose entries belong to rows in runs, where each row's run ends, with a 0
+            before; a run that is empty for all rows of a part makes the leaf None.
     """
 
     lists: frozenset[str] = frozenset()
@@ -70,7 +73,8 @@ def batch_rows(batch: object, places: RowPlaces = _PLAIN) -> int:
     """Rows of a batch: what all that counts rows agrees on (tensors without dimensions aside).
 
     Raises:
-        UncuttableError: nothing counts rows, two things disagree, or something is there that cannot be cut.
+        UncuttableError: nothing counts rows, two things disagree, or something is there that cannot
+            be cut.
         UsageError: the batch is empty.
     """
     refuse_loader(batch)
@@ -139,7 +143,10 @@ def slice_batch(batch: _BatchT, start: int, stop: int, places: RowPlaces = _PLAI
 
 
 def grow_batch(batch: _BatchT, places: RowPlaces = _PLAIN) -> _BatchT:
-    """A batch with its first row once more behind the last, as copies. `places.ends` must be empty."""
+    """A batch with its first row once more behind the last, as copies.
+
+    `places.ends` must be empty.
+    """
 
     def grow(leaf: Any, path: str) -> Any:
         if isinstance(leaf, list | tuple):
@@ -153,7 +160,10 @@ def grow_batch(batch: _BatchT, places: RowPlaces = _PLAIN) -> _BatchT:
 
 
 def map_tensors(batch: _BatchT, change: Callable[[torch.Tensor], Any]) -> _BatchT:
-    """The same tree with every tensor replaced by `change(tensor)`; in objects that are no part of the tree they stay."""
+    """The same tree with every tensor replaced by `change(tensor)`.
+
+    In objects that are no part of the tree they stay.
+    """
     return _map(batch, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, "batch", _PLAIN)
 
 
@@ -216,7 +226,9 @@ def _map(node: Any, change: Callable[[Any, str], Any], path: str, places: RowPla
 
 
 def _rebuilt_mapping(node: Any, items: dict[Any, Any], path: str) -> Any:
-    """A mapping of the user's own type (such as transformers' BatchEncoding) made again from a plain dict."""
+    """A mapping of the user's own type (such as transformers' BatchEncoding) made again from a
+    plain dict.
+    """
     try:
         return type(node)(items)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -230,7 +242,10 @@ def _rebuilt_mapping(node: Any, items: dict[Any, Any], path: str) -> Any:
 
 
 def _rebuilt_record(node: Any, fields: dict[str, Any]) -> Any:
-    """A dataclass with other values; where its constructor does not take them, a copy of it that holds them."""
+    """A dataclass with other values.
+
+    Where its constructor does not take them, a copy of it that holds them.
+    """
     try:
         return dataclasses.replace(node, **fields)
     except (TypeError, ValueError):
@@ -256,7 +271,9 @@ def _refuse_packed(node: object, path: str) -> None:
 
 
 def _refuse_hidden_tensors(node: object, path: str) -> None:
-    """An unknown object passes unchanged, unless it holds data: every microbatch would get the whole of it."""
+    """An unknown object passes unchanged, unless it holds data: every microbatch would get the
+    whole of it.
+    """
     if hasattr(node, "__array__") or _holds_tensors(node, _DEEPEST):
         raise UncuttableError(
             f"{path} is a {type(node).__name__}, which holds data that cannot be cut into rows; "

@@ -3,10 +3,12 @@
 In: a batch. Out: its parts and what each counts for; or the batch whole, and why it is not cut.
 
 [Note: a way is chosen once]
-What counts rows is guessed from the sample: tensors by dimension 0, and lists, where they have as many entries. A guess is
-taken only if the model runs on parts that are cut so and its loss adds up over them; then it holds for every batch of the job. A batch
-that it does not fit is trained whole. What is to be the same for all rows and has as many entries by accident (a weight a class, positions
-of three axes for three rows) makes a guess fail, as the model does not run on a part of it, or gives other numbers.
+What counts rows is guessed from the sample: tensors by dimension 0, and lists, where they have as
+many entries. A guess is taken only if the model runs on parts that are cut so and its loss adds up
+over them; then it holds for every batch of the job. A batch that it does not fit is trained whole.
+What is to be the same for all rows and has as many entries by accident (a weight a class, positions
+of three axes for three rows) makes a guess fail, as the model does not run on a part of it, or
+gives other numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Cut(Protocol):
 
 
 def slice_bounds(rows: int, microbatches: int) -> list[tuple[int, int]]:
-    """(start, stop) of each microbatch: sizes differ by at most one, larger ones first, as `torch.tensor_split` cuts."""
+    """(start, stop) of each microbatch: sizes differ by at most one, larger ones first, as
+    `torch.tensor_split` cuts.
+    """
     small, larger = divmod(rows, microbatches)
     bounds: list[tuple[int, int]] = []
     start = 0
@@ -158,7 +162,9 @@ class ByRows:
         return "it has one row" if rows == 1 else None
 
     def grown(self, batch: Any) -> Any | None:
-        """A batch with its first row once more behind the last; None where entries belong to rows in runs."""
+        """A batch with its first row once more behind the last; None where entries belong to rows
+        in runs.
+        """
         places = self.find(batch)
         return None if places.ends else grow_batch(batch, places)
 
@@ -239,12 +245,16 @@ class ByUser:
 
 
 def ways_of(sample: Any) -> Iterator[ByRows]:
-    """Guesses what counts rows in a sample, likelier ones first. See [Note: a way is chosen once]."""
+    """Guesses what counts rows in a sample, likelier ones first.
+
+    See [Note: a way is chosen once].
+    """
     lists = list(_lists(sample, "batch"))
     records = [one for one in lists if one.is_record and one.path != "batch"]
     holders = [one for one in lists if one.holds_tensors and one.path != "batch"]
     samples = [one for one in lists if one.holds_tensors and one.path == "batch" and isinstance(one.node, list)]
-    # A sample's own numbers, such as its label, are tensors without dimensions; those of columns have one.
+    # A sample's own numbers, such as its label, are tensors without dimensions; those of columns
+    # have one.
     surely = [one for one in samples if one.is_record and any(t.dim() == 0 for t in tensors_in(one.node))]
     texts = [one for one in lists if not one.holds_tensors]
     tried: set[frozenset[str]] = set()
@@ -282,7 +292,10 @@ class _List:
 
 
 def _lists(node: Any, path: str) -> Iterator[_List]:
-    """Lists that may have an entry a row, with those inside; a tuple of numbers is a shape or the like, and none."""
+    """Lists that may have an entry a row, with those inside.
+
+    A tuple of numbers is a shape or the like, and none.
+    """
     if isinstance(node, list | tuple) and node and not hasattr(node, "_fields"):
         holds_tensors = any(True for _ in _data_in(node))
         is_numbers = isinstance(node, tuple) and all(isinstance(item, int | float) for item in node)

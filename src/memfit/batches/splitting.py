@@ -1,6 +1,7 @@
 """What the parts of a batch count for, and that a loss adds up over them.
 
-In: a batch and a way to cut it. Out: the parts' shares of the loss, and the proof (on the first batch) that they add up.
+In: a batch and a way to cut it. Out: the parts' shares of the loss, and the proof (on the first
+batch) that they add up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.tensors.dense import check_dense
 from memfit.tensors.trees import tensors_in
 
-# The sizes of the check's unequal parts: enough that a mean of means differs from the mean. Of a sample of two rows, one each.
+# The sizes of the check's unequal parts: enough that a mean of means differs from the mean. Of a
+# sample of two rows, one each.
 _CHECK_PARTS = {3: (2, 1), 2: (1, 1)}
 CHECKED_ROWS = max(_CHECK_PARTS)
 _CHECK_TOLERANCE = 1e-5
@@ -44,7 +46,8 @@ def signature_of(batch: Any, cut: Cut, microbatches: int) -> Signature:
     Args:
         batch: of a step.
         cut: how it is cut.
-        microbatches: of the plan; where parts are no equal slices, their shapes belong to the signature.
+        microbatches: of the plan; where parts are no equal slices, their shapes belong to the
+            signature.
 
     Raises:
         UsageError: it is empty. UnsupportedError: it holds sparse or nested tensors.
@@ -60,10 +63,12 @@ def signature_of(batch: Any, cut: Cut, microbatches: int) -> Signature:
 
 
 def shares(batch: Any, parts: Sequence[Any], cut: Cut, weight: Weigh | None) -> list[float] | None:
-    """What each microbatch's loss is multiplied with: its weight over the sum of weights; None for a single one.
+    """What each microbatch's loss is multiplied with: its weight over the sum of weights; None for
+    a single one.
 
     Raises:
-        UsageError: a weight that is not a finite number above or equal to 0, or all are 0; what parts count for does not show.
+        UsageError: a weight that is not a finite number above or equal to 0, or all are 0; what
+            parts count for does not show.
     """
     if len(parts) == 1:
         return None
@@ -105,7 +110,9 @@ def checked_rows(cut: Cut) -> int:
 
 
 def trial_of(sample: Any, cut: Cut) -> Trial | None:
-    """Three rows whole, and cut into two and one; two rows whole and cut, of a sample that has no more; None of one row, which cannot be cut.
+    """Three rows whole, and cut into two and one.
+
+    Two rows whole and cut, of a sample that has no more; None of one row, which cannot be cut.
 
     What the user's function cuts is compared as it is cut into two.
     """
@@ -130,7 +137,10 @@ def trial_of(sample: Any, cut: Cut) -> Trial | None:
 def compare_split(
     one: Any, found: Sequence[Any], trial: Trial, weight: Weigh | None, *, is_rounded: bool = False
 ) -> None:
-    """Refuses a loss that does not add up over rows. Where these rows count for nothing (a sample of zeros), or have no finite loss, nothing can be compared.
+    """Refuses a loss that does not add up over rows.
+
+    Where these rows count for nothing (a sample of zeros), or have no finite loss, nothing can be
+    compared.
 
     Args:
         one: loss of the whole, or (sum, count).
@@ -141,7 +151,8 @@ def compare_split(
 
     Raises:
         UsageError: what parts count for does not show.
-        UnsupportedError: the whole and the sum of the parts differ by more than 1e-5 of the whole (1/64 where `is_rounded`).
+        UnsupportedError: the whole and the sum of the parts differ by more than 1e-5 of the whole
+            (1/64 where `is_rounded`).
     """
     one, found = _value(one), [_value(f) for f in found]
     if isinstance(one, tuple):
@@ -171,7 +182,9 @@ def compare_split(
 
 
 def rows_differ(trial: Trial) -> bool:
-    """The parts' tensors tell their rows apart, those of numbers each: of equal rows a sum shows neither that they are mixed nor that what is cut is no row."""
+    """The parts' tensors tell their rows apart, those of numbers each: of equal rows a sum shows
+    neither that they are mixed nor that what is cut is no row.
+    """
     first = [t[:1] for t in tensors_in(trial.parts[0]) if t.dim() and t.numel()]
     last = [t[-1:] for t in tensors_in(trial.parts[-1]) if t.dim() and t.numel()]
     if len(first) != len(last):

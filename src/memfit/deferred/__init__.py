@@ -1,7 +1,8 @@
 """Models that are bigger than memory from birth.
 
-In: a function that builds a model; perhaps a directory of safetensors files. Out: the model whose large weights have no bytes, and sources that give
-each weight its values when its block moves in: what its own initialisation computes, or what the files hold.
+In: a function that builds a model; perhaps a directory of safetensors files. Out: the model whose
+large weights have no bytes, and sources that give each weight its values when its block moves in:
+what its own initialisation computes, or what the files hold.
 """
 
 from memfit.deferred.origin import Origin, build_empty, find_origins

@@ -1,10 +1,12 @@
 """Weights put aside while a plan is made, where the model alone nearly fills the limit.
 
-In: a model that is whole in memory. Out: the same parameters without their bytes, until they are brought back, block by block, on their way home.
+In: a model that is whole in memory. Out: the same parameters without their bytes, until they are
+brought back, block by block, on their way home.
 
 [Note: why aside]
-Tracing and probing take 20 to 50 MiB of code pages, Python objects and staging. They need no weights (see `profiling.standins`). So where there is no room for
-them beside the model, the model's bytes leave for a scratch file first: the peak of loading stays what building the model had made it.
+Tracing and probing take 20 to 50 MiB of code pages, Python objects and staging. They need no
+weights (see `profiling.standins`). So where there is no room for them beside the model, the model's
+bytes leave for a scratch file first: the peak of loading stays what building the model had made it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ _LEAST_BYTES = 64 << 10
 
 
 class WeightsAside(ClosesAtExit):
-    """The bytes of parameters, in an unnamed file. A context manager: what is still aside at its end comes back.
+    """The bytes of parameters, in an unnamed file.
 
-    Parameters keep shape, strides and identity; a storage that several share goes once. Storages that cannot be resized (mapped files, borrowed
-    memory) and small ones stay.
+    A context manager: what is still aside at its end comes back.
+
+    Parameters keep shape, strides and identity; a storage that several share goes once. Storages
+    that cannot be resized (mapped files, borrowed memory) and small ones stay.
 
     Memory: one storage's staging.
 

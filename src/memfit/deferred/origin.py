@@ -1,6 +1,7 @@
 """A model without the bytes of its weights, and where they come from.
 
-In: the function that builds the model. Out: the model, its large weights away from the beginning, and its `Origin`.
+In: the function that builds the model. Out: the model, its large weights away from the beginning,
+and its `Origin`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ _ATTRIBUTE = "_memfit_origin"
 
 
 class Origin:
-    """What gives the weights of a model that was built empty their values. Held by the model itself.
+    """What gives the weights of a model that was built empty their values.
 
-    Memory: see `Program`. The model lets go of it when the last weight is given; who may give weights back (`take_back`) holds it longer.
+    Held by the model itself.
+
+    Memory: see `Program`. The model lets go of it when the last weight is given; who may give
+    weights back (`take_back`) holds it longer.
 
     Args:
         program: makes the values.
@@ -43,7 +47,9 @@ class Origin:
             self._keys[id(parameter)] = place.key
 
     def bring(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives these the values of the model's own initialisation; those that have theirs stay as they are.
+        """Gives these the values of the model's own initialisation.
+
+        Those that have theirs stay as they are.
 
         Memory: the parameters, and for a moment what one of them is computed from.
 
@@ -56,13 +62,19 @@ class Origin:
                 self._give(key, self._program.values([key])[key])
 
     def make_room(self, parameter: nn.Parameter) -> None:
-        """Gives a parameter memory, uninitialised, for values that come from elsewhere; and those that share its storage."""
+        """Gives a parameter memory, uninitialised, for values that come from elsewhere.
+
+        And those that share its storage.
+        """
         key = self._keys.get(id(parameter))
         if key is not None:
             self._give(key, self._program.blank(key))
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These got memory and values elsewhere; what their own initialisation was is not asked for any more."""
+        """These got memory and values elsewhere.
+
+        What their own initialisation was is not asked for any more.
+        """
         for parameter in parameters:
             key = self._keys.pop(id(parameter), None)
             if key is not None:
@@ -73,7 +85,9 @@ class Origin:
         self._end()
 
     def take_back(self, name: str, parameter: nn.Parameter) -> bool:
-        """Makes a parameter one without values again, which can be given a second time. Only while nobody has changed them.
+        """Makes a parameter one without values again, which can be given a second time.
+
+        Only while nobody has changed them.
 
         Memory: none; address space of its storage for a moment.
 
@@ -116,7 +130,9 @@ class Origin:
 
 
 def build_empty(build: Callable[[], nn.Module], *, draws: bool, least_bytes: int = LEAST_BYTES) -> nn.Module:
-    """Runs `build` and gives its model, whose parameters of 64 KiB or more have no bytes; buffers and small parameters are as always.
+    """Runs `build` and gives its model, whose parameters of 64 KiB or more have no bytes.
+
+    Buffers and small parameters are as always.
 
     Memory: the largest tensor that is drawn, for a moment; address space for all.
 
@@ -136,7 +152,8 @@ def build_empty(build: Callable[[], nn.Module], *, draws: bool, least_bytes: int
         if key is not None:
             places.setdefault(key, []).append((name, parameter, RegionPlace.of(key, parameter)))
     for key in tuple(recorder.storages):
-        # Who holds a storage beside parameters and the recorder (a buffer, an attribute, a closure) will read it.
+        # Who holds a storage beside parameters and the recorder (a buffer, an attribute, a closure)
+        # will read it.
         if torch._C._storage_Use_Count(key) > len(places.get(key, ())) + 1:
             recorder.fill(key)
             places.pop(key, None)

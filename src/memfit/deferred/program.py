@@ -1,12 +1,16 @@
-"""The program that makes weights: operations noted while a model was built, played again for one weight at a time.
+"""The program that makes weights: operations noted while a model was built, played again for one
+weight at a time.
 
 In: operations on deferred tensors, in their order. Out: the values of any deferred storage.
 
 [Note: played again]
-Building a model runs operations on tensors; those that make or change deferred ones are noted instead of run. What a storage holds in the end depends
-on few of them: walking back from the end, an operation counts if it writes a storage that is still asked for; what it reads is then asked for as well,
-and what it makes or overwrites whole is not asked for any more (liveness analysis, at the grain of storages). Playing these, in their order, with the
-random generator in the state it had, gives the bits that plain building gives: they are the same operations on tensors of the same shapes.
+Building a model runs operations on tensors; those that make or change deferred ones are noted
+instead of run. What a storage holds in the end depends on few of them: walking back from the end,
+an operation counts if it writes a storage that is still asked for; what it reads is then asked for
+as well, and what it makes or overwrites whole is not asked for any more (liveness analysis, at the
+grain of storages). Playing these, in their order, with the random generator in the state it had,
+gives the bits that plain building gives: they are the same operations on tensors of the same
+shapes.
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ class RecordedOperation:
         reads: keys whose earlier contents matter.
         writes: keys that it changes.
         overwrites: those of `writes` that it changes whole.
-        makes: places of the new tensors that it returns, in order; None for outputs that are not new.
+        makes: places of the new tensors that it returns, in order; None for outputs that are not
+            new.
         generator: the random generator it draws from; None: it draws nothing.
         state: of the generator before it; None where nothing was drawn.
         serial: how many operations were noted before it.
@@ -121,8 +126,8 @@ class RecordedOperation:
 class Program:
     """All operations noted, in order.
 
-    Memory: an operation takes about a kilobyte, one that draws random numbers 5 KiB more (the state of the generator); copies of small tensors that were
-    arguments.
+    Memory: an operation takes about a kilobyte, one that draws random numbers 5 KiB more (the state
+    of the generator); copies of small tensors that were arguments.
     """
 
     def __init__(self) -> None:
@@ -155,7 +160,8 @@ class Program:
     def values(self, keys: Sequence[int], *, may_invent: bool = False) -> dict[int, torch.UntypedStorage]:
         """The storages as the program leaves them.
 
-        Memory: these storages, and while it runs what they are computed from; each is given up after its last use.
+        Memory: these storages, and while it runs what they are computed from; each is given up
+        after its last use.
 
         Args:
             keys: of the storages.
@@ -208,7 +214,10 @@ class Program:
             yield place.key, storage
 
     def _needed(self, keys: Collection[int]) -> list[int]:
-        """Indices of the operations that these storages depend on, in order. See [Note: played again]."""
+        """Indices of the operations that these storages depend on, in order.
+
+        See [Note: played again].
+        """
         live: set[int] = set()
         heap: list[int] = []
 

@@ -1,17 +1,22 @@
 """Notes what building a model does to large tensors, instead of doing it.
 
-In: the operations that run inside its `with`. Out: tensors whose pages were never touched, and the program that makes their values.
+In: the operations that run inside its `with`. Out: tensors whose pages were never touched, and the
+program that makes their values.
 
 [Note: deferred tensors]
-A tensor of 64 KiB or more that is made from nothing but sizes (`torch.empty`, `randn`, `ones`, ...) is deferred, and so is whatever is computed from one.
-It is an ordinary tensor of its device over memory whose pages nobody touches, which costs address space and no memory; so views, devices, strides, ties,
-`Parameter` and references to it work as always. On a GPU memory costs whether it is touched or not: there its storage has no bytes, except for the moment in
-which a view is made, which is checked against the storage's size. Operations on it run on `meta` twins, for shapes, and are noted. Where the program must see values
-(`.item()`, an operation without shapes), they are computed there and then. Small tensors, and large ones made of data, are ordinary.
+A tensor of 64 KiB or more that is made from nothing but sizes (`torch.empty`, `randn`, `ones`, ...)
+is deferred, and so is whatever is computed from one. It is an ordinary tensor of its device over
+memory whose pages nobody touches, which costs address space and no memory; so views, devices,
+strides, ties, `Parameter` and references to it work as always. On a GPU memory costs whether it is
+touched or not: there its storage has no bytes, except for the moment in which a view is made, which
+is checked against the storage's size. Operations on it run on `meta` twins, for shapes, and are
+noted. Where the program must see values (`.item()`, an operation without shapes), they are computed
+there and then. Small tensors, and large ones made of data, are ordinary.
 
 [Note: draws]
-An operation that draws random numbers is also done once, on memory of its own that is dropped at once: what is drawn after it is then what plain building
-draws, and the generator is left where plain building leaves it.
+An operation that draws random numbers is also done once, on memory of its own that is dropped at
+once: what is drawn after it is then what plain building draws, and the generator is left where
+plain building leaves it.
 """
 
 from __future__ import annotations
@@ -47,10 +52,12 @@ _META_FAILURES = (RuntimeError, NotImplementedError)
 class BuildRecorder(TorchDispatchMode):
     """See the module's notes.
 
-    Memory: the largest tensor whose random numbers are drawn, for a moment; address space of all deferred tensors, on a GPU of one at a time.
+    Memory: the largest tensor whose random numbers are drawn, for a moment; address space of all
+    deferred tensors, on a GPU of one at a time.
 
     Args:
-        draws: random numbers are drawn, so that generators end where plain building leaves them; without it weights have no values of their own.
+        draws: random numbers are drawn, so that generators end where plain building leaves them;
+            without it weights have no values of their own.
         least_bytes: smaller tensors are ordinary.
     """
 
@@ -92,7 +99,9 @@ class BuildRecorder(TorchDispatchMode):
         return key if key in self.storages else None
 
     def fill(self, key: int) -> None:
-        """Computes what a deferred storage holds, and puts it there: it is ordinary from now on, and all that view it."""
+        """Computes what a deferred storage holds, and puts it there: it is ordinary from now on,
+        and all that view it.
+        """
         storage = self.storages[key]
         values = self._values(key)
         storage.resize_(values.nbytes())
@@ -120,7 +129,8 @@ class BuildRecorder(TorchDispatchMode):
         return tensor if key is None else RegionPlace.of(key, tensor).view(self._values(key))
 
     def _values(self, key: int) -> torch.UntypedStorage:
-        # A program that looks at numbers it has drawn (to draw some again, say) must find some, even where none count.
+        # A program that looks at numbers it has drawn (to draw some again, say) must find some,
+        # even where none count.
         return self.program.values([key], may_invent=not self._draws)[key]
 
     def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,7 +221,11 @@ class BuildRecorder(TorchDispatchMode):
 
 
 def _untouch(storage: torch.UntypedStorage) -> None:
-    """Gives the pages of new memory back: an allocator may have taken it from what others have freed, and used. On other devices, the bytes."""
+    """Gives the pages of new memory back: an allocator may have taken it from what others have
+    freed, and used.
+
+    On other devices, the bytes.
+    """
     if storage.device.type != "cpu":
         storage.resize_(0)
         return
@@ -241,7 +255,8 @@ def _on_meta(
 ) -> tuple[Any, dict[int, torch.Tensor]]:
     """(the outputs on `meta`, the real argument by `id` of an output that is one)."""
     originals: dict[int, torch.Tensor] = {}
-    twins: list[torch.Tensor] = []  # alive while outputs are made, so that no output has the `id` of one
+    # alive while outputs are made, so that no output has the `id` of one
+    twins: list[torch.Tensor] = []
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 and tensor.device.type == "cpu" and key(tensor) is None:

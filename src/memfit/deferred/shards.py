@@ -1,7 +1,7 @@
 """Weights from files, a parameter at a time.
 
-In: a directory as `save_pretrained` or `Job.save` writes it, or what `torch.save` wrote; a model whose weights may have no bytes. Out: each parameter's values
-when its block moves in.
+In: a directory as `save_pretrained` or `Job.save` writes it, or what `torch.save` wrote; a model
+whose weights may have no bytes. Out: each parameter's values when its block moves in.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from memfit.files.opening import open_weight_files
 class WeightFiles(ClosesAtExit):
     """The files of a model's weights, open. A context manager.
 
-    Names and layout are matched as transformers' `from_pretrained` does, by its own rules: renamed, packed and cut tensors, the base model's prefix, tied weights
-    under any of their names (`memfit.huggingface.conversions`).
+    Names and layout are matched as transformers' `from_pretrained` does, by its own rules: renamed,
+    packed and cut tensors, the base model's prefix, tied weights under any of their names
+    (`memfit.huggingface.conversions`).
 
-    Memory: the headers; a piece of 8 MiB while a tensor is read; see `Matched.read` for the rare layouts that take more.
+    Memory: the headers; a piece of 8 MiB while a tensor is read; see `Matched.read` for the rare
+    layouts that take more.
 
     Args:
         directory: of files, or one file; see `open_weight_files`.

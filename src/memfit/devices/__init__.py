@@ -1,7 +1,8 @@
-"""Accelerators beside the processor: streams, pins, limits, statistics and generators, over `torch.accelerator`.
+"""Accelerators beside the processor: streams, pins, limits, statistics and generators, over
+`torch.accelerator`.
 
-In: a `torch.device`. Out: its `Accelerator`. The rest of memfit asks here and names no backend; what torch has no generic interface
-for is one small class a backend (`cuda.py`).
+In: a `torch.device`. Out: its `Accelerator`. The rest of memfit asks here and names no backend;
+what torch has no generic interface for is one small class a backend (`cuda.py`).
 """
 
 from memfit.devices.accelerator import Accelerator, initialized, is_accelerator, of

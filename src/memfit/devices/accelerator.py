@@ -1,9 +1,10 @@
 """What memfit asks of an accelerator, in torch's generic terms.
 
 [Note: never without the device]
-`torch.accelerator.current_stream()` is the current stream of the *thread's current device*. A model on index 1 while index 0 is current (nobody called
-`set_device`, and a worker thread always begins on index 0) would order its copies behind a stream of the other card: wrong numbers, silently. So every
-method here takes the device whose stream, memory or generator is meant.
+`torch.accelerator.current_stream()` is the current stream of the *thread's current device*. A model
+on index 1 while index 0 is current (nobody called `set_device`, and a worker thread always begins
+on index 0) would order its copies behind a stream of the other card: wrong numbers, silently. So
+every method here takes the device whose stream, memory or generator is meant.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def _of_kind(kind: str) -> Accelerator:
 
 
 def of(device: torch.device) -> Accelerator:
-    """The accelerator of a device, which must not be the processor's. A backend without streams is refused by `Accelerator.new_stream`."""
+    """The accelerator of a device, which must not be the processor's.
+
+    A backend without streams is refused by `Accelerator.new_stream`.
+    """
     assert is_accelerator(device), f"{device} is no accelerator"
     return _of_kind(device.type)
 
@@ -50,8 +54,9 @@ def initialized() -> Accelerator | None:
 class Accelerator:
     """One backend, through `torch.accelerator` and torch's module of its name.
 
-    A backend that is not torch's own can pin memory in exact sizes if its module has `host_register(address, nbytes)` and `host_unregister(address)`.
-    Without these, host homes are pageable: copies are right, and wait.
+    A backend that is not torch's own can pin memory in exact sizes if its module has
+    `host_register(address, nbytes)` and `host_unregister(address)`. Without these, host homes are
+    pageable: copies are right, and wait.
 
     Memory: none.
 
@@ -78,15 +83,19 @@ class Accelerator:
             ) from error
 
     def current_stream(self, device: torch.device) -> torch.Stream:
-        """The stream that this thread's work on the device goes to. See [Note: never without the device]."""
+        """The stream that this thread's work on the device goes to.
+
+        See [Note: never without the device].
+        """
         return torch.accelerator.current_stream(device)
 
     @contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
         """Work of this thread goes to the stream, inside.
 
-        `with stream:` keeps what to come back to in the stream object itself, which threads share: the copy stream is entered by the caller, by the update
-        worker and by autograd's device thread.
+        `with stream:` keeps what to come back to in the stream object itself, which threads share:
+        the copy stream is entered by the caller, by the update worker and by autograd's device
+        thread.
         """
         device_index, before = torch.accelerator.current_device_index(), self.current_stream(stream.device)
         torch.accelerator.set_stream(stream)
@@ -115,7 +124,10 @@ class Accelerator:
         return int(torch.accelerator.get_memory_info(device)[1])
 
     def statistics(self, device: torch.device) -> Mapping[str, int]:
-        """Counters of torch's caching allocator, by their dotted names; empty before the first allocation."""
+        """Counters of torch's caching allocator, by their dotted names.
+
+        Empty before the first allocation.
+        """
         return torch.accelerator.memory_stats(device)
 
     def reset_peaks(self, device: torch.device) -> None:
@@ -147,7 +159,10 @@ class Accelerator:
 
     # ------------------------------------------------------------------ pinned memory
     def pin(self, storage: torch.UntypedStorage) -> bool:
-        """Pins exactly the storage's bytes; the caching pinned allocator would round up to a power of two. Returns whether it could."""
+        """Pins exactly the storage's bytes.
+
+        The caching pinned allocator would round up to a power of two. Returns whether it could.
+        """
         register = getattr(self._module, "host_register", None)
         if register is None or not storage.nbytes():
             return False
@@ -155,7 +170,9 @@ class Accelerator:
         return True
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
-        """Ends what `pin` began; copies that use the storage are through before (the caller sees to it)."""
+        """Ends what `pin` began; copies that use the storage are through before (the caller sees to
+        it).
+        """
         self._module.host_unregister(storage.data_ptr())
 
     # ------------------------------------------------------------------ generators

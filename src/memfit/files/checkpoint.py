@@ -1,12 +1,15 @@
 """Reading tensors from a file that `torch.save` wrote, without loading it.
 
-In: a file. Out: what `TensorFile` gives for safetensors: names and places, then tensors copied into memory that exists already.
+In: a file. Out: what `TensorFile` gives for safetensors: names and places, then tensors copied into
+memory that exists already.
 
 [Note: places in a checkpoint]
-Such a file is a zip archive of records: one is a pickle that says which tensors there are, each of the others holds the bytes of one storage, stored as
-they are. torch's own restricted reader (`weights_only=True`: tensors, numbers, texts, collections, nothing that is called) makes the tensors on the
-device `meta`, without bytes, and notes where each storage lies. The bytes are then read from there like those of any file, a piece at a time. Nothing is
-mapped: mapped pages that are read count as resident.
+Such a file is a zip archive of records: one is a pickle that says which tensors there are, each of
+the others holds the bytes of one storage, stored as they are. torch's own restricted reader
+(`weights_only=True`: tensors, numbers, texts, collections, nothing that is called) makes the
+tensors on the device `meta`, without bytes, and notes where each storage lies. The bytes are then
+read from there like those of any file, a piece at a time. Nothing is mapped: mapped pages that are
+read count as resident.
 """
 
 from __future__ import annotations
@@ -27,10 +30,15 @@ from memfit.tensors.container import Header, TensorEntry, damaged
 from memfit.tensors.trees import new_storage, typed_view
 
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
-"""Under which programs keep the model's state in a checkpoint of several things; the first that is there is taken."""
+"""Under which programs keep the model's state in a checkpoint of several things.
+
+The first that is there is taken.
+"""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ROOM_OF_ANY_SIZE = b"\nbytearray\n"
-"""What torch's restricted reader would call with any number, and have that many bytes filled with zeros."""
+"""What torch's restricted reader would call with any number, and have that many bytes filled with
+zeros.
+"""
 _OBJECTS_PER_BYTE = 64
 """Bytes of memory for one of the pickle, at most: an empty container."""
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -38,15 +46,19 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 
 class CheckpointFile(TensorFile):
-    """An open file of `torch.save`: a state dict, or a dictionary that has one under a usual key. See [Note: places in a checkpoint].
+    """An open file of `torch.save`: a state dict, or a dictionary that has one under a usual key.
 
-    Memory: the pickle's objects; one piece of 8 MiB while a tensor is read; a tensor of another memory order than row-major comes whole.
+    See [Note: places in a checkpoint].
+
+    Memory: the pickle's objects; one piece of 8 MiB while a tensor is read; a tensor of another
+    memory order than row-major comes whole.
 
     Args:
         path: a regular file, or a link to one.
 
     Raises:
-        StoreError: it cannot be opened, is no such file, is compressed, or holds what torch refuses to read with `weights_only=True`. UsageError: there is no
+        StoreError: it cannot be opened, is no such file, is compressed, or holds what torch refuses
+            to read with `weights_only=True`. UsageError: there is no
         state dict in it.
     """
 

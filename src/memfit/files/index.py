@@ -1,6 +1,7 @@
 """Which files hold a model's weights.
 
-In: a directory. Out: names of the files of weights in it, from `model.safetensors.index.json` (or `pytorch_model.bin.index.json`) where there is one.
+In: a directory. Out: names of the files of weights in it, from `model.safetensors.index.json` (or
+`pytorch_model.bin.index.json`) where there is one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Numbers, texts and small tensors as JSON, and back with the same bits and types.
 
-In: settings of optimizers, scalar states, what a user wants to keep with a save. Out: values that `json` writes. Nothing is pickled: what has no
-JSON form is refused.
+In: settings of optimizers, scalar states, what a user wants to keep with a save. Out: values that
+`json` writes. Nothing is pickled: what has no JSON form is refused.
 
-Plain values stay as they are, so that a person can read the file; the others are an object with one tag: {"tuple": [...]}, {"map": {...}},
-{"float": "inf"}, {"tensor": {"dtype", "shape", "values", "device"}}.
+Plain values stay as they are, so that a person can read the file; the others are an object with one
+tag: {"tuple": [...]}, {"map": {...}}, {"float": "inf"}, {"tensor": {"dtype", "shape", "values",
+"device"}}.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def encode_value(value: Any, where: str) -> Any:
     """A JSON value.
 
     Args:
-        value: None, a truth value, number, text, list, tuple, dictionary with texts as keys, or a tensor of at most 4096 elements.
+        value: None, a truth value, number, text, list, tuple, dictionary with texts as keys, or a
+            tensor of at most 4096 elements.
         where: for the message.
 
     Raises:
@@ -100,7 +102,8 @@ def _decode_tensor(inner: dict[str, Any], where: str, device: torch.device | Non
     if not all(isinstance(v, bool | int | float) for v in numbers):
         raise StoreError(f"{where:.200} holds values that are not numbers; take another save")
     try:
-        # Through float64 (or whole numbers as they are): every narrower value comes back with the same bits.
+        # Through float64 (or whole numbers as they are): every narrower value comes back with the
+        # same bits.
         tensor = torch.tensor(numbers, dtype=torch.float64 if dtype.is_floating_point else dtype).to(dtype).view(shape)  # type: ignore[union-attr]
     except (RuntimeError, OverflowError) as error:
         raise StoreError(

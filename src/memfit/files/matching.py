@@ -1,6 +1,7 @@
 """Each tensor of a model, and where the files of a directory hold it.
 
-In: open files, a model whose weights may be away. Out: `Matched` tensors that can be read into memory; or an error that names what is missing or differs.
+In: open files, a model whose weights may be away. Out: `Matched` tensors that can be read into
+memory; or an error that names what is missing or differs.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Matched:
     def read(self, into: torch.Tensor) -> None:
         """Reads the values into a tensor of its shape; floats convert to its dtype.
 
-        Memory: one piece of 8 MiB. A tensor of the file that is cut across its rows comes whole for a moment; where transformers does more than move
-        elements, all inputs of the conversion do, and what it makes of them.
+        Memory: one piece of 8 MiB. A tensor of the file that is cut across its rows comes whole for
+        a moment; where transformers does more than move elements, all inputs of the conversion do,
+        and what it makes of them.
 
         Raises:
             StoreError: a file cannot be read.
@@ -77,7 +79,8 @@ class Matched:
         """Gives a tensor that is here its values: a buffer, or a module its extra state.
 
         Raises:
-            StoreError: a file cannot be read. UsageError: values that elements of the buffer which share memory cannot have.
+            StoreError: a file cannot be read. UsageError: values that elements of the buffer which
+                share memory cannot have.
         """
         tensor = self.tensor.detach()
         if shares_elements(tensor):
@@ -94,13 +97,15 @@ class Matched:
 
 
 def match(files: Sequence[TensorFile], model: nn.Module, source: Path) -> tuple[dict[str, Matched], tuple[str, ...]]:
-    """All tensors that the model saves, by the name under which it does, and names in the files that it has no use for.
+    """All tensors that the model saves, by the name under which it does, and names in the files
+    that it has no use for.
 
-    A tied weight may be in the files under any of its names. Buffers that transformers declares as not needed may be missing. Nothing is read, save of a tied weight
-    that is there twice.
+    A tied weight may be in the files under any of its names. Buffers that transformers declares as
+    not needed may be missing. Nothing is read, save of a tied weight that is there twice.
 
     Raises:
-        UsageError: a tensor is missing, has another shape, or is there twice with different values. StoreError: a name is in two files.
+        UsageError: a tensor is missing, has another shape, or is there twice with different values.
+            StoreError: a name is in two files.
     """
     held = _by_name(files)
     kept = keep_names(model)

@@ -1,6 +1,7 @@
 """What of a model is saved, under which names and in which files.
 
-In: a model, its weights here or away. Out: names and tensors as `state_dict` gives them, each tied tensor once; shards.
+In: a model, its weights here or away. Out: names and tensors as `state_dict` gives them, each tied
+tensor once; shards.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ STALE = re.compile(
 
 
 def is_stale(path: Path) -> bool:
-    """Tests whether a new save replaces a file of an older one, even where it has no file of that name."""
+    """Tests whether a new save replaces a file of an older one, even where it has no file of that
+    name.
+    """
     is_old_state = path.name == OLD_FILE_NAME and not is_of_trainer(path)
     return is_old_state or STALE.fullmatch(path.name) is not None
 
@@ -39,7 +42,8 @@ class KeptNames:
     """The entries of a state dict.
 
     Attributes:
-        tensors: by name, each tensor once; parameters are the model's own objects, whose bytes may be away.
+        tensors: by name, each tensor once; parameters are the model's own objects, whose bytes may
+            be away.
         tied: name that was left out -> name that holds the same tensor.
     """
 
@@ -55,7 +59,8 @@ def keep_names(model: nn.Module) -> KeptNames:
     Raises:
         UnsupportedError: an entry that is not a dense tensor (extra state of a module, say).
     """
-    # keep_vars gives the parameters themselves; without it each would be detached, which needs its bytes to be here.
+    # keep_vars gives the parameters themselves; without it each would be detached, which needs its
+    # bytes to be here.
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     groups: dict[object, list[str]] = defaultdict(list)
@@ -77,7 +82,9 @@ def keep_names(model: nn.Module) -> KeptNames:
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """By name in the state dict, the modules that have state beside parameters and buffers (`get_extra_state`)."""
+    """By name in the state dict, the modules that have state beside parameters and buffers
+    (`get_extra_state`).
+    """
     return {
         f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module
         for prefix, module in model.named_modules()
@@ -114,10 +121,13 @@ def _choose(names: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> str:
 
 
 def shard(sizes_bytes: Mapping[str, int], max_shard_bytes: int) -> list[tuple[str, list[str]]]:
-    """Cuts tensors into files of at most `max_shard_bytes`, in order; a larger tensor has a file of its own.
+    """Cuts tensors into files of at most `max_shard_bytes`, in order.
+
+    A larger tensor has a file of its own.
 
     Returns:
-        (file name, names of its tensors): one `model.safetensors`, or numbered ones as transformers names them.
+        (file name, names of its tensors): one `model.safetensors`, or numbered ones as transformers
+            names them.
 
     Raises:
         UsageError: not a positive size.

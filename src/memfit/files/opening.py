@@ -20,7 +20,8 @@ _CHECKPOINT_NAME = "pytorch_model.bin"
 
 
 def open_weight_files(source: Path, stack: ExitStack) -> list[TensorFile]:
-    """Opens safetensors files, or what `torch.save` wrote: one file, or a directory with `model.safetensors` or `pytorch_model.bin`, or the index of their shards.
+    """Opens safetensors files, or what `torch.save` wrote: one file, or a directory with
+    `model.safetensors` or `pytorch_model.bin`, or the index of their shards.
 
     Args:
         source: the directory or the file.

@@ -1,6 +1,7 @@
 """Reading tensors from a safetensors file that anybody may have written.
 
-In: a file. Out: its checked header, and its tensors copied into memory that exists already: the file decides no allocation.
+In: a file. Out: its checked header, and its tensors copied into memory that exists already: the
+file decides no allocation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from memfit.tensors.trees import new_storage, typed_view
 class TensorFile(ClosesAtExit):
     """An open file.
 
-    Memory: the header; one piece of 8 MiB while a tensor is read. The page cache is emptied behind the reading.
+    Memory: the header; one piece of 8 MiB while a tensor is read. The page cache is emptied behind
+    the reading.
 
     Args:
         path: a regular file, or a link to one.
@@ -72,7 +74,8 @@ class TensorFile(ClosesAtExit):
         return read_header(raw, path=self.path, file_bytes=file_bytes)
 
     def read_into(self, entry: TensorEntry, tensor: torch.Tensor, begin: int = 0) -> None:
-        """Copies elements of an entry, row-major from element `begin` on, into a tensor of any strides, on any device; floats convert to its dtype.
+        """Copies elements of an entry, row-major from element `begin` on, into a tensor of any
+        strides, on any device; floats convert to its dtype.
 
         Raises:
             StoreError: the disk, or the file became shorter.

@@ -1,14 +1,16 @@
 """A directory that takes its target's place all at once.
 
-In: a target and what it will hold. Out: a new directory beside it to write into; at the end the target is the new one, whole, or the old
-one as it was.
+In: a target and what it will hold. Out: a new directory beside it to write into; at the end the
+target is the new one, whole, or the old one as it was.
 
 [Note: how a directory is replaced]
-Everything is written and synced under a hidden sibling's name. Where the target exists, Linux exchanges the two names in one step
-(renameat2), so that at no instant there is none or a mixture; file systems that cannot do that get two renames, between which the old
-directory stands, whole, under the sibling name `.NAME.previous-*`. Files of others in the old directory are carried over as hard links before
-the exchange. A process that stands in the target stands in the new one afterwards. A sibling that a killed process left behind is unlocked (locks
-die with their process): the next save of that target removes it.
+Everything is written and synced under a hidden sibling's name. Where the target exists, Linux
+exchanges the two names in one step (renameat2), so that at no instant there is none or a mixture;
+file systems that cannot do that get two renames, between which the old directory stands, whole,
+under the sibling name `.NAME.previous-*`. Files of others in the old directory are carried over as
+hard links before the exchange. A process that stands in the target stands in the new one
+afterwards. A sibling that a killed process left behind is unlocked (locks die with their process):
+the next save of that target removes it.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ def check_target(target: Path, *, needed_bytes: int, operations: FileOperations)
         operations: the system calls.
 
     Raises:
-        UsageError: the target is a store of disk homes, is the root of a file system, or holds directories, which cannot be carried over.
-        StoreError: the target is no directory, or the disk has too little room (the old save is kept until the new one is whole).
+        UsageError: the target is a store of disk homes, is the root of a file system, or holds
+            directories, which cannot be carried over.
+        StoreError: the target is no directory, or the disk has too little room (the old save is
+            kept until the new one is whole).
     """
     if target.exists():
         if not target.is_dir():
@@ -108,7 +112,8 @@ def replacing(target: Path, *, stale: Callable[[Path], bool], operations: FileOp
             raise explain(error, doing="put the save in place", path=target) from error
     finally:
         os.close(lock)
-        # After an exchange this is the old directory; after a failure the new one. Gone already if there was no old one.
+        # After an exchange this is the old directory; after a failure the new one. Gone already if
+        # there was no old one.
         shutil.rmtree(new, ignore_errors=True)
 
 
@@ -141,7 +146,9 @@ def _put_in_place(new: Path, target: Path, stale: Callable[[Path], bool], operat
 
 
 def _stands_in(target: Path) -> bool:
-    """It is the process's working directory: by name it stays so, or the process would stand in one that is gone."""
+    """It is the process's working directory: by name it stays so, or the process would stand in one
+    that is gone.
+    """
     try:
         return target.samefile(".")
     except OSError:
@@ -157,7 +164,8 @@ def _carry_over(entry: Path, to: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES):
             raise
-        shutil.copy2(entry, to)  # the file system, or its rules for others' files, has no hard links
+        # the file system, or its rules for others' files, has no hard links
+        shutil.copy2(entry, to)
 
 
 def _sync(path: Path, operations: FileOperations) -> None:

@@ -27,7 +27,9 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFile:
-    """A safetensors file to be written: its name, its header, and by tensor name where the bytes are."""
+    """A safetensors file to be written: its name, its header, and by tensor name where the bytes
+    are.
+    """
 
     name: str
     header: Header
@@ -86,7 +88,8 @@ def join(name: str, wanted: FileTensor, source_of: Callable[[str], TensorSource]
 def pack_weights(
     sources: Mapping[str, TensorSource], tied: Mapping[str, str], max_shard_bytes: int, *, parameters: int
 ) -> tuple[list[SaveFile], str | None]:
-    """Files of at most so many bytes, in the order of the tensors, and the text of their index if there are several.
+    """Files of at most so many bytes, in the order of the tensors, and the text of their index if
+    there are several.
 
     Args:
         sources: by name in the files, each tensor once.
@@ -99,7 +102,8 @@ def pack_weights(
     files: list[SaveFile] = []
     for file_name, names in shards:
         chosen = set(names)
-        # Names that were left out, each with the one that holds its tensor, as safetensors' own load_model writes and wants them.
+        # Names that were left out, each with the one that holds its tensor, as safetensors' own
+        # load_model writes and wants them.
         aliases = {other: name for other, name in tied.items() if name in chosen}
         header = lay_out([specs[name] for name in names], {"format": "pt", **aliases})
         files.append(SaveFile(name=file_name, header=header, sources={name: sources[name] for name in names}))

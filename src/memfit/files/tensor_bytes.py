@@ -1,6 +1,7 @@
 """Tensors as row-major bytes, wherever they are and however they lie.
 
-In: a tensor in memory, or its place in a home. Out: any range of its row-major bytes, copied into a buffer of the host.
+In: a tensor in memory, or its place in a home. Out: any range of its row-major bytes, copied into a
+buffer of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from memfit.homes.home import DONE, ByteHome, Tickets, TransferHandle
 from memfit.tensors.trees import new_storage, typed_view
 
-# What is read at once of a tensor whose memory order is not row-major, where its slices are smaller.
+# What is read at once of a tensor whose memory order is not row-major, where its slices are
+# smaller.
 _GROUP_BYTES = 4 << 20
 
 
@@ -25,7 +27,8 @@ class TensorSource(Protocol):
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> TransferHandle:
-        """Begins to copy elements [first, first + count), row-major, to a byte offset of a host storage.
+        """Begins to copy elements [first, first + count), row-major, to a byte offset of a host
+        storage.
 
         Calls come in ascending order of `first`; the storage must live until the ticket is done.
         """
@@ -54,7 +57,8 @@ class ResidentSource:
 class HomeSource:
     """A tensor that rests in a home, dense, in memory order.
 
-    Memory: none where memory order is row-major; else one group of slices (4 MiB, or the largest slice: the dimensions whose order differs).
+    Memory: none where memory order is row-major; else one group of slices (4 MiB, or the largest
+    slice: the dimensions whose order differs).
 
     Args:
         home: where.
@@ -145,13 +149,15 @@ class JoinedSource:
                     tickets.append(source.read(start + low - begin, high - low, into, offset))
                 begin += length
         except BaseException:
-            Tickets(tickets).wait()  # nothing may be on its way into memory that the caller gives up
+            # nothing may be on its way into memory that the caller gives up
+            Tickets(tickets).wait()
             raise
         return tickets[0] if len(tickets) == 1 else Tickets(tickets)
 
 
 def row_major_parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Views of a tensor that together are its row-major elements [first, first + count), with each one's start in that range.
+    """Views of a tensor that together are its row-major elements [first, first + count), with each
+    one's start in that range.
 
     At most two views a dimension, whatever the strides: nothing is copied.
     """
@@ -177,7 +183,10 @@ def row_major_parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[tu
 
 
 def _row_major_dimensions(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """How many leading dimensions lie in memory as in row-major order; all of them for a contiguous tensor."""
+    """How many leading dimensions lie in memory as in row-major order.
+
+    All of them for a contiguous tensor.
+    """
     for dimension, size in enumerate(shape):
         if size != 1 and stride[dimension] != math.prod(shape[dimension + 1 :]):
             return dimension

@@ -1,10 +1,13 @@
 """`memfit_state.json`: what continues a run beside weights and large optimizer states.
 
-In: an optimizer's settings, scalar states, the random numbers' place, the step. Out: JSON text; and the same back, checked.
+In: an optimizer's settings, scalar states, the random numbers' place, the step. Out: JSON text; and
+the same back, checked.
 
 [Note: two programs, one name]
-Until version 0.1 the file was called `trainer_state.json`, as that of transformers' `Trainer` is, which writes its own into the same directories and would overwrite
-ours. Saves with the old name are read still; a file of that name which has `Trainer`'s entries is not memfit's, and is left where it is.
+Until version 0.1 the file was called `trainer_state.json`, as that of transformers' `Trainer` is,
+which writes its own into the same directories and would overwrite ours. Saves with the old name are
+read still; a file of that name which has `Trainer`'s entries is not memfit's, and is left where it
+is.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _LIMIT_BYTES = 256 * MIB
 _COPIES = 2
 """Of the values: as JSON has them, and as they were."""
 _HEAD_BYTES = 64 << 10
-"""Holds the names by which the files of two programs are told apart: memfit writes its own first, and `Trainer` sorts its entries, the long one last but few."""
+"""Holds the names by which the files of two programs are told apart: memfit writes its own first,
+and `Trainer` sorts its entries, the long one last but few.
+"""
 _DEEPEST = 300
 """Settings and `extra` may be nested as `encode_value` found them, two containers a level."""
 
@@ -56,7 +61,8 @@ class TrainerState:
         numbers: by parameter, the states that are not large tensors.
         random_cpu, random_device: states of torch's default generators.
         noise_seed: of stochastic rounding.
-        loss_scale: `LossScaler.state_dict()`, which `torch.amp.GradScaler` takes as well; None where losses were not scaled.
+        loss_scale: `LossScaler.state_dict()`, which `torch.amp.GradScaler` takes as well; None
+            where losses were not scaled.
         extra: what the user gave along.
     """
 
@@ -142,7 +148,8 @@ def _room_bytes(saved_bytes: int) -> int:
 
 
 def state_file(directory: Path) -> Path | None:
-    """The file in a directory that memfit saved into, under its present or its old name; None where there is none.
+    """The file in a directory that memfit saved into, under its present or its old name; None where
+    there is none.
 
     See [Note: two programs, one name].
     """

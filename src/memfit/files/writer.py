@@ -1,6 +1,7 @@
 """Writing a safetensors file from tensors that may be away.
 
-In: sources. Out: a file on stable storage. The file is cut into pieces; while one is written, the next one's parts come from their homes.
+In: sources. Out: a file on stable storage. The file is cut into pieces; while one is written, the
+next one's parts come from their homes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PIECE_BYTES = 8 * MIB
 class FilePieces:
     """The two buffers of a save.
 
-    Memory: twice `PIECE_BYTES` of the host, or less for files that are smaller. They come from torch's allocator, so that a limit counts them.
+    Memory: twice `PIECE_BYTES` of the host, or less for files that are smaller. They come from
+    torch's allocator, so that a limit counts them.
 
     Args:
         largest_file_bytes: of what will be written.
@@ -44,7 +46,10 @@ class FilePieces:
         self._turn = 0
 
     def take(self) -> tuple[torch.UntypedStorage, int]:
-        """The other buffer, and the byte at which it is aligned. What it held must have been written."""
+        """The other buffer, and the byte at which it is aligned.
+
+        What it held must have been written.
+        """
         self._turn = 1 - self._turn
         storage = self._storages[self._turn]
         return storage, -storage.data_ptr() % ALIGNMENT_BYTES
@@ -121,7 +126,8 @@ class _Filling:
                 size = entry.dtype.itemsize
                 first, last = max(entry.begin, start), min(entry.end, stop)
                 source = self._sources[entry.name]
-                # Pieces begin and end on pages, tensors at multiples of their element's size: no element is ever cut.
+                # Pieces begin and end on pages, tensors at multiples of their element's size: no
+                # element is ever cut.
                 tickets.append(
                     source.read((first - entry.begin) // size, (last - first) // size, storage, base + first - start)
                 )

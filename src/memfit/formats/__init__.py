@@ -1,8 +1,12 @@
-"""Number formats as they are in memory: bits, range, special values, rounding error; values to bit patterns and back.
+"""Number formats as they are in memory: bits, range, special values, rounding error.
 
-In: exact values (`int`, `float`, `Fraction`) or codes (the bits of a number, read as an unsigned integer). Out: codes, exact values, and
-facts as exact fractions. Nothing here is on the way of a tensor: one number at a time, exact integer arithmetic, no torch.
-Who rounds to which neighbour is `rounding`; a format is a `FloatFormat`, `FixedPoint`, `SignMagnitude` or `BlockFormat`; `catalog` names them.
+Values to bit patterns and back.
+
+In: exact values (`int`, `float`, `Fraction`) or codes (the bits of a number, read as an unsigned
+integer). Out: codes, exact values, and facts as exact fractions. Nothing here is on the way of a
+tensor: one number at a time, exact integer arithmetic, no torch. Who rounds to which neighbour is
+`rounding`; a format is a `FloatFormat`, `FixedPoint`, `SignMagnitude` or `BlockFormat`; `catalog`
+names them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""ScaleBlock-wise formats: one scale for some hundred neighbouring values, and for each value the code of a level between -1 and 1.
+"""ScaleBlock-wise formats: one scale for some hundred neighbouring values, and for each value the
+code of a level between -1 and 1.
 
-The scale of a block is the largest magnitude in it, so one outlier coarsens its own block and no other (Dettmers et al. 2022, "8-bit
-Optimizers via ScaleBlock-wise Quantization", section 2.1).
+The scale of a block is the largest magnitude in it, so one outlier coarsens its own block and no
+other (Dettmers et al. 2022, "8-bit Optimizers via ScaleBlock-wise Quantization", section 2.1).
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from memfit.formats.number_format import Field, Number, NumberFormat, read_magni
 from memfit.formats.rounding import NEAREST_EVEN, TOWARD_ZERO, Rounding
 
 FP32 = FloatFormat(name="fp32", description="single precision (IEEE 754 binary32)", exponent_bits=8, mantissa_bits=23)
-"""Here, and not in the catalog, because the scales of blocks and the levels of tables are fp32 values."""
+"""Here, and not in the catalog, because the scales of blocks and the levels of tables are fp32
+values.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat(NumberFormat):
-    """Levels in ascending order and the code of each. As a format of single numbers it holds value / scale.
+    """Levels in ascending order and the code of each.
 
-    Zero is a level of most; where it is not, all levels are positive, and a zero comes back as the smallest.
+    As a format of single numbers it holds value / scale.
 
-    Costs `bits` a value and 32 bits a block. Decoding here is exact, `scale * level`; a library that computes it in fp32 adds one rounding
-    of its own, of at most 2^-24 of the result.
+    Zero is a level of most; where it is not, all levels are positive, and a zero comes back as the
+    smallest.
+
+    Costs `bits` a value and 32 bits a block. Decoding here is exact, `scale * level`; a library
+    that computes it in fp32 adds one rounding of its own, of at most 2^-24 of the result.
 
     Args:
         levels: at most 2^bits of them, at most 1 in magnitude.
@@ -85,15 +91,19 @@ class BlockFormat(NumberFormat):
     def block_error_bound(self, rounding: Rounding = NEAREST_EVEN) -> Fraction:
         """How far any value of a block can move, as a part of the block's scale.
 
-        It is `largest_gap`, or half of it to nearest; or, where that is more, what -1 (or 0, of positive levels) lacks to the lowest level.
+        It is `largest_gap`, or half of it to nearest; or, where that is more, what -1 (or 0, of
+        positive levels) lacks to the lowest level.
         """
         overhang = 1 + self.lowest if self.lowest < 0 else self.lowest
         return max(rounding.error_in_gaps * self.largest_gap, overhang)
 
     def encode(self, value: Number, rounding: Rounding = NEAREST_EVEN) -> int:
-        """The code of a value that was divided by its scale already; outside the levels the nearest end.
+        """The code of a value that was divided by its scale already.
 
-        `NEAREST_EVEN` sends the middle between two levels to the one that is an even number of places from zero.
+        Outside the levels the nearest end.
+
+        `NEAREST_EVEN` sends the middle between two levels to the one that is an even number of
+        places from zero.
 
         Raises:
             UsageError: a NaN, an infinity, or a negative value where all levels are positive.
@@ -127,12 +137,16 @@ class BlockFormat(NumberFormat):
         return abs(self.levels[far] - self.levels[near])
 
     def encode_blocks(self, values: Iterable[Number], rounding: Rounding = NEAREST_EVEN) -> tuple[ScaleBlock, ...]:
-        """Cuts values into blocks of `block_size`, the last one shorter, and encodes each; no values, no blocks.
+        """Cuts values into blocks of `block_size`, the last one shorter, and encodes each.
 
-        The scale of a block is its largest magnitude as fp32, rounded up where it is none, so that no value leaves the range.
+        No values, no blocks.
+
+        The scale of a block is its largest magnitude as fp32, rounded up where it is none, so that
+        no value leaves the range.
 
         Raises:
-            UsageError: a value is not finite, above fp32's range, or negative where all levels are positive.
+            UsageError: a value is not finite, above fp32's range, or negative where all levels are
+                positive.
         """
         rest = tuple(values)
         cut = [rest[start : start + self.block_size] for start in range(0, len(rest), self.block_size)]
@@ -153,7 +167,10 @@ class BlockFormat(NumberFormat):
         return Fraction(-numerator if is_negative else numerator, denominator)
 
     def _neighbours(self, exact: Fraction) -> tuple[int, int]:
-        """Places of the levels beside a value, the one nearer to zero first; the same place twice at and beyond the ends."""
+        """Places of the levels beside a value, the one nearer to zero first.
+
+        The same place twice at and beyond the ends.
+        """
         last = len(self.levels) - 1
         if exact >= 0:
             near = max(bisect_right(self.levels, exact) - 1, 0)
@@ -182,7 +199,9 @@ class ScaleBlock:
 
 
 def symmetric_integer_format(name: str, *, bits: int, block_size: int) -> BlockFormat:
-    """Integers from -(2^(bits-1) - 1) to 2^(bits-1) - 1 in two's complement, divided by the largest; -2^(bits-1) is not used."""
+    """Integers from -(2^(bits-1) - 1) to 2^(bits-1) - 1 in two's complement, divided by the
+    largest; -2^(bits-1) is not used.
+    """
     largest = (1 << (bits - 1)) - 1
     whole = range(-largest, largest + 1)
     return BlockFormat(
@@ -196,7 +215,10 @@ def symmetric_integer_format(name: str, *, bits: int, block_size: int) -> BlockF
 
 
 def table_format(name: str, description: str, levels: Iterable[Number], *, bits: int, block_size: int) -> BlockFormat:
-    """A format whose code is the place in a table of ascending fp32 levels; other levels are rounded to fp32 first."""
+    """A format whose code is the place in a table of ascending fp32 levels.
+
+    Other levels are rounded to fp32 first.
+    """
     rounded = sorted(Fraction(FP32.decode(FP32.encode(level))) for level in levels)
     return BlockFormat(
         name=name,
@@ -209,12 +231,15 @@ def table_format(name: str, description: str, levels: Iterable[Number], *, bits:
 
 
 def dynamic_levels(*, signed: bool, decades: int = 7) -> tuple[Fraction, ...]:
-    """The levels of a dynamic map: decades below 1, each finer cut than the one below it, and 0 and 1.
+    """The levels of a dynamic map: decades below 1, each finer cut than the one below it, and 0 and
+    1.
 
-    Decade d (0 to decades - 1) reaches from 10^(d-decades) to 10^(d-decades+1) and is cut in 2^d equal parts (2^(d+1) unsigned), whose middles are
-    levels; signed, their negatives too. So 1 is a level and -1 is not. Seven decades make 256 levels, for 8 bits; three, signed, make 16. The tables of
-    bitsandbytes and torchao are these, computed in floats: they differ in the last bits of some levels. Source: Dettmers 2016, "8-Bit Approximations for
-    Parallelism in Deep Learning", and Dettmers et al. 2022, sections 1.3 and 2.2.
+    Decade d (0 to decades - 1) reaches from 10^(d-decades) to 10^(d-decades+1) and is cut in 2^d
+    equal parts (2^(d+1) unsigned), whose middles are levels; signed, their negatives too. So 1 is a
+    level and -1 is not. Seven decades make 256 levels, for 8 bits; three, signed, make 16. The
+    tables of bitsandbytes and torchao are these, computed in floats: they differ in the last bits
+    of some levels. Source: Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning",
+    and Dettmers et al. 2022, sections 1.3 and 2.2.
     """
     positive = [
         Fraction(10) ** (decade - decades + 1) * (Fraction(1, 10) + Fraction(9, 10) * Fraction(2 * part + 1, 2 * parts))

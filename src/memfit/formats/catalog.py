@@ -15,8 +15,9 @@ from memfit.formats.rounding import NEAREST_EVEN, Rounding
 
 _MOST_BITS = 64
 
-# QLoRA's table, as fp32 values. Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", appendix E; the rule behind it is
-# in section 3: quantiles of the normal distribution, divided by the outermost, eight steps above zero and seven below.
+# QLoRA's table, as fp32 values. Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of
+# Quantized LLMs", appendix E; the rule behind it is in section 3: quantiles of the normal
+# distribution, divided by the outermost, eight steps above zero and seven below.
 _NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -26,7 +27,8 @@ _NF4_LEVELS = (
 
 _E4M3 = FloatFormat(
     name="fp8-e4m3",
-    # Both overflows are in the standard; torch casts to NaN before 2.12 and saturates since, ml_dtypes casts to NaN.
+    # Both overflows are in the standard; torch casts to NaN before 2.12 and saturates since,
+    # ml_dtypes casts to NaN.
     description="8 bits for weights and activations (OCP OFP8); overflow saturates, as torch's casts since 2.12",
     exponent_bits=4,
     mantissa_bits=3,
@@ -36,7 +38,9 @@ _E4M3 = FloatFormat(
 
 
 def _fp8_block_format() -> BlockFormat:
-    """e4m3 values from -256 to 256 as levels: the largest of a block is 256, a power of two, and comes back as it was."""
+    """e4m3 values from -256 to 256 as levels: the largest of a block is 256, a power of two, and
+    comes back as it was.
+    """
     values = {
         Fraction(value): code for code in range(256) if -256 <= (value := _E4M3.decode(code)) <= 256 and code != 0x80
     }
@@ -140,7 +144,9 @@ _MADE_WHEN_ASKED = re.compile(
 
 
 def find_format(name: str | NumberFormat) -> NumberFormat:
-    """The format of a name, torch's names included; `int12`, `sm12` and `q7.8` (of at most 64 bits) are made. A format is given back.
+    """The format of a name, torch's names included.
+
+    `int12`, `sm12` and `q7.8` (of at most 64 bits) are made. A format is given back.
 
     Raises:
         UsageError: there is none of this name.
@@ -162,7 +168,10 @@ def find_format(name: str | NumberFormat) -> NumberFormat:
 
 
 def encode(value: Number, format: str | NumberFormat, rounding: Rounding = NEAREST_EVEN) -> int:  # noqa: A002, the word is format
-    """The code of a value in a format; see the format's own `encode`. Its bits, field by field: `find_format(format).split(code)`."""
+    """The code of a value in a format; see the format's own `encode`.
+
+    Its bits, field by field: `find_format(format).split(code)`.
+    """
     return find_format(format).encode(value, rounding)
 
 

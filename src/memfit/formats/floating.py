@@ -1,10 +1,12 @@
 """Binary floating point: a sign, an exponent, a mantissa, from fp64 down to fp4.
 
 [Note: one code line]
-Below the sign bit the codes of a float format, read as integers, grow with the value: 0, the subnormals, the normals, then what is special.
-In units of the gap 2^(e - m) a value with exponent e is a whole number q with 2^m <= q < 2^(m+1), or q < 2^m for a subnormal, which has the
-smallest exponent. Its code is ((e - emin) << m) + q. A rounding that carries q up to 2^(m+1) lands on the first code of the next
-exponent by itself, and past the largest finite code by itself when it overflows.
+Below the sign bit the codes of a float format, read as integers, grow with the value: 0, the
+subnormals, the normals, then what is special. In units of the gap 2^(e - m) a value with exponent e
+is a whole number q with 2^m <= q < 2^(m+1), or q < 2^m for a subnormal, which has the smallest
+exponent. Its code is ((e - emin) << m) + q. A rounding that carries q up to 2^(m+1) lands on the
+first code of the next exponent by itself, and past the largest finite code by itself when it
+overflows.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class Specials(Enum):
 class Overflow(Enum):
     """What becomes of a value too large for the format, infinities included.
 
-    A finite value too large is rounded as if exponents had no end, and overflows if that is above `largest`; so `TOWARD_ZERO` never
-    overflows (IEEE 754-2019, section 7.4) and stochastic rounding just above `largest` only sometimes does.
+    A finite value too large is rounded as if exponents had no end, and overflows if that is above
+    `largest`; so `TOWARD_ZERO` never overflows (IEEE 754-2019, section 7.4) and stochastic rounding
+    just above `largest` only sometimes does.
     """
 
     INFINITY = "infinity"
@@ -45,10 +48,12 @@ class Overflow(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FloatFormat(NumberFormat):
-    """1 sign bit, `exponent_bits` (at least 2, biased by half their range), `mantissa_bits` (at least 1).
+    """1 sign bit, `exponent_bits` (at least 2, biased by half their range), `mantissa_bits` (at
+    least 1).
 
     Args:
-        storage_bits: bits that a value takes in memory where that is more than its own; 0 for its own.
+        storage_bits: bits that a value takes in memory where that is more than its own; 0 for its
+            own.
     """
 
     exponent_bits: int
@@ -87,7 +92,9 @@ class FloatFormat(NumberFormat):
 
     @property
     def smallest_exponent(self) -> int:
-        """The exponent of the smallest normal value, and of every subnormal: the field of subnormals is 0 but counts as 1."""
+        """The exponent of the smallest normal value, and of every subnormal: the field of
+        subnormals is 0 but counts as 1.
+        """
         return 1 - self.bias
 
     @property
@@ -107,7 +114,9 @@ class FloatFormat(NumberFormat):
 
     @property
     def smallest_subnormal(self) -> Fraction:
-        """The smallest positive value, and the gap between all values up to twice the smallest normal one."""
+        """The smallest positive value, and the gap between all values up to twice the smallest
+        normal one.
+        """
         return _power_of_two(self.smallest_exponent - self.mantissa_bits)
 
     @property
@@ -117,15 +126,22 @@ class FloatFormat(NumberFormat):
 
     @property
     def unit_roundoff(self) -> Fraction:
-        """Half of `epsilon`: the relative error of `NEAREST_EVEN` is below it for every value from `smallest_normal` to `largest`."""
+        """Half of `epsilon`: the relative error of `NEAREST_EVEN` is below it for every value from
+        `smallest_normal` to `largest`.
+        """
         return self.epsilon / 2
 
     def relative_error_bound(self, rounding: Rounding = NEAREST_EVEN) -> Fraction:
-        """What the relative error stays under, for magnitudes from `smallest_normal` to `largest`; subnormals have no such bound."""
+        """What the relative error stays under, for magnitudes from `smallest_normal` to `largest`.
+
+        Subnormals have no such bound.
+        """
         return rounding.error_in_gaps * self.epsilon
 
     def encode(self, value: Number, rounding: Rounding = NEAREST_EVEN) -> int:
-        """The code of a value, infinities and NaN included; what is too small goes to a subnormal or to zero, with its sign.
+        """The code of a value, infinities and NaN included.
+
+        What is too small goes to a subnormal or to zero, with its sign.
 
         Raises:
             UsageError: a NaN, in a format that has none.
@@ -161,7 +177,9 @@ class FloatFormat(NumberFormat):
         return sign * math.inf if is_infinity else math.nan
 
     def gap(self, value: Number) -> Fraction:
-        """The distance between the neighbours of a value: `epsilon` times its power of two, and no less among subnormals."""
+        """The distance between the neighbours of a value: `epsilon` times its power of two, and no
+        less among subnormals.
+        """
         self._check_covers(value)
         _, numerator, denominator = read_magnitude(value, self.name)
         if not numerator:

@@ -1,4 +1,7 @@
-"""Integers and fixed point: values at equal distances. Outside the range they saturate; they have no NaN and no infinity."""
+"""Integers and fixed point: values at equal distances.
+
+Outside the range they saturate; they have no NaN and no infinity.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from memfit.formats.rounding import NEAREST_EVEN, Rounding, round_magnitude
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint(NumberFormat):
-    """Two's complement: Qm.n has a sign bit, m integer bits and n fraction bits; an n-bit integer is Q(n-1).0.
+    """Two's complement: Qm.n has a sign bit, m integer bits and n fraction bits.
 
-    A code is the value in steps of 2^-n, modulo 2^bits, so there is one zero and one more negative value than positive ones. The sign bit
-    is not counted in m (the notation has both habits).
+    An n-bit integer is Q(n-1).0.
+
+    A code is the value in steps of 2^-n, modulo 2^bits, so there is one zero and one more negative
+    value than positive ones. The sign bit is not counted in m (the notation has both habits).
     """
 
     integer_bits: int
@@ -52,7 +57,8 @@ class FixedPoint(NumberFormat):
         return (1 << self.integer_bits) - self.step
 
     def encode(self, value: Number, rounding: Rounding = NEAREST_EVEN) -> int:
-        """The code of a value; outside the range the nearest end, as quantizers do (a processor's addition would wrap around).
+        """The code of a value; outside the range the nearest end, as quantizers do (a processor's
+        addition would wrap around).
 
         Raises:
             UsageError: a NaN or an infinity.
@@ -80,7 +86,9 @@ class FixedPoint(NumberFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class SignMagnitude(NumberFormat):
-    """Integers as a sign bit and a magnitude: as many negative values as positive ones, and two zeros."""
+    """Integers as a sign bit and a magnitude: as many negative values as positive ones, and two
+    zeros.
+    """
 
     magnitude_bits: int
 
@@ -114,7 +122,9 @@ class SignMagnitude(NumberFormat):
         return Fraction((1 << self.magnitude_bits) - 1)
 
     def encode(self, value: Number, rounding: Rounding = NEAREST_EVEN) -> int:
-        """The code of a value; a negative value that rounds to zero keeps its sign; outside the range the nearest end.
+        """The code of a value; a negative value that rounds to zero keeps its sign.
+
+        Outside the range the nearest end.
 
         Raises:
             UsageError: a NaN or an infinity.

@@ -16,7 +16,8 @@ _NOT_FINITE = re.compile(r"[+-]?(inf|infinity|nan)", re.IGNORECASE)
 
 
 def read_number(text: str) -> Number:
-    """Reads `3.14159`, `-1e-45`, `1/3`, `2^-149`, `inf`, `nan` or `-0` exactly: no double comes between the digits and the format.
+    """Reads `3.14159`, `-1e-45`, `1/3`, `2^-149`, `inf`, `nan` or `-0` exactly: no double comes
+    between the digits and the format.
 
     Raises:
         UsageError: not a number, or one with an exponent of more than four digits.
@@ -42,7 +43,8 @@ def read_number(text: str) -> Number:
 
 
 def read_code(text: str, format: NumberFormat) -> int:  # noqa: A002, the word is format
-    """Reads a code: `0x4049`, `0b0100...`, or, without a prefix, exactly as many binary or hexadecimal digits as the format has.
+    """Reads a code: `0x4049`, `0b0100...`, or, without a prefix, exactly as many binary or
+    hexadecimal digits as the format has.
 
     Spaces, `_` and `|` between digits are skipped.
 

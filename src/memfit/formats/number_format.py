@@ -16,7 +16,10 @@ Number = int | float | Fraction
 
 
 class Field(NamedTuple):
-    """Neighbouring bits of a code that mean something together; the first field holds the highest bits."""
+    """Neighbouring bits of a code that mean something together.
+
+    The first field holds the highest bits.
+    """
 
     name: str
     bits: int
@@ -26,7 +29,8 @@ class Field(NamedTuple):
 class NumberFormat(ABC):
     """A set of values, each with its code (for two formats zero has two).
 
-    Facts are exact fractions. `lowest` and `largest` bound the finite values; what lies outside is the format's `encode` to say.
+    Facts are exact fractions. `lowest` and `largest` bound the finite values; what lies outside is
+    the format's `encode` to say.
     """
 
     name: str
@@ -58,7 +62,8 @@ class NumberFormat(ABC):
         """The code of the value's neighbour that `rounding` chooses.
 
         Raises:
-            UsageError: the format has nothing that stands for the value (a NaN or an infinity in a format without them).
+            UsageError: the format has nothing that stands for the value (a NaN or an infinity in a
+                format without them).
         """
 
     @abstractmethod
@@ -71,14 +76,16 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def gap(self, value: Number) -> Fraction:
-        """The distance between the two neighbours that a finite value inside the range lies between.
+        """The distance between the two neighbours that a finite value inside the range lies
+        between.
 
         Raises:
             UsageError: the value is outside the range, or not finite.
         """
 
     def error_bound(self, value: Number, rounding: Rounding = NEAREST_EVEN) -> Fraction:
-        """How far `decode(encode(value, rounding))` can be from the value: half a gap to nearest, a gap otherwise.
+        """How far `decode(encode(value, rounding))` can be from the value: half a gap to nearest, a
+        gap otherwise.
 
         Raises:
             UsageError: the value is outside the range (there is no bound there), or not finite.

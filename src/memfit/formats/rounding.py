@@ -1,7 +1,8 @@
 """Which of its two neighbours a value becomes.
 
-In: how far a value lies from the neighbour that is nearer to zero, as a fraction of the gap. Out: whether it goes to the other one.
-Every format asks here, so that a rule means the same in all of them.
+In: how far a value lies from the neighbour that is nearer to zero, as a fraction of the gap. Out:
+whether it goes to the other one. Every format asks here, so that a rule means the same in all of
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from memfit.core.errors import UsageError
 
 
 class Rounding(ABC):
-    """A rule. A format asks it exactly once for each finite value that it encodes, exact ones included."""
+    """A rule.
+
+    A format asks it exactly once for each finite value that it encodes, exact ones included.
+    """
 
     name: str
     error_in_gaps: Fraction
@@ -26,9 +30,11 @@ class Rounding(ABC):
         """Whether the value goes to the neighbour that is farther from zero.
 
         Args:
-            remainder: with `divisor` the distance from the neighbour nearer to zero: `remainder / divisor` of the gap, in [0, 1).
+            remainder: with `divisor` the distance from the neighbour nearer to zero: `remainder /
+                divisor` of the gap, in [0, 1).
             divisor: at least 1.
-            is_odd: whether the neighbour nearer to zero ends in an odd digit (an odd place of the table, for formats that are tables).
+            is_odd: whether the neighbour nearer to zero ends in an odd digit (an odd place of the
+                table, for formats that are tables).
         """
 
 
@@ -49,12 +55,15 @@ class _TowardZero(Rounding):
 
 
 class Stochastic(Rounding):
-    """Away from zero with the probability `remainder / divisor`, so that the expected result is the value itself.
+    """Away from zero with the probability `remainder / divisor`, so that the expected result is the
+    value itself.
 
-    The expectation holds inside the range of a format. A uniform number is a double, so the probability is met to 2^-53.
+    The expectation holds inside the range of a format. A uniform number is a double, so the
+    probability is met to 2^-53.
 
     Args:
-        uniforms: a generator, or uniform numbers in [0, 1), of which each finite value takes one, in order.
+        uniforms: a generator, or uniform numbers in [0, 1), of which each finite value takes one,
+            in order.
     """
 
     name = "stochastic"
@@ -84,13 +93,17 @@ def _draw_from(generator: random.Random) -> Iterator[float]:
 
 
 NEAREST_EVEN: Rounding = _NearestEven()
-"""To the nearer neighbour; from the middle to the even one. What hardware and torch's casts do (IEEE 754-2019, section 4.3.1)."""
+"""To the nearer neighbour; from the middle to the even one.
+
+What hardware and torch's casts do (IEEE 754-2019, section 4.3.1).
+"""
 TOWARD_ZERO: Rounding = _TowardZero()
 """To the neighbour nearer to zero: digits are cut off."""
 
 
 def find_rounding(name: str, *, seed: int = 0) -> Rounding:
-    """The rule of a name: `nearest-even`, `toward-zero`, or `stochastic` with a generator of its own from `seed`.
+    """The rule of a name: `nearest-even`, `toward-zero`, or `stochastic` with a generator of its
+    own from `seed`.
 
     Raises:
         UsageError: there is no rule of this name.

@@ -1,8 +1,11 @@
-"""The machine under a run, as the operating system gives it out: read, set where that is safe, advised elsewhere.
+"""The machine under a run, as the operating system gives it out: read, set where that is safe,
+advised elsewhere.
 
-In: /proc, /sys, the environment, a directory. Out: `Host` (what is there), `Setting`s (environment variables that are safe to set before torch
-is loaded), `Measurements` (what they bring, as ratios within one run), `SettingChange`s (what a person may do). Nothing here imports torch: this room
-runs before it; only the child processes that measure load it (`trials.py`). Nothing is changed but by `restart_with_settings`.
+In: /proc, /sys, the environment, a directory. Out: `Host` (what is there), `Setting`s (environment
+variables that are safe to set before torch is loaded), `Measurements` (what they bring, as ratios
+within one run), `SettingChange`s (what a person may do). Nothing here imports torch: this room runs
+before it; only the child processes that measure load it (`trials.py`). Nothing is changed but by
+`restart_with_settings`.
 """
 
 from memfit.host.advice import NOT_MEASURED, SettingChange, advise_changes

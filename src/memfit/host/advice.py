@@ -1,7 +1,7 @@
 """What a person may change on the machine, and what it would bring.
 
-In: `Host`, its settings, and measurements where there are any. Out: `SettingChange`s, the ones that matter most first. memfit does none of them: they need
-other rights, another command, or a decision.
+In: `Host`, its settings, and measurements where there are any. Out: `SettingChange`s, the ones that
+matter most first. memfit does none of them: they need other rights, another command, or a decision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def advise_changes(
 ) -> tuple[SettingChange, ...]:
     """Looks for what stands in the way; empty where nothing does.
 
-    How threads wait and how many there are is not advised by figures of a busy machine: they say more about the other work.
+    How threads wait and how many there are is not advised by figures of a busy machine: they say
+    more about the other work.
     """
     return (
         *_disk_changes(host.disk, measured),

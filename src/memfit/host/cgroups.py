@@ -1,7 +1,8 @@
 """What a container or a service manager allows: processor quota and memory limit, cgroup v1 and v2.
 
-In: /proc/self/cgroup, /proc/self/mountinfo and the files of the groups. Out: `Cgroup`. A group is bound by its parents too, so each figure is the
-least one on the way up. Source: cgroups(7); Linux, Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
+In: /proc/self/cgroup, /proc/self/mountinfo and the files of the groups. Out: `Cgroup`. A group is
+bound by its parents too, so each figure is the least one on the way up. Source: cgroups(7); Linux,
+Documentation/admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def read_cgroup(root: Path) -> Cgroup:
 
 
 def _groups(root: Path) -> dict[str, str]:
-    """Controller -> path of this process's group; "" for v2. Lines are "4:memory:/path", for v2 "0::/path"."""
+    """Controller -> path of this process's group; "" for v2.
+
+    Lines are "4:memory:/path", for v2 "0::/path".
+    """
     found: dict[str, str] = {}
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
@@ -76,7 +80,8 @@ def _way_up(root: Path, mount: Mount, group: str) -> Iterator[Path]:
     try:
         below = PurePosixPath(group).relative_to(mount.root)
     except ValueError:
-        below = PurePosixPath()  # the group is told by its name outside of the container: the mount is all there is
+        # the group is told by its name outside of the container: the mount is all there is
+        below = PurePosixPath()
     if ".." in below.parts:
         below = PurePosixPath()
     for part in (below, *below.parents):

@@ -48,7 +48,8 @@ class Disk:
         mount_point: of its file system.
         file_system: such as "ext4".
         source: what is mounted, such as "/dev/nvme0n1p2".
-        devices: below partitions, volumes and arrays; empty where there are none (memory, network) or none can be seen (overlay).
+        devices: below partitions, volumes and arrays; empty where there are none (memory, network)
+            or none can be seen (overlay).
         total_bytes, free_bytes: of the file system; free for this user.
         direct_io_refusal: why direct I/O does not work here; None: it does.
     """
@@ -74,7 +75,9 @@ class Disk:
 
 
 def read_disk(root: Path, directory: Path) -> Disk:
-    """Looks at the disk under a directory; writes and reads one page there, in a file without a name.
+    """Looks at the disk under a directory.
+
+    Writes and reads one page there, in a file without a name.
 
     Raises:
         UsageError: no such directory, or it cannot be written.
@@ -98,7 +101,10 @@ def read_disk(root: Path, directory: Path) -> Disk:
 
 
 def _mount_of(where: Path, mounts: tuple[Mount, ...]) -> Mount | None:
-    """The mount with the longest point above the directory; of several on one point the last lies on top."""
+    """The mount with the longest point above the directory.
+
+    Of several on one point the last lies on top.
+    """
     above = [mount for mount in mounts if where.is_relative_to(mount.point)]
     return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
@@ -137,7 +143,10 @@ def _read_device(device: Path) -> BlockDevice:
 
 
 def _try_direct_io(where: Path) -> str | None:
-    """Why direct I/O does not work here; None: it does. An own function opens the file, so that only its errors mean "cannot be written"."""
+    """Why direct I/O does not work here; None: it does.
+
+    An own function opens the file, so that only its errors mean "cannot be written".
+    """
     with _open_unnamed(where) as file, mmap.mmap(-1, _DIRECT_BYTES) as page:
         page[:] = bytes(range(256)) * (_DIRECT_BYTES // 256)
         try:

@@ -1,6 +1,7 @@
 """Small files of /proc and /sys as text, numbers and mounts.
 
-In: a path below a root ("/", or a tree that a test made). Out: text, or None where this kernel or container has no such file.
+In: a path below a root ("/", or a tree that a test made). Out: text, or None where this kernel or
+container has no such file.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 def read_text(path: Path) -> str | None:
     """What a file holds, stripped; None where it cannot be read.
 
-    Kernels and containers differ in which of these files they have and show, and reading one that is there may still be refused (ENODEV, EINVAL,
-    EACCES): to every reader here that is the same as "not known".
+    Kernels and containers differ in which of these files they have and show, and reading one that
+    is there may still be refused (ENODEV, EINVAL, EACCES): to every reader here that is the same as
+    "not known".
     """
     try:
         return path.read_text("utf-8", errors="replace").strip()
@@ -25,7 +27,9 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> int | None:
-    """A file that holds one integer; None where it is not there or says something else, such as "max"."""
+    """A file that holds one integer; None where it is not there or says something else, such as
+    "max".
+    """
     text = read_text(path)
     try:
         return None if text is None else int(text)

@@ -1,8 +1,10 @@
 """What the settings bring on this machine, measured within one run.
 
-In: `Host`. Out: `Measurements`: seconds and rates side by side. Everything runs in child processes, so that neither memory nor threads of the caller
-are touched; what is compared takes turns, so that other work on the machine weighs on both sides. Of several turns the best counts, since other work
-can only slow one down; of contended steps the median. Figures of a busy machine are rough; their ratios less so.
+In: `Host`. Out: `Measurements`: seconds and rates side by side. Everything runs in child processes,
+so that neither memory nor threads of the caller are touched; what is compared takes turns, so that
+other work on the machine weighs on both sides. Of several turns the best counts, since other work
+can only slow one down; of contended steps the median. Figures of a busy machine are rough; their
+ratios less so.
 """
 
 from __future__ import annotations
@@ -31,16 +33,20 @@ _TRIALS = Path(__file__).with_name("trials.py")
 _TOUCHED_BYTES = 64 * MIB
 _FILE_BYTES = 64 * MIB
 _FILE_PIECE_BYTES = 4 * MIB
-_ENOUGH_S = 6.0  # on a machine so busy that turns take this long, more of them would not make the figures better
+# on a machine so busy that turns take this long, more of them would not make the figures better
+_ENOUGH_S = 6.0
 _PATIENCE_S = 120  # for one answer: a child that hangs must not hang its parent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Seconds of a small training step, by what waiting threads do; contended: one more thread computes.
+    """Seconds of a small training step, by what waiting threads do.
+
+    Contended: one more thread computes.
 
     Attributes:
-        before: what passive waiting is compared with: "OpenMP's default", or the user's own setting.
+        before: what passive waiting is compared with: "OpenMP's default", or the user's own
+            setting.
         threads: that the step computes with.
     """
 
@@ -58,7 +64,10 @@ class Waiting:
 
     @property
     def alone_gain(self) -> float:
-        """The same with nothing beside it; below 1 where waking threads costs more than it saves."""
+        """The same with nothing beside it.
+
+        Below 1 where waking threads costs more than it saves.
+        """
         return self.before_alone_s / self.passive_alone_s
 
 
@@ -77,7 +86,8 @@ class FirstTouch:
     Attributes:
         small_bytes_per_s, huge_bytes_per_s: fresh memory, without and with the wish for huge pages.
         again_bytes_per_s: memory that was touched before: what an arena gives.
-        huge_share: how much of what was wished for came in huge pages, 0 to 1; None where the kernel does not tell.
+        huge_share: how much of what was wished for came in huge pages, 0 to 1; None where the
+            kernel does not tell.
     """
 
     small_bytes_per_s: float
@@ -103,7 +113,8 @@ class Measurements:
         waiting: passive waiting beside what there was.
         threads: by number of threads, ascending, waiting passively.
         first_touch: small and huge pages.
-        disk_direct, disk_cached: direct I/O beside the page cache; None where there was no directory or no room, direct where it is refused.
+        disk_direct, disk_cached: direct I/O beside the page cache; None where there was no
+            directory or no room, direct where it is refused.
         file_bytes: length of the file that was used; 0: none.
         seconds: that measuring took.
     """
@@ -125,15 +136,18 @@ class Measurements:
 def measure_host(host: Host, *, rounds: int = 3, slice_s: float = 0.15) -> Measurements:
     """Measures in two child processes; 5 to 10 seconds, most of them torch's import.
 
-    Memory: two processes with torch (some 250 MiB each) and 64 MiB. Disk: a file of 64 MiB without a name, or a quarter of what is free.
+    Memory: two processes with torch (some 250 MiB each) and 64 MiB. Disk: a file of 64 MiB without
+    a name, or a quarter of what is free.
 
     Args:
         host: as `read_host` found it; `host.disk` says where the disk is tried.
-        rounds: how often everything takes its turn; steps less often on a machine that is very busy.
+        rounds: how often everything takes its turn; steps less often on a machine that is very
+            busy.
         slice_s: seconds of one turn of the step.
 
     Raises:
-        TierUnavailableError: a child process failed or did not answer: torch cannot be loaded, the disk is full or fails.
+        TierUnavailableError: a child process failed or did not answer: torch cannot be loaded, the
+            disk is full or fails.
     """
     began = time.perf_counter()
     threads = compute_threads(host)
@@ -183,7 +197,9 @@ def measure_host(host: Host, *, rounds: int = 3, slice_s: float = 0.15) -> Measu
 
 
 def _own_count(host: Host) -> list[int]:
-    """The number of threads that the user has set, unless it is a mistake that would take all day to measure."""
+    """The number of threads that the user has set, unless it is a mistake that would take all day
+    to measure.
+    """
     text = host.environment.get("OMP_NUM_THREADS", "")
     return [int(text)] if text.isdigit() and 1 <= int(text) <= 4 * host.processors.logical else []
 

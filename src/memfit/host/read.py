@@ -1,6 +1,7 @@
 """What the machine gives a process, before any tensor is made.
 
-In: /proc, /sys, the environment; a directory, where its disk matters. Out: `Host`. A few milliseconds; nothing is changed, and torch is not needed.
+In: /proc, /sys, the environment; a directory, where its disk matters. Out: `Host`. A few
+milliseconds; nothing is changed, and torch is not needed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from memfit.host.kernel_files import chosen, kilobytes, read_fields, read_number
 from memfit.host.processors import Processors, read_processors
 
 SET_BY_MEMFIT = "MEMFIT_HOST_SETTINGS"
-"""Environment variable: names, with commas between, of what memfit's command line has set; it also says that it has started again already."""
+"""Environment variable: names, with commas between, of what memfit's command line has set.
 
-# What decides about threads, waiting and malloc. Names end the matter: everything else in the environment stays unread.
+It also says that it has started again already.
+"""
+
+# What decides about threads, waiting and malloc. Names end the matter: everything else in the
+# environment stays unread.
 _PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_")
 _NAMES = frozenset({"GLIBC_TUNABLES", "LD_PRELOAD", "LOCAL_WORLD_SIZE", "THP_MEM_ALLOC_ENABLE", SET_BY_MEMFIT})
 _OTHER_MALLOCS = ("tcmalloc", "jemalloc", "mimalloc", "tbbmalloc")
@@ -37,7 +42,8 @@ class HostMemory:
         ceiling: the cgroup's limit, and the file that sets it.
         slow_above: where the cgroup begins to slow the process down.
         swap_total_bytes, swap_used_bytes: of the machine.
-        process_swap_bytes: of this process; anything but 0 makes every other figure of it too small.
+        process_swap_bytes: of this process; anything but 0 makes every other figure of it too
+            small.
         swappiness: how readily the kernel swaps, 0 to 200.
         lockable_bytes: RLIMIT_MEMLOCK; None: as much as there is.
         locked_bytes: locked by this process now.
@@ -61,9 +67,11 @@ class HugePages:
 
     Attributes:
         mode: "always", "madvise" or "never"; None where the kernel has none.
-        defrag: whether a fault may wait for a huge page to be made: "always", "defer", "defer+madvise", "madvise", "never".
+        defrag: whether a fault may wait for a huge page to be made: "always", "defer",
+            "defer+madvise", "madvise", "never".
         page_bytes: length of one.
-        reserved: huge pages that are set aside (vm.nr_hugepages) and so missing elsewhere; memfit does not use them.
+        reserved: huge pages that are set aside (vm.nr_hugepages) and so missing elsewhere; memfit
+            does not use them.
     """
 
     mode: str | None
@@ -93,7 +101,8 @@ class Host:
 
     Attributes:
         processors, memory, huge_pages, malloc: see there.
-        environment: the variables that decide about threads, waiting and malloc, as this process sees them.
+        environment: the variables that decide about threads, waiting and malloc, as this process
+            sees them.
         disk: under the directory that was asked about.
     """
 

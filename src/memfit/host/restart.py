@@ -1,7 +1,7 @@
 """Starting the program again, once, with settings that libraries read when they are loaded.
 
-In: this process's own command line. Out: either nothing, or the same program in the same process id with more in its environment. For a console
-program only: the API never calls this.
+In: this process's own command line. Out: either nothing, or the same program in the same process id
+with more in its environment. For a console program only: the API never calls this.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from memfit.host.settings import binds_threads, choose_settings
 
 
 def restart_with_settings(*, root: Path = Path("/")) -> None:
-    """Replaces this process by itself with the settings that `choose_settings` finds and the user has not made.
+    """Replaces this process by itself with the settings that `choose_settings` finds and the user
+    has not made.
 
-    Returns, and changes nothing, where the program was started again already (the environment says so, to all children too), where nothing is to be
-    set, on other systems than Linux, and where a restart would break something: other threads run, a debugger traces, the interpreter is
-    interactive or does not know its own executable, or OpenMP has bound this thread to one place, which a restart would inherit.
+    Returns, and changes nothing, where the program was started again already (the environment says
+    so, to all children too), where nothing is to be set, on other systems than Linux, and where a
+    restart would break something: other threads run, a debugger traces, the interpreter is
+    interactive or does not know its own executable, or OpenMP has bound this thread to one place,
+    which a restart would inherit.
 
-    [Note: why a restart] OpenMP and glibc read their settings once, before Python code of ours runs: importing any part of memfit may load torch, and
-    with it OpenMP. A new process image is the only way that works whatever has been imported; the id, the terminal and open files stay.
+    [Note: why a restart] OpenMP and glibc read their settings once, before Python code of ours
+    runs: importing any part of memfit may load torch, and with it OpenMP. A new process image is
+    the only way that works whatever has been imported; the id, the terminal and open files stay.
 
     Args:
         root: where `proc` and `sys` are; another tree is for tests.

@@ -1,7 +1,8 @@
 """Which environment variables are safe to set before torch is loaded, and why.
 
-In: `Host`. Out: `Setting`s. None of them changes what is computed but for the order of sums that the number of threads gives (as it does for plain
-PyTorch). What the user has set stays, and so does whatever hangs together with it.
+In: `Host`. Out: `Setting`s. None of them changes what is computed but for the order of sums that
+the number of threads gives (as it does for plain PyTorch). What the user has set stays, and so does
+whatever hangs together with it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Setting:
     Attributes:
         name, value: what memfit would set.
         reason: what it is good for.
-        yours: what the user has set in this matter, such as "OMP_NUM_THREADS=4": it stays, and memfit sets nothing. None: nothing.
+        yours: what the user has set in this matter, such as "OMP_NUM_THREADS=4": it stays, and
+            memfit sets nothing. None: nothing.
         is_in_force: this process was started with it by memfit's command line.
     """
 
@@ -40,12 +42,15 @@ class Setting:
 def choose_settings(host: Host) -> tuple[Setting, ...]:
     """Decides what to set; a pure function of what was found.
 
-    - `OMP_WAIT_POLICY=PASSIVE`: idle OpenMP threads sleep at once. Those that spin take cores from the threads that move bytes and update weights.
-    - `OMP_NUM_THREADS`: physical cores inside affinity and quota, shared among the ranks that torchrun starts on this machine. OpenMP by itself
-      counts hyper-threads, and nothing in torch reads the quota.
-    - only where memfit's own allocator cannot be built (no compiler), under glibc's own malloc: `MALLOC_MMAP_THRESHOLD_` and
-      `MALLOC_TRIM_THRESHOLD_`, so that freed tensors leave the process from its first moment on, and `THP_MEM_ALLOC_ENABLE=1`, which has torch
-      ask for huge pages and wins most of the page faults back.
+    - `OMP_WAIT_POLICY=PASSIVE`: idle OpenMP threads sleep at once. Those that spin take cores from
+      the threads that move bytes and update weights.
+    - `OMP_NUM_THREADS`: physical cores inside affinity and quota, shared among the ranks that
+      torchrun starts on this machine. OpenMP by itself counts hyper-threads, and nothing in torch
+      reads the quota.
+    - only where memfit's own allocator cannot be built (no compiler), under glibc's own malloc:
+      `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_`, so that freed tensors leave the process
+      from its first moment on, and `THP_MEM_ALLOC_ENABLE=1`, which has torch ask for huge pages and
+      wins most of the page faults back.
     """
     settings = [
         _setting(
@@ -84,7 +89,9 @@ def choose_settings(host: Host) -> tuple[Setting, ...]:
 
 
 def own_waiting(host: Host) -> str | None:
-    """What the user has waiting threads do, where that is not to sleep: "OMP_WAIT_POLICY=ACTIVE". None: nothing, or to sleep."""
+    """What the user has waiting threads do, where that is not to sleep: "OMP_WAIT_POLICY=ACTIVE".
+    None: nothing, or to sleep.
+    """
     own = [f"{name}={host.environment[name]}" for name in WAITING_NAMES if _is_users(host, name)]
     return ", ".join(own) if own and own[0].upper() != "OMP_WAIT_POLICY=PASSIVE" else None
 
@@ -95,7 +102,9 @@ def compute_threads(host: Host) -> int:
 
 
 def binds_threads(host: Host) -> bool:
-    """OpenMP ties threads to places: it does so to the main thread when it is loaded, and its mask outlives a restart."""
+    """OpenMP ties threads to places: it does so to the main thread when it is loaded, and its mask
+    outlives a restart.
+    """
     return any(name in host.environment for name in _BINDING)
 
 

@@ -1,7 +1,8 @@
-"""The programs of `measure.py`: they run in child processes, as scripts, and load nothing of memfit.
+"""The programs of `measure.py`: they run in child processes, as scripts, and load nothing of
+memfit.
 
-In: a line of JSON with the name of a trial and its arguments, on standard input. Out: a line of JSON with its figures. Only `time_step` loads torch,
-and only when it is asked for.
+In: a line of JSON with the name of a trial and its arguments, on standard input. Out: a line of
+JSON with its figures. Only `time_step` loads torch, and only when it is asked for.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _PIECE_BYTES = 4 << 20
 
 
 def time_step(*, threads: int, seconds: float, is_contended: bool) -> dict[str, float]:
-    """Mean seconds of a forward and backward pass of a small network, over about `seconds` and at least two of them.
+    """Mean seconds of a forward and backward pass of a small network, over about `seconds` and at
+    least two of them.
 
-    Contended: a thread computes checksums beside it and never waits, as the threads of disk homes do while they have work.
+    Contended: a thread computes checksums beside it and never waits, as the threads of disk homes
+    do while they have work.
     """
     import torch
 
@@ -83,7 +86,8 @@ def _checksums() -> Generator[None]:
 def touch_pages(*, nbytes: int) -> dict[str, float | None]:
     """Bytes a second of writing fresh memory, in small and in huge pages, and of writing it again.
 
-    Memory: `nbytes`. `huge_share` is how much of it the kernel really gave in huge pages; None where it does not tell.
+    Memory: `nbytes`. `huge_share` is how much of it the kernel really gave in huge pages; None
+    where it does not tell.
     """
     small, small_again, _ = _touch(nbytes, mmap.MADV_NOHUGEPAGE)
     huge, huge_again, share = _touch(nbytes, mmap.MADV_HUGEPAGE)
@@ -115,7 +119,10 @@ def _touch(nbytes: int, advice: int) -> tuple[float, float, float | None]:
 
 
 def _huge_bytes() -> int | None:
-    """This process's anonymous huge pages; None where the kernel does not tell. Source: proc_pid_smaps(5); smaps_rollup is its sum."""
+    """This process's anonymous huge pages; None where the kernel does not tell.
+
+    Source: proc_pid_smaps(5); smaps_rollup is its sum.
+    """
     try:
         text = Path("/proc/self/smaps_rollup").read_text("ascii", errors="replace")
     except OSError:
@@ -124,9 +131,11 @@ def _huge_bytes() -> int | None:
 
 
 def use_disk(*, directory: str, nbytes: int, is_direct: bool) -> dict[str, float]:
-    """Bytes a second of writing a file and reading it back, and how much of it is in the page cache afterwards.
+    """Bytes a second of writing a file and reading it back, and how much of it is in the page cache
+    afterwards.
 
-    Direct, or through the page cache: then written until the disk has it, and dropped from the cache before it is read. The file has no name.
+    Direct, or through the page cache: then written until the disk has it, and dropped from the
+    cache before it is read. The file has no name.
     Memory: 4 MiB. Disk: `nbytes`, a multiple of 4 MiB.
     """
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file, mmap.mmap(-1, _PIECE_BYTES) as piece:

@@ -1,12 +1,16 @@
-"""One cache layer's keys and values: what is on the device, what rests at home, and the way between.
+"""One cache layer's keys and values: what is on the device, what rests at home, and the way
+between.
 
 In: a layer of a transformers cache, and homes for storages. Out: its tensors fetched and sent home.
 
 [Note: rows at home]
-A layer grows by making a new tensor of its old rows (one a token) and the new ones. Its rows of before are at home already, so from its second departure on only
-what is new is written: at home it lies row by row, in *pages* of some rows each, of which the last, if it is not full, is written again. It comes back in that
-order as well, as a tensor whose strides say so; growing makes an ordinary one of it, and so does reading it for anything else, because kernels may
-choose their way of adding up by strides. Rows count as those of before while the tensor's version counter says that nobody wrote to them.
+A layer grows by making a new tensor of its old rows (one a token) and the new ones. Its rows of
+before are at home already, so from its second departure on only what is new is written: at home it
+lies row by row, in *pages* of some rows each, of which the last, if it is not full, is written
+again. It comes back in that order as well, as a tensor whose strides say so; growing makes an
+ordinary one of it, and so does reading it for anything else, because kernels may choose their way
+of adding up by strides. Rows count as those of before while the tensor's version counter says that
+nobody wrote to them.
 """
 
 from __future__ import annotations
@@ -24,7 +28,10 @@ from memfit.homes.offloaded import HomePool, OffloadedStorage
 from memfit.tensors.trees import new_storage, typed_view
 
 PAGE_BYTES = 256 << 10
-"""Of rows at home; see [Note: rows at home]. Smaller pages write less again, larger ones are fewer to read."""
+"""Of rows at home; see [Note: rows at home].
+
+Smaller pages write less again, larger ones are fewer to read.
+"""
 
 TENSORS = ("keys", "values")
 """Attributes of a cache layer that hold its tensors."""
@@ -50,7 +57,10 @@ class Caches(Protocol):
 
 @dataclass
 class _Pages:
-    """The rows of a tensor that rest row by row: `rows` of them, `page_rows` a page; `version` of the tensor whose first rows they are."""
+    """The rows of a tensor that rest row by row: `rows` of them, `page_rows` a page.
+
+    `version` of the tensor whose first rows they are.
+    """
 
     rests: list[OffloadedStorage]
     rows: int
@@ -111,7 +121,10 @@ class CacheRecord:
                 yield tensor.untyped_storage(), tensor
 
     def recount(self) -> int:
-        """Frees what rests of tensors that are gone; returns by how much more is here than was counted."""
+        """Frees what rests of tensors that are gone.
+
+        Returns by how much more is here than was counted.
+        """
         held = {storage._cdata for storage, _ in self._storages()}
         for key in [key for key in self._rests if key not in held]:
             self._rests.pop(key)[2].free()
@@ -120,7 +133,9 @@ class CacheRecord:
         return more
 
     def replace(self, name: str, new: Any) -> None:
-        """Learns, before a tensor is replaced, whether rows of the old one are rows of the new one as well."""
+        """Learns, before a tensor is replaced, whether rows of the old one are rows of the new one
+        as well.
+        """
         own = self._own()
         old = own.get(name)
         pages = self._pages.get(name)
@@ -135,7 +150,10 @@ class CacheRecord:
             self._free_pages(name)
 
     def straighten(self) -> None:
-        """Makes tensors that came row by row ordinary ones. Costs one of them twice for a moment."""
+        """Makes tensors that came row by row ordinary ones.
+
+        Costs one of them twice for a moment.
+        """
         own = self._own()
         for name, pages in self._pages.items():
             old = own[name]
@@ -181,7 +199,10 @@ class CacheRecord:
             self._coming.pop().wait()
 
     def leave(self, pool: HomePool) -> tuple[int, int]:
-        """Sends everything home: (bytes freed, bytes written). Nothing where somebody else holds a tensor's memory."""
+        """Sends everything home: (bytes freed, bytes written).
+
+        Nothing where somebody else holds a tensor's memory.
+        """
         if _is_held(self._own()):
             return 0, 0
         storages = list(self._storages())
@@ -261,7 +282,10 @@ class CacheRecord:
 
 
 def _version(tensor: torch.Tensor) -> object:
-    """Equal as long as the values are the same; tensors of inference mode do not count their changes."""
+    """Equal as long as the values are the same.
+
+    Tensors of inference mode do not count their changes.
+    """
     return object() if tensor.is_inference() else tensor._version
 
 
@@ -274,10 +298,14 @@ def _continues(old: torch.Tensor, new: Any) -> bool:
 
 
 def _is_held(own: dict[str, Any]) -> bool:
-    """Somebody beside the cache layer holds one of its tensors: its own entry and the argument of the question are two."""
+    """Somebody beside the cache layer holds one of its tensors: its own entry and the argument of
+    the question are two.
+    """
     return any(own.get(name) is not None and sys.getrefcount(own[name]) > 2 for name in TENSORS)
 
 
 def _is_shared(storage: torch.UntypedStorage) -> bool:
-    """Another tensor has the same memory: the cache's own tensor, and the Python object of the storage, are two holders."""
+    """Another tensor has the same memory: the cache's own tensor, and the Python object of the
+    storage, are two holders.
+    """
     return torch._C._storage_Use_Count(storage._cdata) > 2  # pyright: ignore[reportAttributeAccessIssue], no public reader

@@ -1,14 +1,18 @@
 """Caches of keys and values with a home, layer by layer.
 
-In: the cache objects of transformers that pass through a model's calls. Out: the same objects, whose tensors are here while their layer is used.
+In: the cache objects of transformers that pass through a model's calls. Out: the same objects,
+whose tensors are here while their layer is used.
 
 [Note: offloaded caches]
-While a program generates, each layer's keys and values are read once a token, in the order of the layers, and then not before the next token. So what
-does not fit the share of the limit that caches have goes home as soon as the next layer's are used, and comes back with the layer before its own,
-as weights do. Which comes next is learned: it is the one that followed last time. Of those that are here the one used last leaves first: in a round
-it is the one that is needed again the latest, so that as many as fit never leave. A cache layer's class is exchanged for one whose `keys` and `values`
-fetch what they give, so whoever reads them (attention, beam search that reorders, the user) finds them here. Its storage keeps its identity, as a
-block's does: see [Note: visits by storage identity].
+While a program generates, each layer's keys and values are read once a token, in the order of the
+layers, and then not before the next token. So what does not fit the share of the limit that caches
+have goes home as soon as the next layer's are used, and comes back with the layer before its own,
+as weights do. Which comes next is learned: it is the one that followed last time. Of those that are
+here the one used last leaves first: in a round it is the one that is needed again the latest, so
+that as many as fit never leave. A cache layer's class is exchanged for one whose `keys` and
+`values` fetch what they give, so whoever reads them (attention, beam search that reorders, the
+user) finds them here. Its storage keeps its identity, as a block's does: see [Note: visits by
+storage identity].
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ _RECORD = "_memfit_record"
 _DESCRIBES = "_memfit_describes"
 # What they tell of a layer follows from shapes and counters.
 _DESCRIPTIVE = ("get_seq_length", "get_mask_sizes", "get_max_length", "get_max_cache_shape")
-# Layers that hold their keys and values as two tensors, replace them when they change, and hold nothing else of that size.
+# Layers that hold their keys and values as two tensors, replace them when they change, and hold
+# nothing else of that size.
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 # The one whose `update` puts new rows behind those that it has.
 _GROWING_KIND = "DynamicLayer"
@@ -36,9 +41,11 @@ _classes: dict[type, type] = {}
 class OffloadedCaches:
     """Keeps what caches hold on the device below a limit; see [Note: offloaded caches].
 
-    Memory: `limit_bytes`, or the caches of the layer that runs and the one that comes next, whichever is more; what a layer makes of its cache (its
-    concatenation with the new token) is the program's own.
-    Time: a cache layer that is offloaded is read once a token; of what it grows by, a page is written (`cache_records`, [Note: rows at home]).
+    Memory: `limit_bytes`, or the caches of the layer that runs and the one that comes next,
+    whichever is more; what a layer makes of its cache (its concatenation with the new token) is the
+    program's own.
+    Time: a cache layer that is offloaded is read once a token; of what it grows by, a page is
+    written (`cache_records`, [Note: rows at home]).
 
     Args:
         pool: makes homes of what leaves.
@@ -66,7 +73,10 @@ class OffloadedCaches:
         return sum(sorted((record.whole_bytes for record in self._all), reverse=True)[:2])
 
     def look_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes care of the cache objects among a call's arguments. Layers of other kinds (static, quantized, recurrent states) stay on the device."""
+        """Takes care of the cache objects among a call's arguments.
+
+        Layers of other kinds (static, quantized, recurrent states) stay on the device.
+        """
         library: Any = sys.modules.get("transformers.cache_utils")
         if library is None:
             return
@@ -94,7 +104,9 @@ class OffloadedCaches:
                     self.changed(record)
 
     def use(self, record: CacheRecord) -> None:
-        """A layer's tensors are read: they are here when this returns, and what follows is on its way."""
+        """A layer's tensors are read: they are here when this returns, and what follows is on its
+        way.
+        """
         last = None if self._last is None else self._last()
         if last is not record:
             if last is not None:
@@ -111,7 +123,9 @@ class OffloadedCaches:
             self._fetch(follower)
 
     def changed(self, record: CacheRecord) -> None:
-        """A layer got other tensors: what rests of the old ones is void, and if there is too much now, others leave."""
+        """A layer got other tensors: what rests of the old ones is void, and if there is too much
+        now, others leave.
+        """
         self.here_bytes += record.recount()
         self.peak_bytes = max(self.peak_bytes, self.here_bytes)
         self._touch(record)

@@ -1,14 +1,18 @@
 """Losses over a large vocabulary, in pieces: the logits are never whole.
 
-In: hidden states, the head's weight, target tokens. Out: the cross-entropy and its gradients, with the logits of `chunk_tokens` tokens alive at
-a time. The sums are taken chunk by chunk, so the result is *reordered* against the whole loss (equal up to rounding), never approximate.
+In: hidden states, the head's weight, target tokens. Out: the cross-entropy and its gradients, with
+the logits of `chunk_tokens` tokens alive at a time. The sums are taken chunk by chunk, so the
+result is *reordered* against the whole loss (equal up to rounding), never approximate.
 
 [Note: slopes that wait]
-The weight's gradient is a product over tokens. Made chunk by chunk in the weight's dtype, 16 bits wide, its sum would lose digits with every chunk (bf16: 1.2e-2 of
-it at 128 chunks; 1.7e-3 of one product, which rounds once). So where the weight is narrow, the *slopes* (gradients of the logits, as wide as the weight) of as many
-tokens as take 128 MiB wait for one product; where there are more tokens than that, products are added in fp32, some rows at a time.
+The weight's gradient is a product over tokens. Made chunk by chunk in the weight's dtype, 16 bits
+wide, its sum would lose digits with every chunk (bf16: 1.2e-2 of it at 128 chunks; 1.7e-3 of one
+product, which rounds once). So where the weight is narrow, the *slopes* (gradients of the logits,
+as wide as the weight) of as many tokens as take 128 MiB wait for one product; where there are more
+tokens than that, products are added in fp32, some rows at a time.
 
-torch 2.13 has `linear_cross_entropy` for this; it is not used because 2.11 lacks it and a plan must mean the same bytes on both.
+torch 2.13 has `linear_cross_entropy` for this; it is not used because 2.11 lacks it and a plan must
+mean the same bytes on both.
 """
 
 from __future__ import annotations
@@ -30,11 +34,14 @@ _ROWS = 4096
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Forward makes the gradients as well: the logits of a chunk are needed for both and are there only once.
+    """Forward makes the gradients as well: the logits of a chunk are needed for both and are there
+    only once.
 
-    Memory: logits of one chunk twice; the gradient of the hidden states and of the weight, from forward to backward. For a narrow weight also the slopes
-    that wait (128 MiB at most, or one chunk's) and, where they are more, 4 bytes an element of the weight while forward runs.
-    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 3 (the idea of never storing logits).
+    Memory: logits of one chunk twice; the gradient of the hidden states and of the weight, from
+    forward to backward. For a narrow weight also the slopes that wait (128 MiB at most, or one
+    chunk's) and, where they are more, 4 bytes an element of the weight while forward runs.
+    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 3
+    (the idea of never storing logits).
     """
 
     @staticmethod
@@ -102,7 +109,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _WeightProducts:
-    """The gradient of the head's weight, from the slopes of chunk after chunk. See [Note: slopes that wait]."""
+    """The gradient of the head's weight, from the slopes of chunk after chunk.
+
+    See [Note: slopes that wait].
+    """
 
     def __init__(self, weight: Tensor, hidden: Tensor, chunk_tokens: int) -> None:
         self._weight, self._hidden = weight, hidden
@@ -151,7 +161,8 @@ def chunked_cross_entropy(
     ignored: int = _IGNORED,
     smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Cross-entropy of `hidden @ weight.T + bias` against `target`, without the logits ever being whole.
+    """Cross-entropy of `hidden @ weight.T + bias` against `target`, without the logits ever being
+    whole.
 
     Args:
         hidden: states, flattened over batch and sequence.
@@ -159,7 +170,8 @@ def chunked_cross_entropy(
         target: class of each token; those that are `ignored` do not count.
         bias: of the head.
         count: what the sum is divided by; the number of counted tokens if None.
-        chunk_tokens: tokens whose logits are alive at once: 2 x chunk_tokens x vocabulary x 4 bytes.
+        chunk_tokens: tokens whose logits are alive at once: 2 x chunk_tokens x vocabulary x 4
+            bytes.
         ignored: a class that is none.
         smoothing: share of each target that is spread over all classes.
 
@@ -171,22 +183,27 @@ def chunked_cross_entropy(
 
 
 def knows_loss(model: nn.Module) -> bool:
-    """The model computes transformers' causal language loss from a linear head, which `chunked_head` can take over."""
+    """The model computes transformers' causal language loss from a linear head, which
+    `chunked_head` can take over.
+    """
     return known_head(model) is not None
 
 
 def known_head(model: nn.Module) -> nn.Linear | None:
-    """The head whose logits `chunked_head` would not let be whole; None for a model that computes no such loss."""
+    """The head whose logits `chunked_head` would not let be whole; None for a model that computes
+    no such loss.
+    """
     owner = _owner(model)
     return None if owner is None else owner.get_output_embeddings()
 
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
-    """While the context lasts, the model's loss runs in chunks: the head hands its input on, and the loss calls the head with the targets.
+    """While the context lasts, the model's loss runs in chunks: the head hands its input on, and
+    the loss calls the head with the targets.
 
-    The model's output then carries hidden states where its logits would be. Only the loss may be read from it: whoever reads the logits gets an error, never
-    hidden states.
+    The model's output then carries hidden states where its logits would be. Only the loss may be
+    read from it: whoever reads the logits gets an error, never hidden states.
 
     Raises:
         UnsupportedError: not a model that `knows_loss`.
@@ -267,7 +284,8 @@ def _as_before(head: Any, owner: Any) -> Callable[[], None]:
     return restore
 
 
-# What tells nothing of values or width; the first row is what the engine reads of the outputs of a call.
+# What tells nothing of values or width; the first row is what the engine reads of the outputs of a
+# call.
 _DESCRIPTIVE = frozenset({
     "grad_fn", "requires_grad", "is_leaf", "register_hook", "untyped_storage", "_version", "_backward_hooks", "output_nr", "is_sparse",
     "_is_view", "_base", "dtype", "device", "layout", "ndim", "dim",
@@ -276,7 +294,9 @@ _withheld_classes: dict[type, type] = {}
 
 
 def _withheld(states: Tensor) -> Tensor:
-    """The tensor, which holds hidden states under the name of logits, wearing a class whose operations raise `UnsupportedError`."""
+    """The tensor, which holds hidden states under the name of logits, wearing a class whose
+    operations raise `UnsupportedError`.
+    """
     kind = type(states)
     if kind not in _withheld_classes:
         own = {"__torch_function__": classmethod(_refuse_logits), "_memfit_plain_class": kind}
@@ -311,7 +331,9 @@ def _refuse_logits(
 
 
 def _owner(model: nn.Module) -> Any:
-    """The module (the model, or what an adapter wraps) whose own forward calls `loss_function` on the logits of a linear head."""
+    """The module (the model, or what an adapter wraps) whose own forward calls `loss_function` on
+    the logits of a linear head.
+    """
     for module in model.modules():
         if not isinstance(getattr(type(module), "loss_function", None), property):
             continue

@@ -1,10 +1,14 @@
-"""How the tensors of a model's files become its weights, and the other way round, where a library lays them out differently.
+"""How the tensors of a model's files become its weights, and the other way round, where a library
+lays them out differently.
 
-In: a model, and the names and shapes of tensors in its files (or of its own). Out: `Conversion`s: which tensors make which.
+In: a model, and the names and shapes of tensors in its files (or of its own). Out: `Conversion`s:
+which tensors make which.
 
-transformers keeps the files of many models as they were first published (Mixtral's experts one by one, ViT's layers under their old names) and renames, packs or
-cuts them while it loads, and back while it saves. The rules are its own, in the version that is installed; memfit asks for them and runs them on tensors
-without bytes ([Note: watched moves]), so that what only moves is moved a piece at a time, straight from the files to its place.
+transformers keeps the files of many models as they were first published (Mixtral's experts one by
+one, ViT's layers under their old names) and renames, packs or cuts them while it loads, and back
+while it saves. The rules are its own, in the version that is installed; memfit asks for them and
+runs them on tensors without bytes ([Note: watched moves]), so that what only moves is moved a piece
+at a time, straight from the files to its place.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ class Conversion:
 
     Attributes:
         inputs: names in the files.
-        targets: by name in the model, the shape, and the pieces it is made of; pieces are None where elements are more than moved.
+        targets: by name in the model, the shape, and the pieces it is made of; pieces are None
+            where elements are more than moved.
         run: makes the targets from the inputs on real tensors.
     """
 
@@ -104,8 +109,9 @@ class FileTensor:
 def file_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, FileTensor]:
     """What the files of a model hold, by name, as `save_pretrained` lays it out.
 
-    Where the library's own layout takes more than moving ranges of elements (turned axes, interleaved rows), files hold the model's tensors under the model's
-    names; the library loads those as well.
+    Where the library's own layout takes more than moving ranges of elements (turned axes,
+    interleaved rows), files hold the model's tensors under the model's names; the library loads
+    those as well.
 
     Args:
         model: its weights may be away.

@@ -1,6 +1,7 @@
 """Configuration of a model, as `from_pretrained` wants it.
 
-In: a model, of transformers or not. Out: copies of its configuration; nothing of the model is changed.
+In: a model, of transformers or not. Out: copies of its configuration; nothing of the model is
+changed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from memfit.homes.weights import BlockWeights
 
 
 def described(model: Any, blocks: Sequence[BlockWeights]) -> tuple[Any, Any]:
-    """Returns a model's configuration and that of its generation; None for one that it does not have."""
+    """Returns a model's configuration and that of its generation; None for one that it does not
+    have.
+    """
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return None, None

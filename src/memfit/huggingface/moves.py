@@ -1,12 +1,15 @@
 """Which part of which tensor goes where, found by watching code that only moves elements.
 
-In: code that stacks, cuts and joins tensors. Out: for each of its results, the regions of the inputs that it is made of; nothing is read.
+In: code that stacks, cuts and joins tensors. Out: for each of its results, the regions of the
+inputs that it is made of; nothing is read.
 
 [Note: watched moves]
-A library that packs many tensors of its files into one weight, or one of them into several, does it with a few tensor operations. Run on tensors of the `meta`
-device these cost nothing, and a dispatch mode sees each of them. Every tensor under way is a list of *pieces*: a box of one input and where it lies in
-the result. Stacking, joining, cutting and permuting turn lists of pieces into lists of pieces; any other operation (a reshape that mixes axes,
-arithmetic) cannot be said this way, and whoever asked must run the code on real tensors instead.
+A library that packs many tensors of its files into one weight, or one of them into several, does it
+with a few tensor operations. Run on tensors of the `meta` device these cost nothing, and a dispatch
+mode sees each of them. Every tensor under way is a list of *pieces*: a box of one input and where
+it lies in the result. Stacking, joining, cutting and permuting turn lists of pieces into lists of
+pieces; any other operation (a reshape that mixes axes, arithmetic) cannot be said this way, and
+whoever asked must run the code on real tensors instead.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class MovedPiece:
         name: of the input.
         start: first index in the input, an axis each.
         sizes: of the box, along the input's axes.
-        axes: the result's axis for each axis of the input; None where that axis has size 1 in the box and is none of the result's.
+        axes: the result's axis for each axis of the input; None where that axis has size 1 in the
+            box and is none of the result's.
         at: first index in the result, an axis each.
     """
 
@@ -96,7 +100,8 @@ def watch(
 class _Watcher(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[torch.Tensor, Made]] = {}  # with the tensor, so that its `id` stays its own
+        # with the tensor, so that its `id` stays its own
+        self._known: dict[int, tuple[torch.Tensor, Made]] = {}
 
     def add(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(shape, device="meta")
@@ -282,7 +287,9 @@ def _cut(made: Made, dim: int, first: int, last: int) -> Made:
 
 
 def row_major_range(shape: Sequence[int], start: Sequence[int], sizes: Sequence[int]) -> tuple[int, int] | None:
-    """(first element, count) of a box whose elements follow one another in a row-major tensor; None if they do not."""
+    """(first element, count) of a box whose elements follow one another in a row-major tensor; None
+    if they do not.
+    """
     for axis in range(len(shape)):
         if sizes[axis] != 1:
             if any(

@@ -1,16 +1,19 @@
 """Key-value caches of transformers that keep nothing, for training.
 
-In: a model whose configuration says `use_cache`, as transformers' default is. Out: a context in which the caches that its forward makes hand out what
-they are given and hold none of it.
+In: a model whose configuration says `use_cache`, as transformers' default is. Out: a context in
+which the caches that its forward makes hand out what they are given and hold none of it.
 
 [Note: caches in training]
-Transformers' decoders make a cache for generation even while they train. It holds all keys and values until the end of the forward, and a layer that has
-appended to it cannot run again. Yet without it the numbers are others, by a rounding: what a cache hands out is a copy (`torch.cat` with nothing), and
-products of copies add in another order than those of views (GPT-2 with dropout or eager attention, T5). A cache that copies and forgets gives the user's
-numbers, holds nothing, and may be asked again in recompute.
+Transformers' decoders make a cache for generation even while they train. It holds all keys and
+values until the end of the forward, and a layer that has appended to it cannot run again. Yet
+without it the numbers are others, by a rounding: what a cache hands out is a copy (`torch.cat` with
+nothing), and products of copies add in another order than those of views (GPT-2 with dropout or
+eager attention, T5). A cache that copies and forgets gives the user's numbers, holds nothing, and
+may be asked again in recompute.
 
-Where a model does more with its caches than to update them, or keeps states in its modules instead (RecurrentGemma), caches are switched off, as
-transformers does it under gradient checkpointing. Where the loss itself hands a cache to a second forward, it is a real one, and its layers run once.
+Where a model does more with its caches than to update them, or keeps states in its modules instead
+(RecurrentGemma), caches are switched off, as transformers does it under gradient checkpointing.
+Where the loss itself hands a cache to a second forward, it is a real one, and its layers run once.
 """
 
 from __future__ import annotations
@@ -103,7 +106,8 @@ class Noted:
 
     Attributes:
         made: caches that keep nothing.
-        keeps_elsewhere: modules hold tensors, as attributes of their own, that they did not hold before.
+        keeps_elsewhere: modules hold tensors, as attributes of their own, that they did not hold
+            before.
     """
 
     made: int = 0
@@ -162,10 +166,15 @@ def _refuse_noop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @functools.cache
 def _install(cache_utils: Any) -> None:
-    """Has transformers' caches look, when they are made, whether this thread trains. Once a process: what others make is as ever."""
+    """Has transformers' caches look, when they are made, whether this thread trains.
+
+    Once a process: what others make is as ever.
+    """
 
     class NoOp:
-        """Hands out what it is given, as the first update of a real layer does, and keeps none of it."""
+        """Hands out what it is given, as the first update of a real layer does, and keeps none of
+        it.
+        """
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any

@@ -1,12 +1,15 @@
-"""The rule for batches of transformers' vision-language models: which images and videos belong to which row.
+"""The rule for batches of transformers' vision-language models: which images and videos belong to
+which row.
 
-In: a model and a batch that holds `input_ids` with placeholders, and all rows' images, or patches of images, in one tensor. Out: the places that count rows.
+In: a model and a batch that holds `input_ids` with placeholders, and all rows' images, or patches
+of images, in one tensor. Out: the places that count rows.
 
 [Note: images of a row]
-Rows take images in order. An image of the grid (t, h, w) has t * h * w patches in `pixel_values` and, merged, a whole fraction of that many placeholders in
-its row of `input_ids`; the fraction is the same for all. So a row's number of placeholders says how many of the next images are its. Videos are the
-same in `pixel_values_videos` and `video_grid_thw`. Without a grid, each image has one entry and equally many placeholders. Where numbers do not come out
-even the batch is not cut.
+Rows take images in order. An image of the grid (t, h, w) has t * h * w patches in `pixel_values`
+and, merged, a whole fraction of that many placeholders in its row of `input_ids`; the fraction is
+the same for all. So a row's number of placeholders says how many of the next images are its. Videos
+are the same in `pixel_values_videos` and `video_grid_thw`. Without a grid, each image has one entry
+and equally many placeholders. Where numbers do not come out even the batch is not cut.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from torch import nn
 from memfit.batches.batch import RowPlaces, UncuttableError, children, is_plain_leaf
 from memfit.batches.cutting import ByRows
 
-# (kind, its value in `mm_token_type_ids`, names of its placeholder in configs, its patches, its grid, other leaves with one entry an item).
+# (kind, its value in `mm_token_type_ids`, names of its placeholder in configs, its patches, its
+# grid, other leaves with one entry an item).
 _KINDS = (
     ("image", 1, ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw", ("image_sizes",)),
     (
@@ -36,7 +40,8 @@ _KINDS = (
 
 
 def vision_way(model: nn.Module, sample: Any) -> ByRows | None:
-    """The rule for a sample that images or videos lie in as transformers' models take them; None for others.
+    """The rule for a sample that images or videos lie in as transformers' models take them; None
+    for others.
 
     Raises:
         UncuttableError: there are images, and which rows they belong to does not come out even.
@@ -53,7 +58,9 @@ def vision_way(model: nn.Module, sample: Any) -> ByRows | None:
 
 
 def _placeholders(model: nn.Module) -> dict[str, int]:
-    """By kind, the token that stands for a part of an image or video, from the first config that names one."""
+    """By kind, the token that stands for a part of an image or video, from the first config that
+    names one.
+    """
     found: dict[str, int] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -134,7 +141,10 @@ def _check_length(name: str, leaf: Any, expected: int, kind: str) -> None:
 
 
 def _runs(kind: str, counts: Sequence[int], patches: Sequence[int]) -> list[int]:
-    """How many items the rows up to each have taken, with a 0 before. See [Note: images of a row]."""
+    """How many items the rows up to each have taken, with a 0 before.
+
+    See [Note: images of a row].
+    """
     placeholders, total = sum(counts), sum(patches)
     uneven = UncuttableError(
         f"which rows the {len(patches)} {kind}s belong to does not show: {placeholders} placeholders in input_ids, {total} patches"

@@ -1,9 +1,10 @@
 """The user's own optimizer, run piece by piece.
 
-In: a live `torch.optim.Optimizer` and the model's named parameters. Out: an `OptimizerDriver` that applies exactly what
-`optimizer.step()` would have done (bit for bit) to a flat piece of one parameter, tells which state tensors a parameter
-has before any exists, takes the states out of the user's object and puts them back, and keeps that object truthful
-(`state_dict`, `load_state_dict`, hooks, LR schedulers) while memfit owns the states.
+In: a live `torch.optim.Optimizer` and the model's named parameters. Out: an `OptimizerDriver` that
+applies exactly what `optimizer.step()` would have done (bit for bit) to a flat piece of one
+parameter, tells which state tensors a parameter has before any exists, takes the states out of the
+user's object and puts them back, and keeps that object truthful (`state_dict`, `load_state_dict`,
+hooks, LR schedulers) while memfit owns the states.
 """
 
 from memfit.optimizers.driver import OptimizerDriver

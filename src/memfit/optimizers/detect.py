@@ -1,19 +1,19 @@
 """Trying out an optimizer of unknown class: may its step be cut, and how far?
 
-In: the live optimizer and its parameters. Out: one `Verdict` per param group, found by exact comparison of runs on
-small random tensors with the groups' real hyperparameters. Nothing of the live object is changed; random state is put
-back.
+In: the live optimizer and its parameters. Out: one `Verdict` per param group, found by exact
+comparison of runs on small random tensors with the groups' real hyperparameters. Nothing of the
+live object is changed; random state is put back.
 
 Compared bit by bit, weights and states, over several steps with gradients of very different sizes:
 
-1. every parameter alone against all parameters of all groups in one call. Different, or the step wrote into its groups,
-   its own attributes or the random state: `JOINT`;
-2. a flat vector cut at odd and even places against the whole tensor in its own number of dimensions. Equal for every
-   sample: `ELEMENTWISE`; otherwise `PER_PARAMETER`.
+1. every parameter alone against all parameters of all groups in one call. Different, or the step
+   wrote into its groups, its own attributes or the random state: `JOINT`;
+2. a flat vector cut at odd and even places against the whole tensor in its own number of
+   dimensions. Equal for every sample: `ELEMENTWISE`; otherwise `PER_PARAMETER`.
 
-Each is done with the hyperparameters as they are and with a learning rate of 0.05, because a rate of 0 (warm-up) or of
-1e-8 would hide differences. Not found by this: behaviour that changes only after many steps, or only for tensors above
-`LARGE_ELEMENTS` elements.
+Each is done with the hyperparameters as they are and with a learning rate of 0.05, because a rate
+of 0 (warm-up) or of 1e-8 would hide differences. Not found by this: behaviour that changes only
+after many steps, or only for tensors above `LARGE_ELEMENTS` elements.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def detect(optimizer: Optimizer, entries: Sequence[Entry], *, piece_multiple: in
         try:
             return _verdicts(optimizer, small_samples(entries), piece_multiple)
         except Exception as error:
-            # A class that makes its states in __init__ fails without them: try again from small parts of the live ones.
+            # A class that makes its states in __init__ fails without them: try again from small
+            # parts of the live ones.
             seeded = small_samples(entries, optimizer.state)
             if not any(sample.state for sample in seeded):
                 raise _untriable(optimizer, error) from error
@@ -196,7 +197,8 @@ def _group_verdict(optimizer: Optimizer, samples: list[Sample], multiple: int) -
                     reason=f"{name} keeps a state that is neither a scalar nor of the parameter's shape",
                 )
             for cut in sample.cuts:
-                # See [Note: 16-bit tails]: in 16 bits only aligned cuts can tell whether the arithmetic is elementwise.
+                # See [Note: 16-bit tails]: in 16 bits only aligned cuts can tell whether the
+                # arithmetic is elementwise.
                 unit = multiple if sample.weight.dtype.itemsize > 2 else max(multiple, ALIGNED_PIECE_ELEMENTS)
                 aligned = max(unit, cut // unit * unit)
                 try:
@@ -232,7 +234,9 @@ def _states_may_be_cut(run: _Run) -> bool:
 
 
 def _cut_run(shadow: Shadow, sample: Sample, cut: int, whole: _Run) -> _Run:
-    """The same steps on a flat vector, piece by piece, with the scalars of a step shared by its pieces."""
+    """The same steps on a flat vector, piece by piece, with the scalars of a step shared by its
+    pieces.
+    """
     shape = sample.weight.shape
     elements = shape.numel()
     weight = sample.weight.reshape(-1).clone()

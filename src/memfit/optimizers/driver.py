@@ -1,14 +1,15 @@
 """`OptimizerDriver`: the engine's one door to the user's optimizer.
 
-In: the live optimizer and the model's named parameters. Out: exact updates of pieces, layouts of states, hooks once a
-step, and the states' way out of the user's object and back.
+In: the live optimizer and the model's named parameters. Out: exact updates of pieces, layouts of
+states, hooks once a step, and the states' way out of the user's object and back.
 
-The life of a parameter's states: in `optimizer.state` (the user's) -> `adopt()` hands them out one parameter at a time
--> memfit's homes; each step a piece of them is lent to `update()` -> at the end `restore()` puts them back and
-`release()` gives the object back.
+The life of a parameter's states: in `optimizer.state` (the user's) -> `adopt()` hands them out one
+parameter at a time -> memfit's homes; each step a piece of them is lent to `update()` -> at the end
+`restore()` puts them back and `release()` gives the object back.
 
-Exactness: the bits are those of the user's class, with its flags, *on the device of the piece*. A model on a GPU whose
-update a plan runs on the host gets the CPU's bits; whether that is allowed is the plan's question.
+Exactness: the bits are those of the user's class, with its flags, *on the device of the piece*. A
+model on a GPU whose update a plan runs on the host gets the CPU's bits; whether that is allowed is
+the plan's question.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ from memfit.optimizers.validation import Entry, validated_entries
 class OptimizerDriver:
     """Runs one optimizer on pieces.
 
-    Memory: layouts and names only; `update` needs what the class itself needs for tensors of the piece's size (Adam:
-    one temporary of the piece for the denominator).
-    Threads: `begin_step`, `end_step` and everything about the user's object on the main thread; `update` on one thread
-    at a time (a lock sees to it), which may be another one, while the main thread runs autograd.
+    Memory: layouts and names only; `update` needs what the class itself needs for tensors of the
+    piece's size (Adam: one temporary of the piece for the denominator).
+    Threads: `begin_step`, `end_step` and everything about the user's object on the main thread;
+    `update` on one thread at a time (a lock sees to it), which may be another one, while the main
+    thread runs autograd.
     """
 
     def __init__(self, optimizer: Optimizer, named_parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Checks the optimizer and finds out how far its step may be cut.
 
         Args:
-            optimizer: the user's; neither stepped nor changed. An unknown class is tried out on small tensors.
+            optimizer: the user's; neither stepped nor changed. An unknown class is tried out on
+                small tensors.
             named_parameters: the model's parameters; their bytes are not read.
 
         Raises:
             UsageError: not an optimizer, parameters that are foreign or doubled.
-            UnsupportedError: a closure, sparse updates, `differentiable`, `capturable` on the CPU, wrappers: see
-                `validation.py`.
+            UnsupportedError: a closure, sparse updates, `differentiable`, `capturable` on the CPU,
+                wrappers: see `validation.py`.
         """
         self._optimizer = optimizer
         self._entries = validated_entries(optimizer, named_parameters)
@@ -78,7 +81,8 @@ class OptimizerDriver:
         return tuple(self._entries)
 
     def use_masters(self, dtype: torch.dtype) -> None:
-        """From now on, what is not said of another dtype is about masters of this one: verdicts, layouts, states that are loaded or restored.
+        """From now on, what is not said of another dtype is about masters of this one: verdicts,
+        layouts, states that are loaded or restored.
 
         Before `adopt`; until `release`.
         """
@@ -89,7 +93,8 @@ class OptimizerDriver:
 
         Args:
             name: of the parameter.
-            dtype: of the weight that will be updated, where it is not the parameter's own (a float32 master).
+            dtype: of the weight that will be updated, where it is not the parameter's own (a
+                float32 master).
             device: where it will be updated, if not on the parameter's own device (a host home).
         """
         entry = self._entry(name)
@@ -97,11 +102,13 @@ class OptimizerDriver:
         return narrowed(self._verdicts[entry.group], dtype or self._dtype_of(entry), chosen.type)
 
     def state_layout(self, name: str, dtype: torch.dtype | None = None) -> tuple[StateTensor, ...]:
-        """The states that this parameter has after its first steps, without allocating anything of its size.
+        """The states that this parameter has after its first steps, without allocating anything of
+        its size.
 
         Args:
             name: of the parameter.
-            dtype: of the weight that will be updated, where it is not the parameter's own (a float32 master).
+            dtype: of the weight that will be updated, where it is not the parameter's own (a
+                float32 master).
 
         Raises:
             UnsupportedError: the states cannot be foretold, or are not tensors and numbers.
@@ -119,12 +126,14 @@ class OptimizerDriver:
         return self._layouts[key]
 
     def scratch_bytes(self, name: str, elements: int, dtype: torch.dtype | None = None) -> int:
-        """What the class makes for itself while `elements` of this parameter are updated at once, beside weight, gradient and states.
+        """What the class makes for itself while `elements` of this parameter are updated at once,
+        beside weight, gradient and states.
 
         Args:
             name: of the parameter.
             elements: all of it, unless its update may be cut.
-            dtype: of the weight that will be updated, where it is not the parameter's own (a float32 master).
+            dtype: of the weight that will be updated, where it is not the parameter's own (a
+                float32 master).
 
         Raises:
             UnsupportedError: as `state_layout`.
@@ -146,7 +155,8 @@ class OptimizerDriver:
         """Runs the step's pre-hooks, then takes the hyperparameters as they stand.
 
         Raises:
-            UsageError: a step is under way, or groups were changed by hand so that homes no longer match.
+            UsageError: a step is under way, or groups were changed by hand so that homes no longer
+                match.
             UnsupportedError: a hook asks for a closure.
         """
         if self._shadow is not None:
@@ -169,7 +179,10 @@ class OptimizerDriver:
         return [dict(group) for group in self._shadow.groups]
 
     def begin_again(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """As `begin_step`, for updates that are made from a journal: with these hyperparameters, and without hooks. End it by `abandon_step`.
+        """As `begin_step`, for updates that are made from a journal: with these hyperparameters,
+        and without hooks.
+
+        End it by `abandon_step`.
 
         Args:
             settings: what `settings` was then.
@@ -202,7 +215,10 @@ class OptimizerDriver:
         run_post_hooks(self._optimizer)
 
     def abandon_step(self) -> None:
-        """Forgets a step that failed between `begin_step` and `end_step`. No hooks run; updated pieces stay updated."""
+        """Forgets a step that failed between `begin_step` and `end_step`.
+
+        No hooks run; updated pieces stay updated.
+        """
         self._shadow = None
         self._open.clear()
         self._done.clear()
@@ -217,25 +233,31 @@ class OptimizerDriver:
         first: bool,
         last: bool,
     ) -> State:
-        """One step of the user's class on one piece, in place; what `optimizer.step()` would do to these elements.
+        """One step of the user's class on one piece, in place.
+
+        What `optimizer.step()` would do to these elements.
 
         Args:
             name: of the parameter.
-            weight_piece: elementwise: any contiguous part, of a multiple of `verdict(name).piece_multiple` elements
-                unless `last`. Per parameter: the whole weight in its own shape.
+            weight_piece: elementwise: any contiguous part, of a multiple of
+                `verdict(name).piece_multiple` elements unless `last`. Per parameter: the whole
+                weight in its own shape.
             gradient_piece: same shape, dtype and device. May be overwritten.
-            state_piece: `like` states cut as the weight is, updated in place; scalars as they were *before* this step,
-                for every piece (they are not changed); `{}` at a parameter's first step.
+            state_piece: `like` states cut as the weight is, updated in place; scalars as they were
+                *before* this step, for every piece (they are not changed); `{}` at a parameter's
+                first step.
             first: whether this is the first piece of the parameter in this step.
             last: whether it is the last one.
 
         Returns:
-            The new state: the tensors that were lent, states that came into being (of the piece's size, to be copied
-            home), and new scalars. Scalars are the same for every piece; store them once, with the last.
+            The new state: the tensors that were lent, states that came into being (of the piece's
+                size, to be copied
+            home), and new scalars. Scalars are the same for every piece; store them once, with the
+            last.
 
         Raises:
-            UsageError: outside of a step, twice in a step, pieces out of order or not aligned, or scalars that changed
-                between pieces.
+            UsageError: outside of a step, twice in a step, pieces out of order or not aligned, or
+                scalars that changed between pieces.
             UnsupportedError: the optimizer needs all parameters at once, or a sparse gradient.
         """
         entry = self._entry(name)
@@ -267,7 +289,8 @@ class OptimizerDriver:
             if last:
                 del self._open[entry.name]
                 self._done.add(entry.name)
-            if weight_piece.shape != part.weight.shape:  # a 0-d weight: states go back as the piece came
+            # a 0-d weight: states go back as the piece came
+            if weight_piece.shape != part.weight.shape:
                 like = {t.key for t in layout if t.shape_kind == "like"}
                 state = {key: value.view(weight_piece.shape) if key in like else value for key, value in state.items()}
             return state
@@ -275,10 +298,12 @@ class OptimizerDriver:
     # The user's object.
 
     def adopt(self, callbacks: OwnerCallbacks) -> Iterator[tuple[str, State]]:
-        """Takes the states over: the object is intercepted at once, its states come out one parameter at a time.
+        """Takes the states over: the object is intercepted at once, its states come out one
+        parameter at a time.
 
-        Each parameter's entry leaves `optimizer.state` as it is yielded, so its memory is free as soon as the caller
-        drops it. Parameters without states yield `{}`. Until the iteration has ended nothing else may use the object.
+        Each parameter's entry leaves `optimizer.state` as it is yielded, so its memory is free as
+        soon as the caller drops it. Parameters without states yield `{}`. Until the iteration has
+        ended nothing else may use the object.
 
         Raises:
             UsageError: already adopted.
@@ -303,7 +328,8 @@ class OptimizerDriver:
 
         Args:
             name: of the parameter.
-            state: its tensors are taken over, not copied; `{}` leaves no entry, as before a first step.
+            state: its tensors are taken over, not copied; `{}` leaves no entry, as before a first
+                step.
 
         Raises:
             UsageError: not adopted, or a state that does not fit its layout.
@@ -316,7 +342,10 @@ class OptimizerDriver:
             self._interception.kept_state[entry.parameter] = state
 
     def release(self) -> None:
-        """Makes the object an ordinary optimizer again, with the states that `restore` gave back. May be repeated."""
+        """Makes the object an ordinary optimizer again, with the states that `restore` gave back.
+
+        May be repeated.
+        """
         if self._interception is not None:
             self._interception.remove()
             self._interception = None
@@ -344,7 +373,9 @@ class OptimizerDriver:
     def _lend(
         self, entry: Entry, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, Any]
     ) -> tuple[Part, State]:
-        """The part to run, with copies of the scalars: the class counts in place, the next piece needs the old ones."""
+        """The part to run, with copies of the scalars: the class counts in place, the next piece
+        needs the old ones.
+        """
         layout = self.state_layout(entry.name, weight.dtype)
         scalar_keys = {t.key for t in layout if t.shape_kind == "scalar"}
         scalars = {key: value for key, value in state.items() if key in scalar_keys}

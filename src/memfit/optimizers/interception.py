@@ -1,13 +1,14 @@
 """Keeping the user's optimizer object truthful while memfit owns its states.
 
-In: the live optimizer and the owner's callbacks. Out: an object that still is what the user made (same class, same
-`param_groups`), whose `state_dict()` and pickling gather the states from their homes, whose `load_state_dict()` sends
-them there, and whose `step()`, `add_param_group()` and `state[...]` refuse with the reason instead of working on states
-that are not there.
+In: the live optimizer and the owner's callbacks. Out: an object that still is what the user made
+(same class, same `param_groups`), whose `state_dict()` and pickling gather the states from their
+homes, whose `load_state_dict()` sends them there, and whose `step()`, `add_param_group()` and
+`state[...]` refuse with the reason instead of working on states that are not there.
 
-[Note: interception] Everything is an attribute of the one instance (Python looks there before the class), so the class,
-other instances and `isinstance` are untouched, and `remove()` takes it all away. `Optimizer.__getstate__` pickles only
-`defaults`, `state` and `param_groups`: the attributes never reach a pickle or a deep copy.
+[Note: interception] Everything is an attribute of the one instance (Python looks there before the
+class), so the class, other instances and `isinstance` are untouched, and `remove()` takes it all
+away. `Optimizer.__getstate__` pickles only `defaults`, `state` and `param_groups`: the attributes
+never reach a pickle or a deep copy.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ class OwnerCallbacks:
     """
 
     gather_state: Callable[[str], State]
-    """Name to the parameter's whole state in its own shapes, as copies that the caller may keep; `{}` before its first
-    step."""
+    """Name to the parameter's whole state in its own shapes, as copies that the caller may keep; `{}`
+    before its first step."""
     scatter_state: Callable[[str, State], None]
-    """Takes a loaded state into the homes. Must copy: the tensors may be the ones in the user's dict."""
+    """Takes a loaded state into the homes.
+
+    Must copy: the tensors may be the ones in the user's dict.
+    """
     zero_grad: Callable[[bool], None]
     """`set_to_none` to forgetting (or zeroing) the gradients that memfit holds."""
 
 
 class AwayStates(defaultdict[Any, Any]):
-    """Stands in for `optimizer.state` while the states are away: as long as what is away, and refuses to be read."""
+    """Stands in for `optimizer.state` while the states are away: as long as what is away, and
+    refuses to be read.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__(dict)
@@ -75,9 +81,9 @@ class AwayStates(defaultdict[Any, Any]):
 class _RefusedStep:
     """`optimizer.step` while adopted.
 
-    An LR scheduler looks for `_wrapped_by_lr_sched` on it, to know whether `step` tells schedulers that it was called
-    (the driver does). That question is remembered, so that a scheduler made meanwhile finds what it expects after the
-    release.
+    An LR scheduler looks for `_wrapped_by_lr_sched` on it, to know whether `step` tells schedulers
+    that it was called (the driver does). That question is remembered, so that a scheduler made
+    meanwhile finds what it expects after the release.
     """
 
     def __init__(self) -> None:
@@ -96,7 +102,9 @@ class _RefusedStep:
 
 
 def _telling_step(optimizer: Optimizer) -> Callable[..., object]:
-    """What `LRScheduler` puts over `step` (torch/optim/lr_scheduler.py): says that it was called, then calls it."""
+    """What `LRScheduler` puts over `step` (torch/optim/lr_scheduler.py): says that it was called,
+    then calls it.
+    """
 
     def step(*args: Any, **kwargs: Any) -> object:
         mark_stepped(optimizer)
@@ -109,8 +117,8 @@ def _telling_step(optimizer: Optimizer) -> Callable[..., object]:
 class Interception:
     """Installs the stand-ins on one optimizer and takes them away.
 
-    Memory: none of its own; `state_dict()` costs a copy of all states, `load_state_dict()` holds one parameter's cast
-    copy at a time beyond what torch's own loading makes.
+    Memory: none of its own; `state_dict()` costs a copy of all states, `load_state_dict()` holds
+    one parameter's cast copy at a time beyond what torch's own loading makes.
     """
 
     def __init__(
@@ -128,8 +136,10 @@ class Interception:
             optimizer: the live optimizer.
             entries: its parameters by name.
             callbacks: the owner of the states.
-            check_loaded: raises `UsageError` for loaded groups and states that do not fit the homes.
-            master_dtype: of what is updated, where it is not the parameters' own: states are loaded in it.
+            check_loaded: raises `UsageError` for loaded groups and states that do not fit the
+                homes.
+            master_dtype: of what is updated, where it is not the parameters' own: states are loaded
+                in it.
         """
         self._master_dtype = master_dtype
         self._check_loaded = check_loaded
@@ -137,7 +147,9 @@ class Interception:
         self._entries = entries
         self._callbacks = callbacks
         self.kept_state: defaultdict[Any, State] = optimizer.state
-        """The user's own `optimizer.state` object, emptied parameter by parameter and put back by `remove`."""
+        """The user's own `optimizer.state` object, emptied parameter by parameter and put back by
+        `remove`.
+        """
         self._before: dict[str, Any] = {}
         self._step = _RefusedStep()
 
@@ -156,7 +168,9 @@ class Interception:
         self._hide_state()
 
     def remove(self) -> None:
-        """Give the object back: its own methods, its own `state` object (with whatever `restore` put into it)."""
+        """Give the object back: its own methods, its own `state` object (with whatever `restore`
+        put into it).
+        """
         attributes = vars(self._optimizer)
         for name in INTERCEPTED_METHODS:
             attributes.pop(name, None)
@@ -169,7 +183,10 @@ class Interception:
         self._optimizer.state = AwayStates(len(self._entries))
 
     def _gathered(self) -> defaultdict[Any, State]:
-        """All states, as copies, in the order of the groups; keys without a parameter as they are."""
+        """All states, as copies, in the order of the groups.
+
+        Keys without a parameter as they are.
+        """
         full: defaultdict[Any, State] = defaultdict(dict)
         for name, entry in self._entries.items():
             state = self._callbacks.gather_state(name)
@@ -180,7 +197,10 @@ class Interception:
         return full
 
     def _state_dict(self) -> dict[str, Any]:
-        """The class's own `state_dict`, with its hooks, over gathered states. Costs a copy of all states."""
+        """The class's own `state_dict`, with its hooks, over gathered states.
+
+        Costs a copy of all states.
+        """
         self._optimizer.state = self._gathered()
         try:
             return type(self._optimizer).state_dict(self._optimizer)
@@ -195,7 +215,10 @@ class Interception:
             self._hide_state()
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The class's own `load_state_dict` (checks, casts, hooks, new groups); its states then go home one by one."""
+        """The class's own `load_state_dict` (checks, casts, hooks, new groups).
+
+        Its states then go home one by one.
+        """
         optimizer = self._optimizer
         groups_before = optimizer.param_groups
         optimizer.state = defaultdict(dict)
@@ -206,7 +229,8 @@ class Interception:
             try:
                 self._check_loaded(loaded)
             except UsageError:
-                optimizer.param_groups = groups_before  # nothing went home yet: the refusal leaves everything as it was
+                # nothing went home yet: the refusal leaves everything as it was
+                optimizer.param_groups = groups_before
                 raise
             for name, entry in self._entries.items():
                 self._callbacks.scatter_state(name, loaded.pop(entry.parameter, {}))
@@ -217,7 +241,9 @@ class Interception:
 
     @contextmanager
     def _masters_in_place(self) -> Iterator[None]:
-        """Loading casts states to the dtype of the parameters in the groups: for the time, empty ones of the masters' dtype stand there."""
+        """Loading casts states to the dtype of the parameters in the groups: for the time, empty
+        ones of the masters' dtype stand there.
+        """
         if self._master_dtype is None:
             yield
             return
@@ -258,6 +284,8 @@ class Interception:
 
 
 def _parameters(given: Any) -> Iterator[torch.Tensor]:
-    """The tensors of what `add_param_group` takes: one tensor, tensors, or pairs of name and tensor."""
+    """The tensors of what `add_param_group` takes: one tensor, tensors, or pairs of name and
+    tensor.
+    """
     for item in [given] if isinstance(given, torch.Tensor) else given:
         yield item[1] if isinstance(item, tuple) else item

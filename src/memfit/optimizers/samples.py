@@ -1,7 +1,7 @@
 """The small tensors on which an unknown optimizer is tried out.
 
-In: an optimizer's parameters. Out: a handful of `Sample`s per group: shapes with as many dimensions as the real ones,
-weights and gradients over many orders of magnitude, with exact zeros among them.
+In: an optimizer's parameters. Out: a handful of `Sample`s per group: shapes with as many dimensions
+as the real ones, weights and gradients over many orders of magnitude, with exact zeros among them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from memfit.optimizers.state_tensors import small_shape
 from memfit.optimizers.validation import Entry
 
 LARGE_ELEMENTS = 9216
-"""Above the size at which published low-bit optimizers change format (4,096), and several of their blocks (256,
-2,048)."""
+"""Above the size at which published low-bit optimizers change format (4,096), and several of their
+blocks (256, 2,048)."""
 
 _GRADIENT_SCALES = (1.0, 1e-3, 40.0, 0.2, 5.0, 1e-6, 300.0)
 _SMALL_CAPS = (7, 11, 5, 3, 2)
@@ -31,7 +31,9 @@ _SAMPLES_PER_GROUP = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A small stand-in for one parameter: start weight and state, one gradient a step, and where to cut."""
+    """A small stand-in for one parameter: start weight and state, one gradient a step, and where to
+    cut.
+    """
 
     entry: Entry
     weight: torch.Tensor
@@ -41,11 +43,14 @@ class Sample:
 
 
 def small_samples(entries: Sequence[Entry], live: Mapping[Any, State] | None = None) -> list[Sample]:
-    """A few distinct small shapes a group, a large one where it has a large parameter; never fewer than two in all.
+    """A few distinct small shapes a group, a large one where it has a large parameter.
+
+    Never fewer than two in all.
 
     Args:
         entries: the parameters; their bytes are not read.
-        live: `optimizer.state`, to start from small parts of it; nothing to start as before a first step.
+        live: `optimizer.state`, to start from small parts of it; nothing to start as before a first
+            step.
     """
     maker = _Maker(live)
     samples: list[Sample] = []
@@ -72,7 +77,9 @@ def small_samples(entries: Sequence[Entry], live: Mapping[Any, State] | None = N
 
 
 def isolated(value: Any) -> Any:
-    """A copy of a small mutable value, so that trying out changes nothing that the live optimizer holds."""
+    """A copy of a small mutable value, so that trying out changes nothing that the live optimizer
+    holds.
+    """
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, (list, dict, set)):
@@ -81,7 +88,9 @@ def isolated(value: Any) -> Any:
 
 
 class _Maker:
-    """Draws samples from one random stream, so that no two are alike and every run makes the same ones."""
+    """Draws samples from one random stream, so that no two are alike and every run makes the same
+    ones.
+    """
 
     def __init__(self, live: Mapping[Any, State] | None) -> None:
         self._generator = torch.Generator().manual_seed(20)

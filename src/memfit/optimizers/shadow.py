@@ -1,14 +1,15 @@
 """A second instance of the user's optimizer class that steps on borrowed memory.
 
-In: the live optimizer, as it stands. Out: `Shadow.run`, which lets the class's own `step` code work on tensors that we
-hand in (a piece of a weight, of its gradient and of its states) without touching the live object, its states or its
-hooks.
+In: the live optimizer, as it stands. Out: `Shadow.run`, which lets the class's own `step` code work
+on tensors that we hand in (a piece of a weight, of its gradient and of its states) without touching
+the live object, its states or its hooks.
 
-[Note: shadow] The class's arithmetic must run with the live hyperparameters on memory that is not the parameter's.
-Calling the live object would need its `param_groups` and `state` swapped under the user's feet, from a worker thread.
-So the shadow is made with `cls.__new__` (an `__init__` may allocate states, as Adagrad's does), receives a shallow copy
-of the live instance's attributes, and groups that are copies of the live groups with only `params` replaced. Its hooks
-are empty: hooks run once a step, in the driver. Source of the layers that are peeled off `step`:
+[Note: shadow] The class's arithmetic must run with the live hyperparameters on memory that is not
+the parameter's. Calling the live object would need its `param_groups` and `state` swapped under the
+user's feet, from a worker thread. So the shadow is made with `cls.__new__` (an `__init__` may
+allocate states, as Adagrad's does), receives a shallow copy of the live instance's attributes, and
+groups that are copies of the live groups with only `params` replaced. Its hooks are empty: hooks
+run once a step, in the driver. Source of the layers that are peeled off `step`:
 torch/optim/optimizer.py, `profile_hook_step` and `_use_grad_for_differentiable`.
 """
 
@@ -33,8 +34,8 @@ State = dict[str, Any]
 """What torch keeps in `optimizer.state[parameter]`: names to tensors, numbers or None."""
 
 INTERCEPTED_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
-"""Names that may lie in the live instance's `__dict__` (put there by us or by an LR scheduler) and must not reach the
-shadow."""
+"""Names that may lie in the live instance's `__dict__` (put there by us or by an LR scheduler) and
+must not reach the shadow."""
 
 _HOOK_ATTRIBUTES = (
     "_optimizer_step_pre_hooks",
@@ -48,7 +49,9 @@ _HOOK_ATTRIBUTES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one parameter lends to a step: memory, and the live parameter whose attributes the class may ask for."""
+    """What one parameter lends to a step: memory, and the live parameter whose attributes the class
+    may ask for.
+    """
 
     group: int
     name: str
@@ -60,9 +63,11 @@ class Part:
 
 
 def bare_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """The class's `step` without torch's two wrappers (step hooks with their profiler range; the grad-mode switch).
+    """The class's `step` without torch's two wrappers (step hooks with their profiler range; the
+    grad-mode switch).
 
-    Wrappers are known by the identity of their code object, so that a decorator of the user's own is never peeled off.
+    Wrappers are known by the identity of their code object, so that a decorator of the user's own
+    is never peeled off.
     """
 
     def sample(*_: Any) -> None:
@@ -79,10 +84,11 @@ def bare_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]
 
 
 def has_hooked_base_step(optimizer_class: type[Optimizer]) -> bool:
-    """Whether `super().step()` inside this class's step would pass through torch's hook wrapper of a base class.
+    """Whether `super().step()` inside this class's step would pass through torch's hook wrapper of
+    a base class.
 
-    torch wraps `step` in the class of the first instance, inherited or not: only another function counts as an own
-    step.
+    torch wraps `step` in the class of the first instance, inherited or not: only another function
+    counts as an own step.
     """
     own = bare_step(optimizer_class)
     bases = [c for c in optimizer_class.__mro__[1:] if issubclass(c, Optimizer) and "step" in vars(c)]
@@ -92,9 +98,10 @@ def has_hooked_base_step(optimizer_class: type[Optimizer]) -> bool:
 def snapshot_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The hyperparameters of every group at this moment, without the parameters.
 
-    With `foreach=None` torch decides by all the parameters of a group. A single piece could be decided otherwise (a
-    group over two devices, a tensor subclass), so that decision is taken here, on the live parameters, and written down
-    where it is "no". Parameters whose bytes are away wear another class and would all be a "no": each is asked for as what it is while it is here.
+    With `foreach=None` torch decides by all the parameters of a group. A single piece could be
+    decided otherwise (a group over two devices, a tensor subclass), so that decision is taken here,
+    on the live parameters, and written down where it is "no". Parameters whose bytes are away wear
+    another class and would all be a "no": each is asked for as what it is while it is here.
     """
     groups: list[dict[str, Any]] = []
     for live in optimizer.param_groups:
@@ -110,7 +117,8 @@ def snapshot_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class Shadow:
-    """The stand-in, good for one step: it keeps the hyperparameters and attributes of the moment when it was made.
+    """The stand-in, good for one step: it keeps the hyperparameters and attributes of the moment
+    when it was made.
 
     Memory: nothing but a few dictionaries. Not thread-safe by itself: one caller at a time.
     """
@@ -126,8 +134,10 @@ class Shadow:
 
         Args:
             optimizer: the live optimizer; only read.
-            groups: hyperparameters to use instead of the live ones, one dict a group, without `params`.
-            isolate: applied to each attribute that is copied from the live instance (the detector copies containers).
+            groups: hyperparameters to use instead of the live ones, one dict a group, without
+                `params`.
+            isolate: applied to each attribute that is copied from the live instance (the detector
+                copies containers).
 
         Raises:
             UnsupportedError: the class cannot be made without its `__init__`.
@@ -155,23 +165,27 @@ class Shadow:
         """The group dicts of the latest `run` without their parameters, as the class left them."""
 
     def run(self, parts: Sequence[Part]) -> list[State]:
-        """One step of the user's class on these parts, in place; returns each part's new state, in order.
+        """One step of the user's class on these parts, in place.
+
+        Returns each part's new state, in order.
 
         The class sees only the groups that own the parts.
 
-        Tensors that the class replaced instead of writing in place are copied back into the memory that was lent, so
-        that weights and states always end where they came from. Gradients may be overwritten (torch's foreach SGD with
-        nesterov does that).
+        Tensors that the class replaced instead of writing in place are copied back into the memory
+        that was lent, so that weights and states always end where they came from. Gradients may be
+        overwritten (torch's foreach SGD with nesterov does that).
 
         Raises:
-            UnsupportedError: the class changed a state's shape or dtype, or keeps state outside of its parameters.
+            UnsupportedError: the class changed a state's shape or dtype, or keeps state outside of
+                its parameters.
         """
         instance = self.instance
         proxies = [_proxy(part) for part in parts]
         instance.param_groups = self._groups_for(parts, proxies)
         state: defaultdict[Any, State] = defaultdict(dict)
         for part, proxy in zip(parts, proxies, strict=True):
-            if part.state:  # an empty entry would look like an existing one to `if p not in self.state`
+            # an empty entry would look like an existing one to `if p not in self.state`
+            if part.state:
                 state[proxy] = dict(part.state)
         instance.state = state
         try:
@@ -195,13 +209,16 @@ class Shadow:
                     for part, proxy in zip(parts, proxies, strict=True)
                 ]
         finally:
-            # Without the proxies: the last ones would keep what they were lent alive until the next run, such as a whole gradient.
+            # Without the proxies: the last ones would keep what they were lent alive until the next
+            # run, such as a whole gradient.
             self.used_groups = [{k: v for k, v in g.items() if k != "params"} for g in instance.param_groups]
             instance.state = defaultdict(dict)
             instance.param_groups = []
 
     def _groups_for(self, parts: Sequence[Part], proxies: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
-        """Copies of the groups that own the parts, in group order, with the proxies as their parameters."""
+        """Copies of the groups that own the parts, in group order, with the proxies as their
+        parameters.
+        """
         members: dict[int, list[int]] = {}
         for position, part in enumerate(parts):
             members.setdefault(part.group, []).append(position)
@@ -216,7 +233,9 @@ class Shadow:
 
 
 def _proxy(part: Part) -> torch.nn.Parameter:
-    """A leaf over the lent weight, with its gradient and with what the user hung on the live parameter."""
+    """A leaf over the lent weight, with its gradient and with what the user hung on the live
+    parameter.
+    """
     if part.gradient.dtype != part.weight.dtype or part.gradient.shape != part.weight.shape:
         raise UsageError(
             f"The gradient of {part.name!r} is {tuple(part.gradient.shape)} {part.gradient.dtype}, its weight "
@@ -232,7 +251,10 @@ def _proxy(part: Part) -> torch.nn.Parameter:
 
 
 def _settle(part: Part, proxy: torch.nn.Parameter, new: State) -> State:
-    """Brings what the class left elsewhere into the lent memory; returns the state, made of lent tensors."""
+    """Brings what the class left elsewhere into the lent memory.
+
+    Returns the state, made of lent tensors.
+    """
     if proxy.data_ptr() != part.weight.data_ptr():  # `p.data = ...` in the user's step
         part.weight.copy_(proxy.detach())
     state = dict(new)

@@ -2,10 +2,11 @@
 
 In: an optimizer, one of its parameters and the verdict on its group. Out: a tuple of `StateTensor`.
 
-The class itself is run for a few steps on tiny tensors (some states appear at the first step only, so all steps are
-looked at). Elementwise classes run on flat vectors, where a state is either as long as the vector or a scalar. Other
-classes run on two small tensors with as many dimensions as the parameter, and each state dimension is explained by a
-parameter dimension; a third, larger run must confirm the rule.
+The class itself is run for a few steps on tiny tensors (some states appear at the first step only,
+so all steps are looked at). Elementwise classes run on flat vectors, where a state is either as
+long as the vector or a scalar. Other classes run on two small tensors with as many dimensions as
+the parameter, and each state dimension is explained by a parameter dimension; a third, larger run
+must confirm the rule.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from memfit.optimizers.validation import Entry
 
 ShapeKind = Literal["like", "scalar", "other"]
 
-# Distinct small primes: equal state dimensions in two runs mean a constant, different ones name the parameter's
-# dimension.
+# Distinct small primes: equal state dimensions in two runs mean a constant, different ones name the
+# parameter's dimension.
 _CAPS_A = (5, 7, 3, 2)
 _CAPS_B = (7, 5, 2, 3)
 _CAPS_LARGE = (61, 67, 3, 2)
@@ -38,9 +39,9 @@ _FLAT_ELEMENTS = 6
 class StateTensor:
     """One state of one parameter, as it is after the first steps.
 
-    `like` has the parameter's shape and is cut with it; `scalar` is one value a parameter (a step count) that every
-    piece of a step reads alike; `other` is a tensor of a shape of its own (Adafactor's rows and columns), only ever
-    used whole.
+    `like` has the parameter's shape and is cut with it; `scalar` is one value a parameter (a step
+    count) that every piece of a step reads alike; `other` is a tensor of a shape of its own
+    (Adafactor's rows and columns), only ever used whole.
     """
 
     key: str
@@ -76,11 +77,12 @@ def learn_layout(
         entry: the parameter; its bytes are not touched, so they may be away.
         kind: how far its group may be cut.
         dtype: of the weight that is updated (a float32 master of a bfloat16 parameter, say).
-        live: the states that exist already; they win over the dry run where both know a key, and complete it.
+        live: the states that exist already; they win over the dry run where both know a key, and
+            complete it.
 
     Raises:
-        UnsupportedError: the class cannot be run on a small copy, or a state's shape cannot be explained by the
-            parameter's.
+        UnsupportedError: the class cannot be run on a small copy, or a state's shape cannot be
+            explained by the parameter's.
     """
     shape = tuple(entry.parameter.shape)
     try:
@@ -97,7 +99,8 @@ def learn_layout(
                 f"{type(optimizer).__name__} could not be run for a step on a small copy of {entry.name!r} to learn "
                 f"its states ({type(error).__name__}: {error})."
             ) from error
-        learned = {}  # states made in __init__ (Adagrad before torch 2.12): the live ones tell everything
+        # states made in __init__ (Adagrad before torch 2.12): the live ones tell everything
+        learned = {}
     for key, value in live.items():
         if value is not None:
             learned[key] = _from_live(type(optimizer).__name__, entry, key, value, dtype, learned.get(key))
@@ -107,14 +110,17 @@ def learn_layout(
 def _from_live(
     class_name: str, entry: Entry, key: str, value: Any, dtype: torch.dtype, learned: StateTensor | None
 ) -> StateTensor:
-    """A state that exists: its shape and dtype, and the dry run's kind (a 0-d weight's state looks like a scalar)."""
+    """A state that exists: its shape and dtype, and the dry run's kind (a 0-d weight's state looks
+    like a scalar).
+    """
     if isinstance(value, torch.Tensor):
         shape = tuple(value.shape)
         guess: ShapeKind = (
             "like" if shape == tuple(entry.parameter.shape) and shape else "scalar" if value.numel() == 1 else "other"
         )
         kind = learned.shape_kind if learned is not None and learned.shape == shape else guess
-        # torch keeps such states in the parameter's dtype; with a master of another dtype they follow the master.
+        # torch keeps such states in the parameter's dtype; with a master of another dtype they
+        # follow the master.
         own = dtype if kind != "scalar" and value.dtype == entry.parameter.dtype else value.dtype
         return state_tensor(key, own, kind, shape)
     _check_number(class_name, entry.name, key, value)
@@ -130,12 +136,17 @@ def _check_number(class_name: str, name: str, key: str, value: Any) -> None:
 
 
 def small_shape(shape: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:
-    """A shape with as many dimensions, none larger than the cap of its place (the last cap holds further on)."""
+    """A shape with as many dimensions, none larger than the cap of its place (the last cap holds
+    further on).
+    """
     return tuple(min(size, caps[min(place, len(caps) - 1)]) for place, size in enumerate(shape))
 
 
 def _dry_run(optimizer: Optimizer, entry: Entry, shape: Sequence[int], dtype: torch.dtype) -> State:
-    """States after a few steps on a small random tensor of this shape; keys that went meanwhile are kept."""
+    """States after a few steps on a small random tensor of this shape.
+
+    Keys that went meanwhile are kept.
+    """
     device = entry.parameter.device
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(tuple(shape), generator=generator).to(device, dtype)
@@ -207,7 +218,9 @@ def _shaped_layout(
 def _explained_shape(
     shapes: Sequence[tuple[int, ...] | None], sizes: Sequence[tuple[int, ...]], real: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The state's shape at the real size, if each of its dimensions is a constant or one of the parameter's."""
+    """The state's shape at the real size, if each of its dimensions is a constant or one of the
+    parameter's.
+    """
     dimensions = {len(s) if s is not None else -1 for s in shapes}
     if len(dimensions) != 1 or -1 in dimensions:
         return None

@@ -1,8 +1,10 @@
-"""What a step of the user's optimizer sets off beside the update: step hooks, global hooks, LR schedulers.
+"""What a step of the user's optimizer sets off beside the update: step hooks, global hooks, LR
+schedulers.
 
-In: the live optimizer, before and after an update that was made elsewhere. Out: the same calls, in the same order, once
-a step.
-Source: torch/optim/optimizer.py, `profile_hook_step`; torch/optim/lr_scheduler.py, `patch_track_step_called`.
+In: the live optimizer, before and after an update that was made elsewhere. Out: the same calls, in
+the same order, once a step.
+Source: torch/optim/optimizer.py, `profile_hook_step`; torch/optim/lr_scheduler.py,
+`patch_track_step_called`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
     Hooks that look at `.grad` or at weights see what the engine shows them, which may be nothing.
 
     Raises:
-        UnsupportedError: a hook returns other arguments for `step`, or global hooks would run once a piece.
+        UnsupportedError: a hook returns other arguments for `step`, or global hooks would run once
+            a piece.
     """
     if (_global_optimizer_pre_hooks or _global_optimizer_post_hooks) and has_hooked_base_step(type(optimizer)):
         raise UnsupportedError(
@@ -44,7 +47,9 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
 
 
 def run_post_hooks(optimizer: Optimizer) -> None:
-    """Tells LR schedulers that a step was made, then runs the instance's and the global step post-hooks."""
+    """Tells LR schedulers that a step was made, then runs the instance's and the global step
+    post-hooks.
+    """
     mark_stepped(optimizer)
     own = optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
     for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
@@ -52,7 +57,9 @@ def run_post_hooks(optimizer: Optimizer) -> None:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Sets what torch's wrapper around `step` sets, without which the first `scheduler.step()` warns."""
+    """Sets what torch's wrapper around `step` sets, without which the first `scheduler.step()`
+    warns.
+    """
     vars(optimizer)["_opt_called"] = True
 
 

@@ -1,6 +1,7 @@
 """What the homes and the cuts rest on, checked against what the optimizer and the engine do.
 
-In: the live groups, loaded or returned states, pieces. Out: nothing, or an error that says what no longer matches.
+In: the live groups, loaded or returned states, pieces. Out: nothing, or an error that says what no
+longer matches.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _DECISIVE_FLAGS = frozenset({"fused", "capturable", "differentiable"})
 
 
 def group_structure(optimizer: Optimizer) -> list[tuple[Any, ...]]:
-    """The settings that decide which states exist and how one may cut: flags that are on, momentum or none.
+    """The settings that decide which states exist and how one may cut: flags that are on, momentum
+    or none.
 
     `foreach` is left out: it changes neither. Rates, decays and betas may change at any time.
     """
@@ -35,7 +37,9 @@ def group_structure(optimizer: Optimizer) -> list[tuple[Any, ...]]:
 
 
 def check_groups(optimizer: Optimizer, entries: Iterable[Entry], planned: Sequence[tuple[Any, ...]]) -> None:
-    """Raises `UsageError` if parameters moved between groups, or a group's structure is not the planned one."""
+    """Raises `UsageError` if parameters moved between groups, or a group's structure is not the
+    planned one.
+    """
     groups = optimizer.param_groups
     places = [(e.group, e.index, e.parameter) for e in entries]
     moved = sum(len(g["params"]) for g in groups) != len(places) or any(
@@ -63,7 +67,9 @@ def check_piece(
     *,
     whole: bool,
 ) -> None:
-    """Raises if a piece cannot be updated as it is: sparse, on the wrong device, or not whole where it has to be."""
+    """Raises if a piece cannot be updated as it is: sparse, on the wrong device, or not whole where
+    it has to be.
+    """
     if gradient.layout is not torch.strided:
         raise UnsupportedError(
             f"The gradient of {entry.name!r} is sparse; memfit keeps dense gradients only. Use sparse=False."
@@ -114,7 +120,10 @@ def check_whole_state(what: str, name: str, layout: Sequence[StateTensor], state
 
 
 def same_scalars(before: State, now: State) -> bool:
-    """Whether two pieces of one step met the same scalars; those on an accelerator count as equal, unread."""
+    """Whether two pieces of one step met the same scalars.
+
+    Those on an accelerator count as equal, unread.
+    """
     if before.keys() != now.keys():
         return False
     for key, value in before.items():

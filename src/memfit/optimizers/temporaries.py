@@ -1,11 +1,13 @@
 """What one step of an optimizer's class makes for itself, beside the memory that it is lent.
 
-In: an optimizer, one of its parameters, the layout of its states. Out: bytes an element of what is updated at once.
+In: an optimizer, one of its parameters, the layout of its states. Out: bytes an element of what is
+updated at once.
 
-The class itself runs for a few steps on small tensors while every storage that an operation gives is counted until it dies: what a step holds is a
-multiple of what it updates, so that a small run tells it. Elementwise classes run on a flat vector, others on a tensor with as many dimensions as the
-parameter; there, what grows with a row or a column only (Adafactor's factors) weighs more than it will, never less. Not seen: what a kernel takes for
-itself (`profiling.workspaces`).
+The class itself runs for a few steps on small tensors while every storage that an operation gives
+is counted until it dies: what a step holds is a multiple of what it updates, so that a small run
+tells it. Elementwise classes run on a flat vector, others on a tensor with as many dimensions as
+the parameter; there, what grows with a row or a column only (Adafactor's factors) weighs more than
+it will, never less. Not seen: what a kernel takes for itself (`profiling.workspaces`).
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ _STEPS = 3
 _FLAT_ELEMENTS = 4096
 _CAPS = {1: (4096,), 2: (64, 67), 3: (16, 17, 19)}
 _CAPS_OF_MORE = (8, 9, 10, 11)
-# Of a class that cannot be counted (its states are made in its __init__, or its step is compiled): as many copies as the hungriest of torch's own makes.
+# Of a class that cannot be counted (its states are made in its __init__, or its step is compiled):
+# as many copies as the hungriest of torch's own makes.
 _UNKNOWN_COPIES = 4
 
 
 def scratch_per_element(
     optimizer: Optimizer, entry: Entry, kind: UpdateKind, dtype: torch.dtype, layout: Sequence[StateTensor]
 ) -> float:
-    """Most bytes, for each element that is updated at once, that a step has alive of its own: no weight, gradient or state.
+    """Most bytes, for each element that is updated at once, that a step has alive of its own: no
+    weight, gradient or state.
 
     Args:
         optimizer: the live optimizer; only read.
@@ -65,7 +69,9 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _states_like(layout: Sequence[StateTensor], shape: tuple[int, ...], small: tuple[int, ...]) -> State | None:
-    """States of a small tensor, for a class that does not make them in its step; None where their shapes are their own."""
+    """States of a small tensor, for a class that does not make them in its step; None where their
+    shapes are their own.
+    """
     states: State = {}
     for tensor in layout:
         if tensor.shape_kind == "other":

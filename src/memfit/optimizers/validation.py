@@ -1,6 +1,7 @@
 """What memfit refuses of an optimizer before it runs anything, and why.
 
-In: the user's optimizer and the model's named parameters. Out: one `Entry` per optimized parameter, or a clear error.
+In: the user's optimizer and the model's named parameters. Out: one `Entry` per optimized parameter,
+or a clear error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def validated_entries(optimizer: object, named_parameters: Mapping[str, torch.nn
 
     Args:
         optimizer: what the user gave; need not be an optimizer at all.
-        named_parameters: the model's parameters. Tied ones may appear under several names; the first name counts.
+        named_parameters: the model's parameters. Tied ones may appear under several names; the
+            first name counts.
 
     Raises:
         UsageError: not an optimizer, a parameter that the model lacks, or one that appears twice.
@@ -103,7 +105,9 @@ def _check_class(optimizer: Optimizer) -> None:
 
 
 def _check_attributes(optimizer: Optimizer, model_parameters: set[int]) -> None:
-    """Refuses an optimizer that holds another one, or the model: it would step on more than the piece it is lent."""
+    """Refuses an optimizer that holds another one, or the model: it would step on more than the
+    piece it is lent.
+    """
     for attribute, value in vars(optimizer).items():
         if attribute in ("param_groups", "state", "defaults"):
             continue
@@ -122,7 +126,9 @@ def _check_attributes(optimizer: Optimizer, model_parameters: set[int]) -> None:
 
 
 def _is_of_few_bits(kind: type) -> bool:
-    """Tests for the optimizers of bitsandbytes and torchao, of which a step compiles itself, or counts all parameters before it begins."""
+    """Tests for the optimizers of bitsandbytes and torchao, of which a step compiles itself, or
+    counts all parameters before it begins.
+    """
     return kind.__module__.startswith(("bitsandbytes.optim", "torchao.optim", "torchao.prototype.low_bit_optim"))
 
 
@@ -150,7 +156,9 @@ def _is_on_accelerator(tensor: torch.Tensor) -> bool:
 
 
 def check_piece_device(group: Mapping[str, Any], name: str, piece: torch.Tensor) -> None:
-    """Raise `UnsupportedError` where a capturable group would meet a piece on the CPU (a host home)."""
+    """Raise `UnsupportedError` where a capturable group would meet a piece on the CPU (a host
+    home).
+    """
     if group.get("capturable") and not _is_on_accelerator(piece):
         raise UnsupportedError(f"{_ACCELERATORS_ONLY}, but {name!r} is updated on the CPU. Use capturable=False.")
 

@@ -1,7 +1,7 @@
 """Puts traces together into a `Profile`, and brings the block map into its order.
 
-In: one `TraceProfile` for each size of microbatch, and what the traces found out about the model as a whole. Out:
-`Profile`.
+In: one `TraceProfile` for each size of microbatch, and what the traces found out about the model as
+a whole. Out: `Profile`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def _cost(profile: TraceProfile, index: int) -> tuple[Any, ...]:
 
 
 def arrange_blocks(block_map: BlockMap, profile: Profile) -> BlockMap:
-    """The block map as the profile has it: order of blocks, spanning blocks, all blocks that a site's calls read."""
+    """The block map as the profile has it: order of blocks, spanning blocks, all blocks that a
+    site's calls read.
+    """
     reads: dict[str, list[str]] = {}
     for traced in profile.traces.values():
         for call in traced.calls:

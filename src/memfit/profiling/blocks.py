@@ -1,21 +1,25 @@
 """Finds the blocks of a model (weights that travel together) and the sites where they are called.
 
-In: any `nn.Module`. Out: a `BlockMap` that partitions its parameters. Nothing is run and nothing is changed.
+In: any `nn.Module`. Out: a `BlockMap` that partitions its parameters. Nothing is run and nothing is
+changed.
 
 [Note: how blocks are found]
-1. Sites are the members of the outermost ModuleList, Sequential or ModuleDict met on the way down from the root:
-   transformer layers, residual stages. A member without parameters is none. A member that alone holds more than half
-   of all parameters and has such containers inside is opened instead (a whole backbone in a Sequential), and so is
-   one that cannot be called (a list of lists). A model without containers has its children as sites, opened by the
-   same rule of one half.
-2. What is left belongs to the smallest module that owns it directly: embedding, final norm, head. If such a module
-   has sites inside, calling it would visit everything, so its own parameters form a *spanning* block: no site, always
-   on the device. If it only has other leftovers inside, they merge into it (an embedding with its class token).
-3. A module is never opened where its parts do not run by themselves: multi-head attention, parametrized modules,
-   adapters that wrap a layer.
-4. A tied parameter belongs to the first block that has it; the site of the other use lists that block too.
-What this cannot see (a member whose weights are read by other code than its own call) is found by the trace:
-`refine_blocks`.
+1. Sites are the members of the outermost ModuleList, Sequential or ModuleDict met on the way down
+   from the root: transformer layers, residual stages. A member without parameters is none. A member
+   that alone holds more than half of all parameters and has such containers inside is opened
+   instead (a whole backbone in a Sequential), and so is one that cannot be called (a list of
+   lists). A model without containers has its children as sites, opened by the same rule of one
+   half.
+2. What is left belongs to the smallest module that owns it directly: embedding, final norm, head.
+   If such a module has sites inside, calling it would visit everything, so its own parameters form
+   a *spanning* block: no site, always on the device. If it only has other leftovers inside, they
+   merge into it (an embedding with its class token).
+3. A module is never opened where its parts do not run by themselves: multi-head attention,
+   parametrized modules, adapters that wrap a layer.
+4. A tied parameter belongs to the first block that has it; the site of the other use lists that
+   block too.
+What this cannot see (a member whose weights are read by other code than its own call) is found by
+the trace: `refine_blocks`.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class Block:
     Attributes:
         name: dotted name of the module that owns them.
         kind: equal for blocks of the same class, names, shapes and dtypes.
-        parameters: (dotted name in the model, parameter), each parameter object once, under its first name.
+        parameters: (dotted name in the model, parameter), each parameter object once, under its
+            first name.
         is_spanning: no call brackets its uses: it must stay on the device.
     """
 
@@ -87,15 +92,17 @@ def find_blocks(model: nn.Module, overrides: Sequence[str | nn.Module] | None = 
 
     Args:
         model: any module; it is not run.
-        overrides: names or modules that are to be the sites, in place of the members of containers (rule 1).
+        overrides: names or modules that are to be the sites, in place of the members of containers
+            (rule 1).
 
     Returns:
-        Blocks and sites in the order of the model's modules (the trace puts them in the order of calls).
+        Blocks and sites in the order of the model's modules (the trace puts them in the order of
+        calls).
 
     Raises:
         UnsupportedError: a TorchScript module.
-        UsageError: a parameter without shape yet (lazy modules), or an override that is unknown, given twice, inside
-            another one, not callable, or without parameters.
+        UsageError: a parameter without shape yet (lazy modules), or an override that is unknown,
+            given twice, inside another one, not callable, or without parameters.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -126,7 +133,8 @@ def refine_blocks(
         block_map: from `find_blocks`.
         order: block names in the wanted order; all of them.
         spanning: names of all blocks that must stay on the device.
-        reads: by site name, names of the blocks whose weights its calls read (added to those of its subtree).
+        reads: by site name, names of the blocks whose weights its calls read (added to those of its
+            subtree).
     """
     position = {name: index for index, name in enumerate(order)}
     by_name = {block.name: block for block in block_map.blocks}
@@ -142,7 +150,9 @@ def refine_blocks(
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Raises `UnsupportedError` for parameters and buffers whose values are not the bytes of their own storage."""
+    """Raises `UnsupportedError` for parameters and buffers whose values are not the bytes of their
+    own storage.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kind = type(tensor)
         library = kind.__module__.partition(".")[0]
@@ -179,8 +189,8 @@ class _Tree:
     """Names and parameter counts of a model, looked up many times by the walks below."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Modules under their first name; parameters under every name, because a tied weight makes a site of its
-        # second user too.
+        # Modules under their first name; parameters under every name, because a tied weight makes a
+        # site of its second user too.
         self.modules = dict(model.named_modules())
         self.names = {id(module): name for name, module in self.modules.items()}
         self.parameters: dict[int, tuple[str, nn.Parameter]] = {}
@@ -206,10 +216,11 @@ class _Tree:
 def _is_callable(module: nn.Module) -> bool:
     if isinstance(module, _UNCALLABLE):
         return False
-    if hasattr(module, "_orig_mod"):  # torch.compile around a module: its forward is the instance's own
+    # torch.compile around a module: its forward is the instance's own
+    if hasattr(module, "_orig_mod"):
         return _is_callable(module._orig_mod)  # type: ignore[arg-type]
-    # ModuleList and ModuleDict, and classes that only group modules, leave `forward` as nn.Module defines it: it
-    # raises.
+    # ModuleList and ModuleDict, and classes that only group modules, leave `forward` as nn.Module
+    # defines it: it raises.
     return type(module).forward is not nn.Module.forward
 
 
@@ -219,7 +230,8 @@ def _is_closed(module: nn.Module) -> bool:
         return True
     if hasattr(module, "_orig_mod"):
         return _is_closed(module._orig_mod)  # type: ignore[arg-type]
-    # Adapter libraries (peft) put a wrapper in a layer's place, which holds the layer beside a ModuleDict of adapters.
+    # Adapter libraries (peft) put a wrapper in a layer's place, which holds the layer beside a
+    # ModuleDict of adapters.
     wrapped = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
     return isinstance(wrapped, nn.Module)
 
@@ -246,7 +258,10 @@ def _may_open(tree: _Tree, member: nn.Module) -> bool:
 
 
 def _child_sites(tree: _Tree, module: nn.Module) -> Iterator[int]:
-    """Sites of a model without containers: children; one that holds more than half is opened, if it has parts."""
+    """Sites of a model without containers: children.
+
+    One that holds more than half is opened, if it has parts.
+    """
     for child in module.children():
         if not tree.size(child) or not _is_callable(child):
             continue
@@ -285,7 +300,9 @@ def _override_names(tree: _Tree, overrides: Sequence[str | nn.Module]) -> list[s
 
 
 def _leftover_owners(tree: _Tree, chosen: Mapping[int, bool]) -> tuple[list[int], list[int]]:
-    """(modules that become sites, modules whose own parameters span) for what no chosen site covers (rule 2)."""
+    """(modules that become sites, modules whose own parameters span) for what no chosen site covers
+    (rule 2).
+    """
     covered = {id(part) for module in tree.modules.values() if id(module) in chosen for part in module.modules()}
     has_site = {id(module): any(id(part) in chosen for part in module.modules()) for module in tree.modules.values()}
     owners: dict[int, None] = {}
@@ -307,7 +324,8 @@ def _callable_owner(tree: _Tree, name: str) -> nn.Module:
     path = name.split(".") if name else []
     prefixes = [".".join(path[:length]) for length in range(len(path) + 1)]
     for prefix in prefixes:
-        # A shared module may lie on the way under another name; it is then reached by its first one.
+        # A shared module may lie on the way under another name; it is then reached by its first
+        # one.
         if prefix in tree.modules and _is_closed(tree.modules[prefix]):
             return tree.modules[prefix]
     for prefix in reversed(prefixes):
@@ -346,7 +364,9 @@ def _assemble(tree: _Tree, site_ids: Mapping[int, bool], spanning: Sequence[int]
 
 
 def _direct_parameters(tree: _Tree, module: nn.Module, site_ids: Mapping[int, bool]) -> Iterator[nn.Parameter]:
-    """Parameters that a spanning module owns: its own and those of uncallable or closed parts that no site covers."""
+    """Parameters that a spanning module owns: its own and those of uncallable or closed parts that
+    no site covers.
+    """
     covered = {id(p) for part in tree.modules.values() if id(part) in site_ids for p in part.parameters()}
     own_name = tree.names[id(module)]
     for name, part in tree.modules.items():

@@ -1,14 +1,19 @@
-"""Changes that a forward makes to the model's modules themselves, or to what the loss keeps, and that the next forward meets: counters, words, exchanged submodules.
+"""Changes that a forward makes to the model's modules themselves, or to what the loss keeps, and
+that the next forward meets: counters, words, exchanged submodules.
 
 In: a model and what the loss keeps, before a forward. Out: names of what is different after it.
 
 [Note: what one forward leaves to the next]
-Microbatch by microbatch, forwards follow each other as in a plain loop. Layer by layer they run in descending order, and a model that counts its forwards (an
-annealed temperature), or exchanges its modules in the first one and draws random numbers for them, would give the count or the draws to another microbatch. A
-number that each forward sets to the same value (a height, a flag) tells no order; so what has changed is looked at over a second forward.
+Microbatch by microbatch, forwards follow each other as in a plain loop. Layer by layer they run in
+descending order, and a model that counts its forwards (an annealed temperature), or exchanges its
+modules in the first one and draws random numbers for them, would give the count or the draws to
+another microbatch. A number that each forward sets to the same value (a height, a flag) tells no
+order; so what has changed is looked at over a second forward.
 
-A tensor that a forward puts on a module in the place of another (a running mean, the last hidden state) is handed on where the next forward both reads it and puts
-another one there. One that is only put there (an auxiliary loss) or only read (a cache of positions) tells no order. Buffers and parameters have rules of their own.
+A tensor that a forward puts on a module in the place of another (a running mean, the last hidden
+state) is handed on where the next forward both reads it and puts another one there. One that is
+only put there (an auxiliary loss) or only read (a cache of positions) tells no order. Buffers and
+parameters have rules of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +31,11 @@ _ABSENT = object()
 
 
 class ModuleMarks:
-    """Plain attributes, tensors in attributes and submodules of a model, and the same that the loss keeps, as they are now.
+    """Plain attributes, tensors in attributes and submodules of a model, and the same that the loss
+    keeps, as they are now.
 
-    Memory: references; what is noted lives as long as this does, so that another one cannot be taken for it.
+    Memory: references; what is noted lives as long as this does, so that another one cannot be
+    taken for it.
 
     Attributes:
         tensors: by name of the attribute, those that a forward finds there.
@@ -86,7 +93,9 @@ def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attributes_of(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what modules have beside torch's own, and of what objects hold that they have."""
+    """(name, value) of what modules have beside torch's own, and of what objects hold that they
+    have.
+    """
     for place, module in modules.items():
         outer = f"{place}." if place else ""
         for name, value in own_attributes(module):

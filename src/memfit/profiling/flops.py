@@ -1,8 +1,9 @@
 """Floating point operations of one operation, from the shapes of its arguments (2 a multiply-add).
 
-In: an operator, arguments, result. Out: a count. torch's own table (`torch.utils.flop_counter`), and what it misses: grouped products, flash attention on
-CPU, which it would count as nothing, and queries that share heads of keys and values, which torch 2.11 refuses. Element-wise work is counted as 0, as
-there.
+In: an operator, arguments, result. Out: a count. torch's own table (`torch.utils.flop_counter`),
+and what it misses: grouped products, flash attention on CPU, which it would count as nothing, and
+queries that share heads of keys and values, which torch 2.11 refuses. Element-wise work is counted
+as 0, as there.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ def operation_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
 
 
 def _attention_flops(args: Sequence[Any], _: Any) -> int:
-    """Of queries (batch, heads, length, width), keys and values, which may have fewer heads: scores, and their products with values."""
+    """Of queries (batch, heads, length, width), keys and values, which may have fewer heads:
+    scores, and their products with values.
+    """
     query, key, value = args[:3]
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward_flops(args: Sequence[Any], _: Any) -> int:
-    """As the forward with the gradient before them: scores once more, and a product for each of their, queries', keys' and values' gradients."""
+    """As the forward with the gradient before them: scores once more, and a product for each of
+    their, queries', keys' and values' gradients.
+    """
     _gradient, query, key, value = args[:4]
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> int:
-    # Every row (or, for two matrices, every summand) takes part in exactly one group, so the groups' sizes do not
-    # matter.
+    # Every row (or, for two matrices, every summand) takes part in exactly one group, so the
+    # groups' sizes do not matter.
     left, right = args[0], args[1]
     if left.dim() == 2 and right.dim() == 2:
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]

@@ -1,6 +1,7 @@
 """Tensors that modules keep on themselves, beside parameters and buffers.
 
-In: a module. Out: the tensors in its own and its submodules' attributes, and in lists and dictionaries there.
+In: a module. Out: the tensors in its own and its submodules' attributes, and in lists and
+dictionaries there.
 """
 
 from __future__ import annotations

@@ -1,17 +1,23 @@
-"""Results of operations on tensors without data: worked out once for each kind, and made again from that.
+"""Results of operations on tensors without data: worked out once for each kind, and made again from
+that.
 
-In: an operator and its arguments, as a dispatch mode receives them. Out: its results, and what the recorder asks of an operation.
+In: an operator and its arguments, as a dispatch mode receives them. Out: its results, and what the
+recorder asks of an operation.
 
 [Note: known operations]
-The layers of a model do the same operations on tensors of the same shapes, again and again, and torch's fake tensors take 0.1 to 0.5 ms for each. What comes
-out follows from the operator, from its other arguments and from what its tensors are: dtype, shape, strides, place in the storage, size of that, device, flags,
-and which of them are one and the same. That is the key. The first operation of a key runs on fake tensors; what it gave is noted: an argument itself, a view
-of an argument's storage, or a new tensor. The next ones are made from the note.
-A note is kept only if what it makes is at once what torch gave, down to the dispatch keys. Nothing is noted of operations that need values, that change how an
-argument lies over its memory, that write constants or compute with nothing else, of operators that are not torch's, and of results that share a new storage.
-Views are made by the code that makes them of tensors with data, without the rest of what fake tensors do.
-The program itself runs whole, layer by layer: nothing is taken from one layer for another but what single operations give.
-The notes of one profile serve its runs and its sizes; they are dropped with it, because other shapes have other keys.
+The layers of a model do the same operations on tensors of the same shapes, again and again, and
+torch's fake tensors take 0.1 to 0.5 ms for each. What comes out follows from the operator, from its
+other arguments and from what its tensors are: dtype, shape, strides, place in the storage, size of
+that, device, flags, and which of them are one and the same. That is the key. The first operation of
+a key runs on fake tensors; what it gave is noted: an argument itself, a view of an argument's
+storage, or a new tensor. The next ones are made from the note. A note is kept only if what it makes
+is at once what torch gave, down to the dispatch keys. Nothing is noted of operations that need
+values, that change how an argument lies over its memory, that write constants or compute with
+nothing else, of operators that are not torch's, and of results that share a new storage. Views are
+made by the code that makes them of tensors with data, without the rest of what fake tensors do. The
+program itself runs whole, layer by layer: nothing is taken from one layer for another but what
+single operations give. The notes of one profile serve its runs and its sizes; they are dropped with
+it, because other shapes have other keys.
 """
 
 from __future__ import annotations
@@ -79,7 +85,9 @@ def _kind_of(func: Any) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of an operation that the recorder asks for. Tensors are counted as they stand among its arguments.
+    """Facts of an operation that the recorder asks for.
+
+    Tensors are counted as they stand among its arguments.
 
     Attributes:
         workspace_bytes: inside itself.
@@ -123,7 +131,10 @@ def facts_of(
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A result: argument `same` itself; or else a tensor over the storage of argument `viewed`, or over a new one."""
+    """A result: argument `same` itself.
+
+    Or else a tensor over the storage of argument `viewed`, or over a new one.
+    """
 
     same: int = -1
     viewed: int = -1
@@ -136,7 +147,9 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Output of an operation: results or plain values, one or (in a container of this type) several."""
+    """Output of an operation: results or plain values, one or (in a container of this type)
+    several.
+    """
 
     results: tuple[Any, ...]
     container: Callable[[Any], Any] | None
@@ -152,7 +165,8 @@ class KnownOperations:
 
     def __init__(self, workspaces: Workspaces) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Torch's own table of results costs more than it saves here, is never emptied, and would grow with each shape.
+        # Torch's own table of results costs more than it saves here, is never emptied, and would
+        # grow with each shape.
         self.mode.cache_enabled = False
         self._workspaces = workspaces
         self._kinds: dict[int, Kind] = {}
@@ -186,7 +200,8 @@ class KnownOperations:
             return None
         others = sum(type(one) is not FakeTensor or one.constant is not None for one in tensors)
         if others and (others == len(tensors) or kind.is_mutable) and not _is_empty_lift(kind, tensors):
-            return None  # torch computes with the values of constants, and forgets those that are written
+            # torch computes with the values of constants, and forgets those that are written
+            return None
         return tuple(parts)
 
     def run(
@@ -213,7 +228,9 @@ class KnownOperations:
         return out, facts
 
     def _viewed(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Results of a view, by the code that makes views of tensors with data; None where torch has none of it for tensors without."""
+        """Results of a view, by the code that makes views of tensors with data; None where torch
+        has none of it for tensors without.
+        """
         if len(tensors) != 1 or type(tensors[0]) is not FakeTensor:
             return None
         try:
@@ -234,7 +251,9 @@ class KnownOperations:
         return facts_of(func, args, kwargs, tensors, out, self._workspaces)
 
     def like(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> FakeTensor:
-        """A leaf of the same shape, strides, dtype and `requires_grad`, without data; a parameter of a parameter.
+        """A leaf of the same shape, strides, dtype and `requires_grad`, without data.
+
+        A parameter of a parameter.
 
         Args:
             tensor: its data is never read: its storage may be empty.
@@ -355,7 +374,10 @@ def _state_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def _describe(values: Iterable[Any], parts: list[Any], tensors: list[torch.Tensor]) -> bool:
-    """Adds arguments to a key, numbers with their types: 1, 1.0 and True are equal and give other dtypes. Adds the tensors among them to `tensors`.
+    """Adds arguments to a key, numbers with their types: 1, 1.0 and True are equal and give other
+    dtypes.
+
+    Adds the tensors among them to `tensors`.
 
     Returns:
         False where one is not known.

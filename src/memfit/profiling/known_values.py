@@ -1,17 +1,22 @@
-"""Known values beside fake tensors, so that programs may look at the integers of their batch, and likely ones for what they read besides.
+"""Known values beside fake tensors, so that programs may look at the integers of their batch, and
+likely ones for what they read besides.
 
-In: the real integer and boolean tensors of a batch. Out: the values of what is computed from them alone (masks,
-lengths, positions), which answer `.item()`, `if mask.all()` and the shapes of `nonzero`. Floating point data has no
-values here, unless it is tiny.
+In: the real integer and boolean tensors of a batch. Out: the values of what is computed from them
+alone (masks, lengths, positions), which answer `.item()`, `if mask.all()` and the shapes of
+`nonzero`. Floating point data has no values here, unless it is tiny.
 
-Memory: the values of at most `_MOST_ELEMENTS` elements each, on the CPU, as long as the fake tensor lives.
+Memory: the values of at most `_MOST_ELEMENTS` elements each, on the CPU, as long as the fake tensor
+lives.
 
 [Note: likely values]
-A loss that reads one number (`.item()` to log it, `if loss > 3`, `assert torch.isfinite(x).all()`, `.tolist()`, `.numpy()`, a hook that does so) is an
-ordinary loss, and what it reads seldom changes what it computes. So each fake tensor without a value stands for one *likely* element: numbers near one half
-where something is made of data, and what operations by element make of these. It is finite, as the numbers of a healthy run are: a result that is not
-is replaced. A read is answered by it. What it decides may be decided otherwise in a real step, as by any other batch: calls that the
-trace did not foresee are departures, never wrong. Shapes are not guessed: a program whose shapes follow from its data is traced on real tensors.
+A loss that reads one number (`.item()` to log it, `if loss > 3`, `assert torch.isfinite(x).all()`,
+`.tolist()`, `.numpy()`, a hook that does so) is an ordinary loss, and what it reads seldom changes
+what it computes. So each fake tensor without a value stands for one *likely* element: numbers near
+one half where something is made of data, and what operations by element make of these. It is
+finite, as the numbers of a healthy run are: a result that is not is replaced. A read is answered by
+it. What it decides may be decided otherwise in a real step, as by any other batch: calls that the
+trace did not foresee are departures, never wrong. Shapes are not guessed: a program whose shapes
+follow from its data is traced on real tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ class Values:
     Args:
         is_trusted: False for a tensor whose storage was changed by an operation without values.
         distrust: told the tensors that such an operation changed.
-        guesses: reads of what has no value are answered by likely ones; costs a small operation for each of the program's.
+        guesses: reads of what has no value are answered by likely ones; costs a small operation for
+            each of the program's.
     """
 
     def __init__(
@@ -78,7 +84,9 @@ class Values:
         return value if value is not None and self._is_trusted(tensor) else None
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """(True, result) of an operation that fake tensors alone cannot answer; (False, None) if values do not help."""
+        """(True, result) of an operation that fake tensors alone cannot answer; (False, None) if
+        values do not help.
+        """
         needs_values = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
         if not needs_values:
             return False, None
@@ -98,7 +106,9 @@ class Values:
     def follow(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, read: Sequence[torch.Tensor]
     ) -> None:
-        """Keeps values up to date after an operation has made (or changed) `out` of the tensors `read`."""
+        """Keeps values up to date after an operation has made (or changed) `out` of the tensors
+        `read`.
+        """
         made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor)]
         can_follow = (
             bool(made)
@@ -122,7 +132,9 @@ class Values:
             give_value(fake, value)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor that the program reads whole (`.numpy()`), or a tensor of likely ones."""
+        """The value of a tensor that the program reads whole (`.numpy()`), or a tensor of likely
+        ones.
+        """
         value = self.of(tensor)
         if value is not None:
             return value
@@ -143,7 +155,9 @@ class Values:
     def _likely_result(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fake: torch.Tensor
     ) -> torch.Tensor:
-        """The likely element of a result: of an operation by element its result, else that of its first tensor where the dtype is the same."""
+        """The likely element of a result: of an operation by element its result, else that of its
+        first tensor where the dtype is the same.
+        """
         found: Any = None
         with unset_fake_temporarily(), torch.no_grad():
             if torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
@@ -155,7 +169,8 @@ class Values:
                 first = next((a for a in args if isinstance(a, torch.Tensor)), None)
                 found = None if first is None else self._likely(first)
             is_told = isinstance(found, torch.Tensor) and found.numel() == 1
-            # Of sums and counts of integers nothing is known; whether all or any are so is what the one says.
+            # Of sums and counts of integers nothing is known; whether all or any are so is what the
+            # one says.
             if is_told and (found.dtype == fake.dtype or fake.dtype is torch.bool):
                 likely = found.reshape(()).to(fake.dtype)
                 if not likely.is_floating_point() or bool(likely.isfinite()):
@@ -213,7 +228,9 @@ class Values:
         return item
 
     def _answer_index(self, func: Any, args: Sequence[Any]) -> tuple[bool, Any]:
-        """x[mask] has the shape of x[mask.nonzero()], and fake tensors understand indexing by positions."""
+        """x[mask] has the shape of x[mask.nonzero()], and fake tensors understand indexing by
+        positions.
+        """
         positions: list[Any] = []
         for index in args[1]:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -242,7 +259,9 @@ def _device_of(args: Sequence[Any]) -> torch.device:
 
 @contextmanager
 def readable_fakes(values: Values) -> Iterator[None]:
-    """Lets programs read fake tensors in the ways that fake tensors refuse: `.numpy()` and formatting (`f"{loss:.3f}"`)."""
+    """Lets programs read fake tensors in the ways that fake tensors refuse: `.numpy()` and
+    formatting (`f"{loss:.3f}"`).
+    """
 
     def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
         with unset_fake_temporarily():

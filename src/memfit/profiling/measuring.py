@@ -1,15 +1,17 @@
 """Finds what operations allocate inside themselves by running them, where no table knows it.
 
-In: an operation as a trace meets it, mostly on fake tensors. Out: bytes alive for a moment above arguments and results.
+In: an operation as a trace meets it, mostly on fake tensors. Out: bytes alive for a moment above
+arguments and results.
 
 [Note: small runs]
-An operation whose arguments and results take no more than 2 MiB runs as it is, on tensors of its own. A larger one may be
-larger than what is left below a limit, and slow. So it runs on small tensors of the same dtypes, with strides in the same
-proportions and the same other arguments: sizes are halved wherever they stand, so that what belonged together does still,
-until it is small; and if it took anything, once more at about twice that. What it takes follows from the two runs: a straight
-line in the bytes of its largest tensor, or a power of them where it grows faster than they do. An operation that cannot be
-made smaller, or that does not bear the values that it is given here (integers are 0, masks true), is taken to copy its
-largest operand.
+An operation whose arguments and results take no more than 2 MiB runs as it is, on tensors of its
+own. A larger one may be larger than what is left below a limit, and slow. So it runs on small
+tensors of the same dtypes, with strides in the same proportions and the same other arguments: sizes
+are halved wherever they stand, so that what belonged together does still, until it is small; and if
+it took anything, once more at about twice that. What it takes follows from the two runs: a straight
+line in the bytes of its largest tensor, or a power of them where it grows faster than they do. An
+operation that cannot be made smaller, or that does not bear the values that it is given here
+(integers are 0, masks true), is taken to copy its largest operand.
 
 Only torch's own operators are tried; others may do more than compute.
 """
@@ -28,7 +30,9 @@ from memfit.profiling.traced_trees import operator_tensors
 from memfit.profiling.workspaces import workspace_bytes
 
 Watch = Callable[[Callable[[], object]], int]
-"""Runs a function and tells the most bytes of tensors that were alive meanwhile above what is alive after it, its result held."""
+"""Runs a function and tells the most bytes of tensors that were alive meanwhile above what is alive
+after it, its result held.
+"""
 Sizes = Mapping[int, int]
 """New sizes of dimensions by old; those that are not in it stay."""
 
@@ -50,7 +54,8 @@ _FREE = {
     aten._to_copy, aten.detach, aten._unsafe_view, aten.embedding, aten.fill_, aten.zero_,
     aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like,
 }  # fmt: skip
-# The table knows what oneDNN's ways take; small, strange or grouped convolutions go others, and may take many times their arguments.
+# The table knows what oneDNN's ways take; small, strange or grouped convolutions go others, and may
+# take many times their arguments.
 _TABLE_AND_RUNS = {aten.convolution, aten.convolution_backward}
 _CONVOLUTION_AS_IT_IS_BYTES = 4 << 20
 # Their kernels trust that sizes belong together, unchecked.
@@ -59,7 +64,8 @@ _NEVER_SMALLER = {aten._fft_c2r}
 
 @dataclass(frozen=True)
 class _Law:
-    """What an operation takes inside itself by the bytes of its largest argument or result, from one or two runs.
+    """What an operation takes inside itself by the bytes of its largest argument or result, from
+    one or two runs.
 
     Attributes:
         largest_bytes, hidden_bytes: of the larger run.
@@ -82,7 +88,9 @@ class _Law:
 
 
 class Workspaces:
-    """What operations take inside themselves, from the table or else measured, each kind once. See [Note: small runs].
+    """What operations take inside themselves, from the table or else measured, each kind once.
+
+    See [Note: small runs].
 
     Memory: 4 MiB while an operation runs, and what it takes itself.
 
@@ -126,7 +134,9 @@ class Workspaces:
     def _law(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]
     ) -> _Law | None:
-        """What runs tell, those of this kind that were made before or new ones; None if there can be none."""
+        """What runs tell, those of this kind that were made before or new ones; None if there can
+        be none.
+        """
         if len(self._laws) >= _MOST_LAWS:
             self._laws.clear()
         is_convolution = func._overloadpacket in _TABLE_AND_RUNS
@@ -258,7 +268,9 @@ def _stand_in(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 def _layout(tensor: torch.Tensor, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides with other sizes: a stride shrinks as the dimensions that lie inside of it do; padding between rows stays in proportion."""
+    """Shape and strides with other sizes: a stride shrinks as the dimensions that lie inside of it
+    do; padding between rows stays in proportion.
+    """
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     small, steps = tuple(sizes.get(size, size) for size in shape), list(stride)
     inner = -1

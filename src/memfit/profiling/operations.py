@@ -16,10 +16,13 @@ aten = torch.ops.aten
 
 
 def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_fake: bool) -> Any:
-    """Runs an operation; on fake tensors with the shapes of real ones, where torch's own shape functions differ."""
+    """Runs an operation; on fake tensors with the shapes of real ones, where torch's own shape
+    functions differ.
+    """
     if is_fake and func is aten._grouped_mm.default:
         left, right = args[0], args[1]
-        # torch's shape function refuses fp32, the CPU kernel takes it: the shapes are plain arithmetic.
+        # torch's shape function refuses fp32, the CPU kernel takes it: the shapes are plain
+        # arithmetic.
         if left.dtype is torch.float32 and left.device.type == "cpu":
             return _grouped_result(left, right, args[2] if len(args) > 2 else kwargs.get("offs"))
     out = func(*args, **kwargs)
@@ -31,8 +34,8 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_
 def _recurrent_reserve_bytes(x: torch.Tensor, hidden: torch.Tensor) -> int:
     """What oneDNN's LSTM layer keeps for backward, an output whose fake version is empty.
 
-    Fitted to seven real sizes (torch 2.13), from exact to 4 % too high: gates and states for each step and one more,
-    widths rounded to 16.
+    Fitted to seven real sizes (torch 2.13), from exact to 4 % too high: gates and states for each
+    step and one more, widths rounded to 16.
     """
     steps, rows = x.shape[0] + 1, x.shape[1]
     width, inner = (-(-size // 16) * 16 for size in (hidden.shape[-1], x.shape[-1]))

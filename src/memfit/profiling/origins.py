@@ -1,21 +1,29 @@
-"""Follows what values are made from: the batch, random numbers, each buffer as the forward found it.
+"""Follows what values are made from: the batch, random numbers, each buffer as the forward found
+it.
 
-In: operations with their storages, as the recorder sees them. Out: which buffers forbid that the batch is cut.
+In: operations with their storages, as the recorder sees them. Out: which buffers forbid that the
+batch is cut.
 
 [Note: buffers and microbatches]
-A forward may change buffers. Cut into k microbatches, a step changes them k times instead of once, from parts of the rows, and in an order that the plan
-chooses (layer-major order meets the microbatches last to first). That is as good as the whole batch only where neither the rows nor the order can be told
-from what comes out:
+A forward may change buffers. Cut into k microbatches, a step changes them k times instead of once,
+from parts of the rows, and in an order that the plan chooses (layer-major order meets the
+microbatches last to first). That is as good as the whole batch only where neither the rows nor the
+order can be told from what comes out:
 
-- a buffer whose new value is made from the batch or from random numbers forbids it: running means and ranges of activations, codebooks, "the last input";
-- so does a changed buffer whose value at the forward's entry reaches the loss, or a decision of the program: each microbatch would meet what the one
-  before it left behind (power iterations, annealing by a count);
-- so does a buffer that is written in place and saved for backward: the next microbatch would overwrite what the backward of this one needs;
-- counts of forwards that nothing reads, and caches made from weights and constants (masks, positions, rotations), are free. Counts then count
-  microbatches, as they do in plain accumulation.
+- a buffer whose new value is made from the batch or from random numbers forbids it: running means
+  and ranges of activations, codebooks, "the last input";
+- so does a changed buffer whose value at the forward's entry reaches the loss, or a decision of the
+  program: each microbatch would meet what the one before it left behind (power iterations,
+  annealing by a count);
+- so does a buffer that is written in place and saved for backward: the next microbatch would
+  overwrite what the backward of this one needs;
+- counts of forwards that nothing reads, and caches made from weights and constants (masks,
+  positions, rotations), are free. Counts then count microbatches, as they do in plain accumulation.
 
-Values are followed by storage, through operations; where a part is overwritten, the origins of the whole stay. What a program learns as a Python number is
-taken to reach the loss, and a floating-point number of the batch that it learns to reach every buffer that changes (`mask.all()` and lengths are not).
+Values are followed by storage, through operations; where a part is overwritten, the origins of the
+whole stay. What a program learns as a Python number is taken to reach the loss, and a
+floating-point number of the batch that it learns to reach every buffer that changes (`mask.all()`
+and lengths are not).
 """
 
 from __future__ import annotations
@@ -55,7 +63,10 @@ class Traceable(Protocol):
 
 
 class Origins:
-    """The origins of all storages of one forward. Memory: an integer a storage, with a bit for each buffer."""
+    """The origins of all storages of one forward.
+
+    Memory: an integer a storage, with a bit for each buffer.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, Traceable] = {}
@@ -121,7 +132,8 @@ class Origins:
         """Names of the buffers that forbid cutting the batch; see [Note: buffers and microbatches].
 
         Args:
-            buffers: as the forward left them, by the names under which they were declared; new ones too.
+            buffers: as the forward left them, by the names under which they were declared; new ones
+                too.
             loss: its result.
         """
         changed = [name for name, now in buffers.items() if now.is_written or now is not self._found.get(name)]

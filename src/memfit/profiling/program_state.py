@@ -1,12 +1,16 @@
-"""What a function of the user's program keeps from one of its calls to the next, beside the model: counters, baselines, logs.
+"""What a function of the user's program keeps from one of its calls to the next, beside the model:
+counters, baselines, logs.
 
-In: the loss. Out: `ProgramState`, which gives everything back that a trial has changed, and tells what is different now.
+In: the loss. Out: `ProgramState`, which gives everything back that a trial has changed, and tells
+what is different now.
 
 [Note: what a loss keeps]
-A loss may keep a running baseline in a closure, a global, the object that it is a method of, or a criterion's buffers. A trial calls it with tensors without
-values, or with a few rows of the sample, and what it noted then would be in the user's numbers for good. So everything that its code names is looked at before:
-bindings, the contents of containers, attributes of objects of the program's own classes, values of small tensors, and generators of random numbers. Not reached:
-what libraries keep to themselves, files, and what lies deeper than some steps of such names.
+A loss may keep a running baseline in a closure, a global, the object that it is a method of, or a
+criterion's buffers. A trial calls it with tensors without values, or with a few rows of the sample,
+and what it noted then would be in the user's numbers for good. So everything that its code names is
+looked at before: bindings, the contents of containers, attributes of objects of the program's own
+classes, values of small tensors, and generators of random numbers. Not reached: what libraries keep
+to themselves, files, and what lies deeper than some steps of such names.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ class _Found:
     """What was met on the walk."""
 
     cells: list[tuple[str, CellType, Any]] = field(default_factory=list[Any])
-    mappings: list[tuple[str, Any, dict[Any, Any]]] = field(default_factory=list[Any])  # attributes, globals
+    # attributes, globals
+    mappings: list[tuple[str, Any, dict[Any, Any]]] = field(default_factory=list[Any])
     containers: list[tuple[str, Any, Any]] = field(default_factory=list[Any])
     tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor | None]] = field(default_factory=dict[int, Any])
     generators: list[tuple[Callable[[Any], Any], Any]] = field(default_factory=list[Any])
@@ -172,7 +177,10 @@ def _visit_function(found: _Found, function: Any, depth: int) -> None:
 
 
 def _visit_object(found: _Found, name: str, value: Any, depth: int) -> None:
-    """Objects of the program's own classes; of modules (a criterion, a teacher) their buffers as well, and what lies below them."""
+    """Objects of the program's own classes.
+
+    Of modules (a criterion, a teacher) their buffers as well, and what lies below them.
+    """
     is_module = isinstance(value, nn.Module)
     if depth == 0 or not (is_module or _is_of_program(type(value).__module__)):
         return
@@ -246,7 +254,9 @@ def _is_same(container: Any, before: Any) -> bool:
 
 
 def _is_of_program(place: str | None) -> bool:
-    """The code is no library's that keeps its own things: torch's, memfit's, the standard library's."""
+    """The code is no library's that keeps its own things: torch's, memfit's, the standard
+    library's.
+    """
     root = (place or "builtins").partition(".")[0]
     return root not in {"torch", "memfit", "numpy"} and root not in sys.stdlib_module_names
 

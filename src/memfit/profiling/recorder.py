@@ -1,8 +1,10 @@
-"""Watches one forward and backward: every storage that is made and freed, who reads it, who saves it, call by call.
+"""Watches one forward and backward: every storage that is made and freed, who reads it, who saves
+it, call by call.
 
-In: operations (as a dispatch mode), module entries and returns (as hooks), saved tensors (as hooks). Out: a log of
-events and records, which `summary` turns into a profile. It works on fake and on real tensors alike; it holds no
-tensor longer than the program does. Storages are the business of `storage_log`.
+In: operations (as a dispatch mode), module entries and returns (as hooks), saved tensors (as
+hooks). Out: a log of events and records, which `summary` turns into a profile. It works on fake and
+on real tensors alike; it holds no tensor longer than the program does. Storages are the business of
+`storage_log`.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ from memfit.profiling.traced_trees import contained_tensors, operator_tensors, r
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-# What torch puts between a dispatch mode and its caller; the last two keep its compiler out, once that is imported.
+# What torch puts between a dispatch mode and its caller; the last two keep its compiler out, once
+# that is imported.
 _WRAPPERS = ("_python_dispatch.py", "torch/_compile.py", "_dynamo/eval_frame.py")
 
 _ORDINARY = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Logs one step. Use: hooks on, `with recorder`, forward, `end_forward`, `begin_backward`, backward, `forget`.
+    """Logs one step.
+
+    Use: hooks on, `with recorder`, forward, `end_forward`, `begin_backward`, backward, `forget`.
 
     Args:
         sites: where calls begin and end, by `id` of the module.
@@ -55,7 +60,8 @@ class TraceRecorder(TorchDispatchMode):
         self.events = self.log.events
         self.records = self.log.records
         self.calls: list[CallRecord] = []
-        self.loose_reads: set[tuple[str, int]] = set()  # (block, calls before) of reads that train, by no call
+        # (block, calls before) of reads that train, by no call
+        self.loose_reads: set[tuple[str, int]] = set()
         self.forward: list[SegmentRecord] = [SegmentRecord(call=-1, began=0)]
         self.backward: list[SegmentRecord] = []
         self.spanning: set[str] = set()
@@ -83,7 +89,10 @@ class TraceRecorder(TorchDispatchMode):
     # -- what is known before the step -------------------------------------------------------------------------
 
     def register(self, tensor: torch.Tensor, role: Role, block: str = "", *, is_batch: bool = False) -> None:
-        """Declares a weight or an input; what is neither declared nor made by an operation is a shared input."""
+        """Declares a weight or an input.
+
+        What is neither declared nor made by an operation is a shared input.
+        """
         record = self.log.record_of(tensor, role, block)
         record.is_batch = is_batch
         if is_batch:
@@ -92,8 +101,11 @@ class TraceRecorder(TorchDispatchMode):
             self._weights.add(id(tensor))
 
     def register_real(self, parameter: nn.Parameter, name: str, block: str) -> None:
-        """Declares the parameter that a stand-in was registered for: hooks and closures of the user's program may hold it and read it."""
-        with torch._C.DisableTorchFunctionSubclass():  # it may wear the class of weights that are away
+        """Declares the parameter that a stand-in was registered for: hooks and closures of the
+        user's program may hold it and read it.
+        """
+        # it may wear the class of weights that are away
+        with torch._C.DisableTorchFunctionSubclass():
             self.log.record_of(parameter, Role.WEIGHT, block)
         self._real[id(parameter)] = name
 
@@ -104,7 +116,10 @@ class TraceRecorder(TorchDispatchMode):
             self._origins.declare_buffer(name, self.log.record_of(buffer, Role.INPUT))
 
     def watch_left(self, left: Iterable[torch.Tensor]) -> None:
-        """Declares tensors that the program keeps as a forward begins; whether it reads and changes them is asked later."""
+        """Declares tensors that the program keeps as a forward begins.
+
+        Whether it reads and changes them is asked later.
+        """
         records = [(t, self.log.record_of(t, Role.INPUT)) for t in left if t.layout is torch.strided]
         self._left = [(tensor, record, record.writes) for tensor, record in records]
         for _, record in records:
@@ -139,13 +154,16 @@ class TraceRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spares each operation the two calls by which torch keeps its compiler out: nothing is compiled while a trace runs."""
+        """Spares each operation the two calls by which torch keeps its compiler out: nothing is
+        compiled while a trace runs.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
         if func is _DEVICE:
-            # Asked more often than anything is computed: fake tensors know it without another dispatch.
+            # Asked more often than anything is computed: fake tensors know it without another
+            # dispatch.
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         kwargs = kwargs or {}
         self.log.begin_operation()
@@ -166,7 +184,8 @@ class TraceRecorder(TorchDispatchMode):
             overwritten = {id(read[i]) for i in facts.overwritten}
             self._origins.follow(func, found, made, overwritten, written, is_random=facts.is_random)
             if self._left and not kind.is_view:
-                # What an operation adds to is not read by that: a sum that nobody asks for tells no order.
+                # What an operation adds to is not read by that: a sum that nobody asks for tells no
+                # order.
                 self._left_read.update(id(r) for t, r in found if r.is_left and id(t) not in written)
             if written and not kind.relabels:
                 self._note_written({id(r): r for t, r in found if id(t) in written}.values())
@@ -211,12 +230,14 @@ class TraceRecorder(TorchDispatchMode):
                 "the model itself, as model.get_parameter(...), for what stands there while memfit plans is another tensor"
             )
         if record.role is Role.WEIGHT:
-            # A view of a real weight is a fake tensor over other memory, which tells nothing any more.
+            # A view of a real weight is a fake tensor over other memory, which tells nothing any
+            # more.
             reads = not is_view or id(tensor) in self._real
             if self.log.is_backward and reads:
                 self.backward_reads.add((self.backward[-1].call if self.backward else -1, record.block))
             elif reads or (self._active is None and not self.log.is_backward):
-                # A view needs the weight as well: outside of calls nothing brings it; inside, whether the call reads it shows later.
+                # A view needs the weight as well: outside of calls nothing brings it; inside,
+                # whether the call reads it shows later.
                 (self._active.reads if self._active else self.spanning).add(record.block)
                 if self._active is None and tensor.requires_grad:
                     self.loose_reads.add((record.block, len(self.calls)))
@@ -231,7 +252,10 @@ class TraceRecorder(TorchDispatchMode):
         return record
 
     def _note_written(self, written: Iterable[StorageRecord]) -> None:
-        """Who counts on the storages that an operation of the forward writes. Known by storage: not all tensors over one share a version counter."""
+        """Who counts on the storages that an operation of the forward writes.
+
+        Known by storage: not all tensors over one share a version counter.
+        """
         for record in written:
             record.writes += 1
             if self._active is not None:
@@ -272,7 +296,9 @@ class TraceRecorder(TorchDispatchMode):
             record.saved_outside.add(self.log.segment)
 
     def forget(self) -> None:
-        """Lets go of what was watched: weak references and values point back here, and cycles would keep the model until a collection."""
+        """Lets go of what was watched: weak references and values point back here, and cycles would
+        keep the model until a collection.
+        """
         self.log.forget()
         self._left.clear()
         self.values = None
@@ -330,13 +356,17 @@ class TraceRecorder(TorchDispatchMode):
     # -- backward ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: CallRecord | None = None) -> None:
-        """Starts a segment of backward: the first gradient reaches an output of `call`, or, without one, the loss."""
+        """Starts a segment of backward: the first gradient reaches an output of `call`, or, without
+        one, the loss.
+        """
         self.log.is_backward = True
         self.backward.append(SegmentRecord(call=-1 if call is None else call.index, began=len(self.events)))
 
 
 def _would_train(tensor: torch.Tensor) -> bool:
-    """Tells whether the loss would give a parameter a gradient: a teacher's, read under `no_grad`, gets none."""
+    """Tells whether the loss would give a parameter a gradient: a teacher's, read under `no_grad`,
+    gets none.
+    """
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
 
 

@@ -16,7 +16,10 @@ from memfit.profiling.blocks import ModuleSite
 
 
 class Role(Enum):
-    """MADE: by the step. INPUT: there before it (batch, buffer, constant). WEIGHT, GRADIENT: of a parameter."""
+    """MADE: by the step.
+
+    INPUT: there before it (batch, buffer, constant). WEIGHT, GRADIENT: of a parameter.
+    """
 
     MADE = "made"
     INPUT = "input"
@@ -25,7 +28,9 @@ class Role(Enum):
 
 
 class TraceEvent(Enum):
-    """Sort of an event: bytes came, bytes left, an operation held bytes inside itself, a gradient has been added to its parameter's."""
+    """Sort of an event: bytes came, bytes left, an operation held bytes inside itself, a gradient
+    has been added to its parameter's.
+    """
 
     ALLOCATED = "allocated"
     FREED = "freed"

@@ -1,12 +1,13 @@
 """Runs a model on stand-ins for its parameters and buffers, and leaves no trace of it.
 
-In: a model, possibly with weights that are away (storages of zero bytes) or on `meta`. Out: inside a `with`, the same
-model with other tensors in its places; afterwards everything as it was: tensors, gradients, hooks, attributes, random
-generators.
+In: a model, possibly with weights that are away (storages of zero bytes) or on `meta`. Out: inside
+a `with`, the same model with other tensors in its places; afterwards everything as it was: tensors,
+gradients, hooks, attributes, random generators.
 
 [Note: what is restored]
-Attributes of every module and the contents of the plain dicts, lists and sets among them (parameters, buffers, hooks,
-caches); and the same of objects that lie in modules' attributes (a counter inside a config object). What such objects hold in turn is beyond reach.
+Attributes of every module and the contents of the plain dicts, lists and sets among them
+(parameters, buffers, hooks, caches); and the same of objects that lie in modules' attributes (a
+counter inside a config object). What such objects hold in turn is beyond reach.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def stand_ins(
     make_parameter: Callable[[nn.Parameter], nn.Parameter],
     make_buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[dict[int, torch.Tensor]]:
-    """Puts stand-ins in place of all parameters and buffers; one stand-in per tensor, so that ties stay ties.
+    """Puts stand-ins in place of all parameters and buffers.
+
+    One stand-in per tensor, so that ties stay ties.
 
     Yields:
         The stand-in by `id` of the real tensor.
@@ -70,7 +73,10 @@ def stand_ins(
 
 @contextmanager
 def untouched_modules(model: nn.Module) -> Iterator[None]:
-    """Gives every module its attributes back, and the contents of its containers. See [Note: what is restored]."""
+    """Gives every module its attributes back, and the contents of its containers.
+
+    See [Note: what is restored].
+    """
     snapshot = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in model.modules()]
     held = {id(one): one for module in model.modules() for _, one in held_objects(module)}
     beside = [(one, dict(vars(one)), _contents(vars(one))) for one in held.values()]
@@ -83,7 +89,8 @@ def untouched_modules(model: nn.Module) -> Iterator[None]:
             for container, content in contents:
                 _refill(container, content)
         for one, attributes, contents in beside:
-            # Most hold settings that no forward touches; of others, other threads may hold them too.
+            # Most hold settings that no forward touches; of others, other threads may hold them
+            # too.
             if len(vars(one)) != len(attributes) or not _holds_same(vars(one), attributes):
                 vars(one).clear()
                 vars(one).update(attributes)
@@ -94,10 +101,12 @@ def untouched_modules(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched_caches(model: nn.Module) -> Iterator[None]:
-    """Leaves no stand-in in what outlives a forward beside the modules: cached functions, and the dicts, lists and sets of classes and their files.
+    """Leaves no stand-in in what outlives a forward beside the modules: cached functions, and the
+    dicts, lists and sets of classes and their files.
 
-    Functions of `functools.lru_cache` that hold tensors are emptied, before and after. So each forward does the work of the first, and none finds there what a
-    trace has left, a tensor without data.
+    Functions of `functools.lru_cache` that hold tensors are emptied, before and after. So each
+    forward does the work of the first, and none finds there what a trace has left, a tensor without
+    data.
     """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not _is_foreign(kind.__module__)}
     files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
@@ -118,10 +127,12 @@ def untouched_caches(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched_generators() -> Iterator[Callable[[], bool]]:
-    """Gives Python's, NumPy's and torch's global random generators the state back that they had at entry.
+    """Gives Python's, NumPy's and torch's global random generators the state back that they had at
+    entry.
 
     Yields:
-        Tells that Python's or NumPy's numbers were drawn since. (Torch's are seen by operation: on fake tensors its generators stand still.)
+        Tells that Python's or NumPy's numbers were drawn since. (Torch's are seen by operation: on
+        fake tensors its generators stand still.)
     """
     python = random.getstate()
     cpu = torch.get_rng_state()
@@ -161,7 +172,9 @@ def _contents(attributes: Mapping[str, Any]) -> list[tuple[_Container, _Containe
 
 @functools.lru_cache(maxsize=1)
 def _cached_functions(loaded: int) -> frozenset[Any]:
-    """Those of `functools.lru_cache` in the process, looked for again when more files are loaded: decorators hide them where no attribute leads."""
+    """Those of `functools.lru_cache` in the process, looked for again when more files are loaded:
+    decorators hide them where no attribute leads.
+    """
     del loaded
     return frozenset(one for one in gc.get_objects() if type(one) is _CachedFunction)
 
@@ -221,7 +234,9 @@ def fake_parameter(
 
 
 def _with_attributes(stand_in: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
-    """Copies the attributes that the user's code set: its forward reads them (a scale, bitsandbytes' `quant_state`)."""
+    """Copies the attributes that the user's code set: its forward reads them (a scale,
+    bitsandbytes' `quant_state`).
+    """
     for name, value in vars(parameter).items():
         if not name.startswith("_memfit"):
             setattr(stand_in, name, value)
@@ -236,7 +251,9 @@ def with_value(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Tells whether the tensor's bytes are there: a weight that is away has a storage of zero bytes."""
+    """Tells whether the tensor's bytes are there: a weight that is away has a storage of zero
+    bytes.
+    """
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size() or tensor.numel() == 0
 
 

@@ -1,25 +1,29 @@
 """Watches storages: when they are made and freed, who saves them, and what their sizes are.
 
-In: tensors as operations read and make them. Out: a log of events and records. It works on fake and on real tensors
-alike, and holds no tensor longer than the program does.
+In: tensors as operations read and make them. Out: a log of events and records. It works on fake and
+on real tensors alike, and holds no tensor longer than the program does.
 
 [Note: storages, not tensors]
-Memory belongs to storages; views share them. A record lives as long as its storage, watched by a weak reference whose
-callback logs the release. The key is the address of the storage object, taken out of the table by that callback
-before it can be used again.
+Memory belongs to storages; views share them. A record lives as long as its storage, watched by a
+weak reference whose callback logs the release. The key is the address of the storage object, taken
+out of the table by that callback before it can be used again.
 
 [Note: sums of gradients]
-When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody else holds the first and it
-is no view (the gradient of a transposed weight is one), and nobody has asked for its storage in Python, which holds it from
-then on: as `activations.writes` does for what a forward writes, also gradients that a function makes there already. Under a
-dispatch mode (and for fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition that
-the autograd engine itself makes, whose first operand is released before anything else happens, is logged as done in place; if
-that is a view or was made in the forward, with the third tensor for a moment.
+When a tensor was used twice, autograd adds the second gradient to the first in place, if nobody
+else holds the first and it is no view (the gradient of a transposed weight is one), and nobody has
+asked for its storage in Python, which holds it from then on: as `activations.writes` does for what
+a forward writes, also gradients that a function makes there already. Under a dispatch mode (and for
+fake tensors) it makes a third tensor in any case. The recorder undoes the difference: an addition
+that the autograd engine itself makes, whose first operand is released before anything else happens,
+is logged as done in place; if that is a view or was made in the forward, with the third tensor for
+a moment.
 
 [Note: two holders]
-A profile tells how long the program itself holds a storage, apart from what autograd saves of it. So on fake tensors autograd is given tensors over a second
-storage of the same record: the record's bytes are there until both are gone, and the program has let go of them when the first is (`let_go_in`). On real
-tensors that would take the memory twice; there a second forward, in which nothing is saved, tells it.
+A profile tells how long the program itself holds a storage, apart from what autograd saves of it.
+So on fake tensors autograd is given tensors over a second storage of the same record: the record's
+bytes are there until both are gone, and the program has let go of them when the first is
+(`let_go_in`). On real tensors that would take the memory twice; there a second forward, in which
+nothing is saved, tells it.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class StorageLog:
 
     def begin_operation(self) -> None:
         """Ends what the operation before has left open."""
-        # Only the engine's own sum can release its operand before the next operation: a sum still pending was none.
+        # Only the engine's own sum can release its operand before the next operation: a sum still
+        # pending was none.
         self._pending_sum = None
 
     def forget(self) -> None:
@@ -89,7 +94,10 @@ class StorageLog:
         return record
 
     def note_sum(self, args: Sequence[Any], made: Sequence[StorageRecord]) -> None:
-        """Looks whether an addition of autograd's becomes one in place. See [Note: sums of gradients]."""
+        """Looks whether an addition of autograd's becomes one in place.
+
+        See [Note: sums of gradients].
+        """
         old, new = args[0], args[1]
         if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.shape != new.shape:
             return
@@ -107,13 +115,17 @@ class StorageLog:
             self._pending_sum = (operand, record, len(self.events) - 1, key, third_bytes)
 
     def record_of(self, tensor: torch.Tensor, role: Role = Role.INPUT, block: str = "") -> StorageRecord:
-        """Returns the record of a tensor's storage, new (with `role`, `block`) if it was not seen before."""
+        """Returns the record of a tensor's storage, new (with `role`, `block`) if it was not seen
+        before.
+        """
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
         return entry[0] if entry else self._watch(storage, role, block=block)
 
     def writes_to(self, tensor: torch.Tensor) -> int:
-        """Returns the number of writes to the storage of a tensor so far; 0 for weights, which have rules of their own."""
+        """Returns the number of writes to the storage of a tensor so far; 0 for weights, which have
+        rules of their own.
+        """
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return 0 if entry is None or entry[0].role is Role.WEIGHT else entry[0].writes
 
@@ -185,7 +197,10 @@ class StorageLog:
             self.events.append((TraceEvent.ARRIVED, record, record.nbytes))
 
     def saved_apart(self, tensor: torch.Tensor, known: KnownOperations) -> torch.Tensor:
-        """Returns the tensor to save in another's place, over a second storage of its record. See [Note: two holders]."""
+        """Returns the tensor to save in another's place, over a second storage of its record.
+
+        See [Note: two holders].
+        """
         record = self.record_of(tensor, Role.INPUT)
         if record.role is not Role.MADE or self.is_backward or type(tensor) is not FakeTensor or tensor.is_inference():
             return tensor

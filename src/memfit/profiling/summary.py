@@ -1,7 +1,7 @@
 """Turns what a recorder logged into a `TraceProfile`: peaks, lifetimes, causes.
 
-In: the log of a whole step, and, where there is one, that of a second forward in which nothing was saved (it tells how long the program
-itself holds a storage).
+In: the log of a whole step, and, where there is one, that of a second forward in which nothing was
+saved (it tells how long the program itself holds a storage).
 Out: `TraceProfile`. Pure arithmetic over the log.
 """
 
@@ -34,7 +34,8 @@ def summarize(
 
     Args:
         step: forward and backward, with everything saved.
-        forward_only: the same forward, with nothing saved; None where the step itself tells what the program holds, and that it repeats itself is not asked.
+        forward_only: the same forward, with nothing saved; None where the step itself tells what
+            the program holds, and that it repeats itself is not asked.
         rows: of the traced microbatch.
         block_names: by index, as sites refer to blocks.
 
@@ -107,18 +108,24 @@ def _call(
 _SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.ARRIVED: 0}
 _UNTIL_ARRIVED = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: 0, TraceEvent.ARRIVED: -1}
 Weigh = Callable[[TraceEvent, StorageRecord], int]
-"""What an event of a storage does to the bytes that are counted: 1 they come, -1 they go, 0 nothing."""
+"""What an event of a storage does to the bytes that are counted: 1 they come, -1 they go, 0
+nothing.
+"""
 
 
 def _activations(event: TraceEvent, record: StorageRecord) -> int:
-    """Gradients of parameters too, as long as they are none: some functions make them in their forward already."""
+    """Gradients of parameters too, as long as they are none: some functions make them in their
+    forward already.
+    """
     if record.role is Role.GRADIENT and not record.is_backward:
         return _UNTIL_ARRIVED[event]
     return _SIGNS[event] if record.role is Role.MADE else 0
 
 
 def _with_gradients(event: TraceEvent, record: StorageRecord) -> int:
-    """Gradients of parameters too, which stay: they are freed only with the stand-ins for the parameters, behind the last backward."""
+    """Gradients of parameters too, which stay: they are freed only with the stand-ins for the
+    parameters, behind the last backward.
+    """
     if record.role is Role.GRADIENT:
         return 1 if event is TraceEvent.ALLOCATED else 0
     return _activations(event, record)
@@ -142,13 +149,17 @@ def _range(step: TraceRecorder, start: int, stop: int, weigh: Weigh) -> _Range:
 
 
 def _forward_range(step: TraceRecorder, segment: int, stop: int) -> _Range:
-    """Only what the segment made counts: what older storages give up during it is told by their own lifetimes."""
+    """Only what the segment made counts: what older storages give up during it is told by their own
+    lifetimes.
+    """
     start = next(s.began for s in step.forward if s.call == segment)
     return _range(step, start, stop, lambda e, r: _activations(e, r) * (r.segment == segment and not r.is_backward))
 
 
 def _selected_range(step: TraceRecorder, call: CallRecord) -> _Range:
-    """The call run again with its selected results at hand: they were there before, and go when the call lets go of them."""
+    """The call run again with its selected results at hand: they were there before, and go when the
+    call lets go of them.
+    """
 
     def weigh(event: TraceEvent, record: StorageRecord) -> int:
         is_of_call = record.segment == call.index and not record.is_backward
@@ -172,7 +183,9 @@ def _backward_ranges(step: TraceRecorder, weigh: Weigh) -> dict[int, _Range]:
 
 
 def _held_until(step: TraceRecorder, forward_only: TraceRecorder | None) -> dict[int, int]:
-    """By the order in which storages were made: the last segment at whose end the program itself still holds it."""
+    """By the order in which storages were made: the last segment at whose end the program itself
+    still holds it.
+    """
     last = len(step.calls) - 1
     made = [r for r in step.records if r.role is not Role.INPUT and not r.is_backward]
     if forward_only is None:
@@ -216,9 +229,11 @@ _NUMBER_BYTES = 8
 
 
 def _kept_by_function(record: StorageRecord) -> set[int]:
-    """The call that made it, if an autograd function keeps it to itself until its backward, past the saved-tensor hooks.
+    """The call that made it, if an autograd function keeps it to itself until its backward, past
+    the saved-tensor hooks.
 
-    So does a function that makes gradients in its forward: they are freed, or become a parameter's gradient, in backward.
+    So does a function that makes gradients in its forward: they are freed, or become a parameter's
+    gradient, in backward.
     """
     is_unsaved = not record.saved_inside and not record.saved_outside
     outlives_forward = record.role is Role.GRADIENT or record.freed_in_backward

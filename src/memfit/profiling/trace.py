@@ -1,18 +1,19 @@
 """Traces training steps without allocating them, and tells what they would do with memory.
 
-In: a model, a loss, a batch and the model's blocks. Out: a `Profile`. By default on fake tensors (shapes without
-data): nothing is allocated, weights may be away, and the model is afterwards as it was. Where a program must see
-data, on real tensors: a real step on a few rows.
+In: a model, a loss, a batch and the model's blocks. Out: a `Profile`. By default on fake tensors
+(shapes without data): nothing is allocated, weights may be away, and the model is afterwards as it
+was. Where a program must see data, on real tensors: a real step on a few rows.
 
 [Note: two forwards]
-The first row count runs forward twice, with the same random numbers and the same model state: what a program does must not change from call to call. In the
-first run nothing is saved for backward, so a storage lives exactly as long as the program itself holds it (`held_until`). The second run saves, and goes
-backward. Other row counts, and batches of other shapes later, run once; who holds what is told apart there as well (`storage_log`, [Note: two holders]).
-Real tensors always run twice.
+The first row count runs forward twice, with the same random numbers and the same model state: what
+a program does must not change from call to call. In the first run nothing is saved for backward, so
+a storage lives exactly as long as the program itself holds it (`held_until`). The second run saves,
+and goes backward. Other row counts, and batches of other shapes later, run once; who holds what is
+told apart there as well (`storage_log`, [Note: two holders]). Real tensors always run twice.
 
 [Note: what a trace does not see]
-Memory inside operations is added from a table (`workspaces`) or measured (`measuring`); the allocator's rounding, libraries'
-own caches and compiled code are not seen.
+Memory inside operations is added from a table (`workspaces`) or measured (`measuring`); the
+allocator's rounding, libraries' own caches and compiled code are not seen.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from memfit.tensors.dense import check_dense
 __all__ = ["Loss", "Source", "arrange_blocks", "profile_step"]
 
 Source = Literal["auto", "fake", "real"]
-# What fake tensors raise where data is missing, and what programs raise that stumble over the missing data later.
+# What fake tensors raise where data is missing, and what programs raise that stumble over the
+# missing data later.
 _MEMFIT = Path(__file__).parents[1]
 _STANDARD = Path(os.__file__).parent
 _SHARE_OF_FREE = 0.5
@@ -76,26 +78,32 @@ def profile_step(
         batch: the batch of a whole step (see `profiling.batch`).
         block_map: from `find_blocks(model)`.
         rows: sizes of microbatches; the whole batch if None.
-        parts: a microbatch of each size, the largest of them the whole batch, where batches are cut otherwise than by the dimension 0 of all tensors;
-            takes the place of `rows`.
+        parts: a microbatch of each size, the largest of them the whole batch, where batches are cut
+            otherwise than by the dimension 0 of all tensors; takes the place of `rows`.
         whole_rows: rows of the whole batch, with `parts`.
         state_bytes: bytes of optimizer state by parameter name, once the states exist.
-        trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the memory and the
-            weights for it; "auto" is "fake", and where that fails "real" on the smallest size, and on larger ones as far as there is
-            memory. `Profile.source` tells which it was.
-        compute_dtype: in which the step is to run, whatever the model's weights are now. A real trace then holds weights of that dtype
-            beside the model's own.
+        trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the
+            memory and the weights for it; "auto" is "fake", and where that fails "real" on the
+            smallest size, and on larger ones as far as there is memory. `Profile.source` tells
+            which it was.
+        compute_dtype: in which the step is to run, whatever the model's weights are now. A real
+            trace then holds weights of that dtype beside the model's own.
         workspaces: what operations take inside themselves; None: only what the table knows.
-        checks_repeat: a second forward shows that the program does the same again; False where another batch has shown it.
-        program: the user's function, where `loss` is one around it: what it keeps is given back. None: the loss.
+        checks_repeat: a second forward shows that the program does the same again; False where
+            another batch has shown it.
+        program: the user's function, where `loss` is one around it: what it keeps is given back.
+            None: the loss.
 
     Returns:
-        Blocks in the order of their first call; blocks whose weights are read outside of every call are spanning.
+        Blocks in the order of their first call; blocks whose weights are read outside of every call
+        are spanning.
 
     Raises:
-        UsageError: rows outside the batch, a loss that is no scalar, parameters that the block map does not know.
+        UsageError: rows outside the batch, a loss that is no scalar, parameters that the block map
+            does not know.
         UncuttableError: the loss does not run on a part of the batch.
-        UnsupportedError: the program needs data that a fake trace does not have, or does not repeat itself.
+        UnsupportedError: the program needs data that a fake trace does not have, or does not repeat
+            itself.
         AwayError: a real trace was asked for while weights are away.
     """
     whole = batch_rows(batch) if whole_rows is None else whole_rows
@@ -170,9 +178,11 @@ def _trace_fake(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
 
 
 def _trace_real(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
-    """Real traces, the smallest size first, as far as there is memory: a size that is not traced is no candidate for a plan.
+    """Real traces, the smallest size first, as far as there is memory: a size that is not traced is
+    no candidate for a plan.
 
-    A size is tried where its step, in proportion to the one before, takes at most half of the memory that is free; an armed limit may refuse it all the same.
+    A size is tried where its step, in proportion to the one before, takes at most half of the
+    memory that is free; an armed limit may refuse it all the same.
     """
     traced = [_trace_one(setting, sizes[0], is_fake=False)]
     calls = [(call.site, call.blocks) for call in traced[0].profile.calls]
@@ -199,7 +209,9 @@ def _free_bytes(model: nn.Module) -> int:
 
 
 def _trace_guessing(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced] | None:
-    """The traces of a program that reads numbers, on likely ones ([Note: likely values] in `known_values`); None where that leads nowhere."""
+    """The traces of a program that reads numbers, on likely ones ([Note: likely values] in
+    `known_values`); None where that leads nowhere.
+    """
     guessing = replace(setting, guesses=True)
     try:
         return _trace_fake(guessing, sizes)
@@ -208,7 +220,9 @@ def _trace_guessing(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]
 
 
 def _check_parts(setting: TraceSetting, sizes: Sequence[int], reason: str) -> None:
-    """Raises `UncuttableError` where the loss takes the largest size but no smaller one: then dimension 0 does not count rows."""
+    """Raises `UncuttableError` where the loss takes the largest size but no smaller one: then
+    dimension 0 does not count rows.
+    """
     try:
         run_traced(setting, sizes[-1], is_fake=True, is_whole=True)
     except _FAKE_FAILURES:
@@ -225,7 +239,8 @@ def _uncuttable(setting: TraceSetting, rows: int, reason: str) -> UncuttableErro
 
 @contextmanager
 def _named_failures(setting: TraceSetting) -> Iterator[None]:
-    """Errors of the user's program on real tensors become `UsageError`, with the error and its place in the program.
+    """Errors of the user's program on real tensors become `UsageError`, with the error and its
+    place in the program.
 
     Raises:
         UsageError: the loss failed. What memfit raises, and a limit that was met, pass.
@@ -239,7 +254,8 @@ def _named_failures(setting: TraceSetting) -> Iterator[None]:
         frames = [frame for frame in traceback.extract_tb(place) if _is_of_users(frame.filename)]
         where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
         told = str(error).strip().splitlines()
-        # From the user's function on: what memfit did before it says nothing about the error. Its own attempt without data says the same twice.
+        # From the user's function on: what memfit did before it says nothing about the error. Its
+        # own attempt without data says the same twice.
         while place is not None and place.tb_next is not None and not _is_of_users(place.tb_frame.f_code.co_filename):
             place = place.tb_next
         error.__context__ = None
@@ -296,7 +312,10 @@ def _trace_one(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: boo
 
 
 def _carried(setting: TraceSetting, rows: int, first: TraceRecorder, *, is_fake: bool) -> tuple[str, ...]:
-    """Names of what a forward leaves on modules that makes the next one another. See [Note: what one forward leaves to the next] in `carried`."""
+    """Names of what a forward leaves on modules that makes the next one another.
+
+    See [Note: what one forward leaves to the next] in `carried`.
+    """
     if not first.changed and not first.replaced:
         return first.exchanged
     second = run_traced(setting, rows, is_fake=is_fake, is_whole=False, repeats=True)
@@ -310,9 +329,11 @@ def _written(setting: TraceSetting, step: TraceRecorder) -> set[str]:
 
 
 def _read_beside_their_call(step: TraceRecorder, profile: TraceProfile) -> set[str]:
-    """Blocks whose weights backward reads while another call's segment runs: their call's gradient came by a side door, past its outputs.
+    """Blocks whose weights backward reads while another call's segment runs: their call's gradient
+    came by a side door, past its outputs.
 
-    (A tensor that a block leaves on itself, read by the loss.) Nothing tells the engine when to fetch them, so they stay.
+    (A tensor that a block leaves on itself, read by the loss.) Nothing tells the engine when to
+    fetch them, so they stay.
     """
     return {block for call, block in step.backward_reads if call < 0 or block not in profile.calls[call].blocks}
 

@@ -1,7 +1,7 @@
 """One run of a loss on stand-ins for the model's weights, buffers and batch, watched by a recorder.
 
-In: the setting of a trace and a size of microbatch. Out: the recorder, full. The model, the generators and the user's
-caches are afterwards as they were.
+In: the setting of a trace and a size of microbatch. Out: the recorder, full. The model, the
+generators and the user's caches are afterwards as they were.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ _BACKWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSetting:
-    """What the runs of one trace have in common: `parts` are the microbatches by their number of rows."""
+    """What the runs of one trace have in common: `parts` are the microbatches by their number of
+    rows.
+    """
 
     model: nn.Module
     loss: Loss
@@ -72,7 +74,10 @@ class TraceSetting:
 def run_traced(
     setting: TraceSetting, rows: int, *, is_fake: bool, is_whole: bool, repeats: bool = False
 ) -> TraceRecorder:
-    """One run of the loss on stand-ins: forward, and backward if `is_whole`; if `repeats`, after another forward that left its notes on the modules."""
+    """One run of the loss on stand-ins: forward, and backward if `is_whole`.
+
+    If `repeats`, after another forward that left its notes on the modules.
+    """
     sites = {id(site.module): site for site in setting.block_map.sites}
     recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
     with ExitStack() as stack:
@@ -122,7 +127,10 @@ def run_traced(
 def _place_stand_ins(
     stack: ExitStack, recorder: TraceRecorder, setting: TraceSetting, part: Any, *, is_fake: bool
 ) -> tuple[Mapping[int, torch.Tensor], Any]:
-    """Puts stand-ins in place of weights and buffers; returns them by `id` of the real tensor, and the batch's."""
+    """Puts stand-ins in place of weights and buffers.
+
+    Returns them by `id` of the real tensor, and the batch's.
+    """
     device = next((t.device for t in contained_tensors(part)), torch.device("cpu"))
     if is_fake:
         stack.enter_context(_without_torchs_log())
@@ -179,7 +187,9 @@ def _check_present(setting: TraceSetting) -> None:
 
 @contextmanager
 def _without_torchs_log() -> Iterator[None]:
-    """Keeps torch from logging an operation that fails on fake tensors, a hundred lines each time: the failure is answered here."""
+    """Keeps torch from logging an operation that fails on fake tensors, a hundred lines each time:
+    the failure is answered here.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     def drops(record: logging.LogRecord) -> bool:
@@ -194,7 +204,9 @@ def _without_torchs_log() -> Iterator[None]:
 
 @contextmanager
 def _masks_as_for_real_tensors() -> Iterator[None]:
-    """Lets transformers skip attention masks as it does for real tensors: its fake ones have values to look at here."""
+    """Lets transformers skip attention masks as it does for real tensors: its fake ones have values
+    to look at here.
+    """
     module: Any = sys.modules.get("transformers.utils.import_utils")
     if module is None or not hasattr(module, "is_fake_tensor"):
         yield
@@ -248,7 +260,10 @@ def _hook_module(recorder: TraceRecorder, module: nn.Module, name: str, *, is_wh
 
 
 def _watch_gradients(recorder: TraceRecorder, call: CallRecord, output: Any) -> None:
-    """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node; of a view, only the base's node may remain."""
+    """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node.
+
+    Of a view, only the base's node may remain.
+    """
     outputs = [t for t in contained_tensors(output) if t.requires_grad and not isinstance(t, nn.Parameter)]
     outputs += [t._base for t in outputs if t._is_view() and t._base is not None]
     begun: list[bool] = []

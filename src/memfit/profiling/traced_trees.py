@@ -1,4 +1,5 @@
-"""Finds the tensors in values of three sorts: operator arguments, module arguments, and whatever hangs on objects; and the leaves of a loss.
+"""Finds the tensors in values of three sorts: operator arguments, module arguments, and whatever
+hangs on objects; and the leaves of a loss.
 
 In: any Python value. Out: its tensors.
 """
@@ -15,7 +16,9 @@ from torch import nn
 
 
 def operator_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among an operator's arguments or results, which nest in lists, tuples and the dict of keywords only."""
+    """Tensors among an operator's arguments or results, which nest in lists, tuples and the dict of
+    keywords only.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -27,12 +30,17 @@ def operator_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def contained_tensors(root: Any) -> Iterator[torch.Tensor]:
-    """Distinct tensors in nested mappings (model outputs are some), lists, tuples, sets, deques and dataclasses."""
+    """Distinct tensors in nested mappings (model outputs are some), lists, tuples, sets, deques and
+    dataclasses.
+    """
     return _walk(root, enters_objects=False)
 
 
 def reachable_tensors(root: Any) -> Iterator[torch.Tensor]:
-    """`contained_tensors` and those held by attributes of other objects, such as caches; modules are not entered."""
+    """`contained_tensors` and those held by attributes of other objects, such as caches.
+
+    Modules are not entered.
+    """
     return _walk(root, enters_objects=True)
 
 

@@ -1,11 +1,12 @@
-"""What operations allocate and free inside themselves, where no dispatch trace sees it: additions to the peaks, on CPU.
+"""What operations allocate and free inside themselves, where no dispatch trace sees it: additions
+to the peaks, on CPU.
 
-In: an operation with its arguments and result (metadata only). Out: bytes alive for a moment above arguments and
-results.
+In: an operation with its arguments and result (metadata only). Out: bytes alive for a moment above
+arguments and results.
 
 The table was measured with torch.profiler's memory events on torch 2.13, AVX512, two threads;
-`tests/memory/test_trace.py` measures it again. It is meant to err upwards, by the rounding of channels to 16 and
-by the scratch of half-precision products:
+`tests/memory/test_trace.py` measures it again. It is meant to err upwards, by the rounding of
+channels to 16 and by the scratch of half-precision products:
 
 | operation                           | workspace                                                                      |
 |-------------------------------------|--------------------------------------------------------------------------------|
@@ -19,8 +20,9 @@ by the scratch of half-precision products:
 | inverse, solve                      | a copy of the matrix                                                           |
 | logarithm of a sum of exponentials  | the exponentials: a copy of the input; the maxima and their logarithms         |
 
-fp32 products of matrices that lie row by row or column by column have none, nor has what treats elements one by one in
-one dtype and in the order in which they lie. Of everything else the table is silent, and `measuring` finds out. Other devices: none is modelled; measure there.
+fp32 products of matrices that lie row by row or column by column have none, nor has what treats
+elements one by one in one dtype and in the order in which they lie. Of everything else the table is
+silent, and `measuring` finds out. Other devices: none is modelled; measure there.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ aten = torch.ops.aten
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int | None:
-    """Bytes that one operation holds inside itself beyond its arguments and results (see the table above).
+    """Bytes that one operation holds inside itself beyond its arguments and results (see the table
+    above).
 
     Args:
         func: the operator, as a dispatch mode receives it.
@@ -63,7 +66,10 @@ _MASKED = (aten.where, aten.masked_fill, aten.masked_fill_)
 
 
 def _is_elementwise(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """It treats elements one by one, in one dtype and in the order in which they lie; else operands may be converted or copied first, whole."""
+    """It treats elements one by one, in one dtype and in the order in which they lie.
+
+    Else operands may be converted or copied first, whole.
+    """
     if torch.Tag.pointwise not in func.tags or not isinstance(out, torch.Tensor):
         return False
     read = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
@@ -86,8 +92,8 @@ def _convolution_backward(args: Sequence[Any], out: Sequence[torch.Tensor | None
     gradient, x, weight = args[0], args[1], args[2]
     if _is_channels_last(x) or _is_channels_last(weight):
         return 2 * _blocked_weight(weight) + _SCRATCH_BYTES
-    # Two phases, one after the other: the gradient of the input (which then exists in both layouts), and that of the
-    # weight.
+    # Two phases, one after the other: the gradient of the input (which then exists in both
+    # layouts), and that of the weight.
     results = sum(t.nbytes for t in out if t is not None)
     x_result = x.nbytes if out[0] is not None else 0
     input_phase = _blocked(gradient) + _blocked_weight(weight) + _blocked(x) if out[0] is not None else 0
@@ -97,7 +103,10 @@ def _convolution_backward(args: Sequence[Any], out: Sequence[torch.Tensor | None
 
 
 def _flash_tiles(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a tile of scores. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of torch 2.13."""
+    """Rows and columns of a tile of scores.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of torch 2.13.
+    """
     rows = query.shape[2]
     split = 256 if rows >= 768 else 64 if rows >= 192 else 32
     return min(split, rows), min(512, key.shape[2])
@@ -178,7 +187,9 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _is_first(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes a convolution for the first of a network: few channels, which it then reads as they are."""
+    """Whether oneDNN takes a convolution for the first of a network: few channels, which it then
+    reads as they are.
+    """
     return weight.shape[1] <= 4 and prod(weight.shape[2:]) > 1
 
 

@@ -1,9 +1,10 @@
-"""Disk homes: files that weights, states, gradients and activations rest in, moved without the page cache.
+"""Disk homes: files that weights, states, gradients and activations rest in, moved without the page
+cache.
 
-In: a directory, what shall live there, and memory to move. Out: tickets to wait for, and a directory that always holds
-the last committed step, whole.
-Parts: `DiskIO` (threads and direct I/O), `DiskStore` (regions and commits), `CommittedStore` (what a run continues from),
-`verify`, `ScratchFile` (room inside one step), `probe_disk`.
+In: a directory, what shall live there, and memory to move. Out: tickets to wait for, and a
+directory that always holds the last committed step, whole.
+Parts: `DiskIO` (threads and direct I/O), `DiskStore` (regions and commits), `CommittedStore` (what
+a run continues from), `verify`, `ScratchFile` (room inside one step), `probe_disk`.
 """
 
 from memfit.store.committed import CommittedStore, Durability

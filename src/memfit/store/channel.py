@@ -1,13 +1,13 @@
 """One direction of the disk: a queue of tickets and the threads that serve it, piece by piece.
 
-In: tickets. Out: the same, ended. The threads know the channel, never the `DiskIO` in front of it, so that dropping
-that object ends them.
+In: tickets. Out: the same, ended. The threads know the channel, never the `DiskIO` in front of it,
+so that dropping that object ends them.
 
 [Note: order]
-Threads take pieces from the ticket at the head of the queue until it is used up, then go on with the next: first in,
-first out, several threads on one big ticket, urgent tickets before the others at the next piece. A ticket may have to
-come after others, in either direction; it enters the queue when the last of them has ended. Tickets only ever wait for
-older ones: no cycles.
+Threads take pieces from the ticket at the head of the queue until it is used up, then go on with
+the next: first in, first out, several threads on one big ticket, urgent tickets before the others
+at the next piece. A ticket may have to come after others, in either direction; it enters the queue
+when the last of them has ended. Tickets only ever wait for older ones: no cycles.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class Channel:
         is_write: the direction.
         threads: how many pieces are under way at once.
         piece_bytes: largest piece, in whole blocks.
-        staging_bytes: bounce buffer of each thread, in whole blocks; held from construction to the end of the thread.
+        staging_bytes: bounce buffer of each thread, in whole blocks; held from construction to the
+            end of the thread.
     """
 
     def __init__(self, *, is_write: bool, threads: int, piece_bytes: int, staging_bytes: int) -> None:
         self._is_write = is_write
         self._piece_bytes = piece_bytes
-        # Condition's own lock is reentrant: a finalizer may run in a thread that is inside this lock and ask for the
-        # end.
+        # Condition's own lock is reentrant: a finalizer may run in a thread that is inside this
+        # lock and ask for the end.
         self._condition = threading.Condition()
         self._urgent: deque[DiskTransfer] = deque()
         self._background: deque[DiskTransfer] = deque()
@@ -64,7 +65,8 @@ class Channel:
         self.staging_bytes = threads * staging_bytes
         name = "memfit-disk-write" if is_write else "memfit-disk-read"
         self._threads = [
-            # Daemon threads: ordinary ones would be joined at interpreter exit before anyone has told them to end.
+            # Daemon threads: ordinary ones would be joined at interpreter exit before anyone has
+            # told them to end.
             threading.Thread(
                 target=self._serve, args=(aligned_memory(staging_bytes),), name=f"{name}-{number}", daemon=True
             )
@@ -86,10 +88,13 @@ class Channel:
     # ---- for the owner
 
     def submit(self, ticket: DiskTransfer, after: tuple[DiskTransfer, ...]) -> None:
-        """Takes a ticket, to be served after others have ended. Its handle is acquired; its end releases it.
+        """Takes a ticket, to be served after others have ended.
+
+        Its handle is acquired; its end releases it.
 
         Raises:
-            StoreError: the channel is closed, or this process is a fork of the one that has the threads.
+            StoreError: the channel is closed, or this process is a fork of the one that has the
+                threads.
         """
         if os.getpid() != self._pid:
             raise store_error(
@@ -100,7 +105,8 @@ class Channel:
             if self._is_closing:
                 raise store_error(f"disk transfer of {ticket.label} after the disk was closed; make a new DiskIO")
             self._unfinished += 1
-            # One blocker more than there are: the ticket must not start before all of them are counted.
+            # One blocker more than there are: the ticket must not start before all of them are
+            # counted.
             ticket.blockers = len(after) + 1
         for other in after:
             other.call_when_done(functools.partial(self._unblock, ticket))
@@ -118,7 +124,9 @@ class Channel:
         return True
 
     def request_end(self, *, cancel: bool) -> None:
-        """Tells the threads to end: after all tickets, or, with `cancel`, after the pieces under way."""
+        """Tells the threads to end: after all tickets, or, with `cancel`, after the pieces under
+        way.
+        """
         if os.getpid() != self._pid:
             return  # A fork: no threads here, and the lock may have been copied in a locked state.
         with self._condition:
@@ -127,7 +135,10 @@ class Channel:
             self._condition.notify_all()
 
     def join(self) -> None:
-        """Waits for the threads to end; call `request_end` first. A worker that gets here does not wait for itself."""
+        """Waits for the threads to end; call `request_end` first.
+
+        A worker that gets here does not wait for itself.
+        """
         if os.getpid() != self._pid:
             return
         for thread in self._threads:
@@ -151,26 +162,33 @@ class Channel:
     # ---- the life of a ticket
 
     def _unblock(self, ticket: DiskTransfer, earlier: DiskTransfer | None) -> None:
-        """Counts one ticket that had to come first as ended; the last one lets this ticket into the queue.
+        """Counts one ticket that had to come first as ended.
 
-        It ends no ticket itself, not even one that has failed: it runs inside the end of another ticket, and a long row
-        of tickets that wait for each other would nest as deep.
+        The last one lets this ticket into the queue.
+
+        It ends no ticket itself, not even one that has failed: it runs inside the end of another
+        ticket, and a long row of tickets that wait for each other would nest as deep.
         """
         with self._condition:
             ticket.blockers -= 1
             if ticket.is_over or ticket.has_failed:
                 return
             if earlier is not None and earlier.is_write and not ticket.is_write and earlier.has_failed:
-                # A read of what was not written would give old bytes as new ones. A write may follow anything.
+                # A read of what was not written would give old bytes as new ones. A write may
+                # follow anything.
                 ticket.fail(store_error(f"{ticket.label} was not read because it was not written: {earlier.failure}"))
             elif ticket.blockers:
                 return
             (self._urgent if ticket.is_urgent else self._background).append(ticket)
-            # All: a waiter that an exception of a signal handler took away would swallow the wake-up that was meant for another.
+            # All: a waiter that an exception of a signal handler took away would swallow the
+            # wake-up that was meant for another.
             self._condition.notify_all()
 
     def _is_over(self, ticket: DiskTransfer) -> bool:
-        """With the lock held: nothing is left to do or under way. True once only: who sees it finishes the ticket."""
+        """With the lock held: nothing is left to do or under way.
+
+        True once only: who sees it finishes the ticket.
+        """
         if ticket.is_over or ticket.in_flight or (ticket.cursor < ticket.nbytes and not ticket.has_failed):
             return False
         ticket.is_over = True
@@ -183,7 +201,9 @@ class Channel:
         return True
 
     def _take(self) -> tuple[DiskTransfer, int, int] | None:
-        """The next piece (ticket, position, length), when there is one; None when the thread shall end."""
+        """The next piece (ticket, position, length), when there is one; None when the thread shall
+        end.
+        """
         while True:
             with self._condition:
                 while not self._urgent and not self._background:
@@ -196,7 +216,8 @@ class Channel:
                     ticket.fail(_cancelled(ticket))
                 if not ticket.has_failed and ticket.cursor < ticket.nbytes:
                     start = ticket.cursor
-                    # Pieces end on blocks of the file, so that only the first and the last can have edges.
+                    # Pieces end on blocks of the file, so that only the first and the last can have
+                    # edges.
                     end = (ticket.offset + start + self._piece_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
                     ticket.cursor = min(ticket.nbytes, end - ticket.offset)
                     ticket.in_flight += 1
@@ -205,8 +226,8 @@ class Channel:
                     return ticket, start, ticket.cursor - start
                 queue.popleft()
                 is_over = self._is_over(ticket)
-            # Outside of the lock: the tickets that wait for this one may belong to the other channel, which has a lock
-            # of its own.
+            # Outside of the lock: the tickets that wait for this one may belong to the other
+            # channel, which has a lock of its own.
             if is_over:
                 ticket.finish()
             # This thread may now wait for work, and must not keep the ticket alive meanwhile.
@@ -235,7 +256,8 @@ class Channel:
             if ticket.watcher is not None:
                 ticket.watcher(position, ticket.memory.address + position, nbytes)
         except BaseException as error:  # noqa: BLE001
-            # Whatever happens is raised where the ticket is waited for; the thread must live on for the next one.
+            # Whatever happens is raised where the ticket is waited for; the thread must live on for
+            # the next one.
             failure = _explain_transfer(error, ticket, position, nbytes)
         with self._condition:
             counted = self._traffic.setdefault(ticket.tag, ChannelTraffic())

@@ -1,13 +1,16 @@
 """CRC-32C of memory, and the checksum of a whole from those of its parts.
 
-In: bytes, in any order and any cut. Out: one checksum for each piece of a slot, equal to the one of the piece read whole.
+In: bytes, in any order and any cut. Out: one checksum for each piece of a slot, equal to the one of
+the piece read whole.
 
 [Note: why a cyclic code]
-Updates write a slot in parts of their own size, from several threads, in no order; a visit reads it back in other parts. A
-cyclic code is linear, so that the checksum of two neighbours follows from theirs and the second one's length, and nothing
-is read again to be summed. It finds every burst of up to 32 bits and every damage of up to three bits in a piece (Koopman
-2002, "32-bit cyclic redundancy codes for internet applications": distance 4 up to 2^31 bits); other damage passes once in
-2^32. It is no defence against somebody who wants to deceive: readers check every length and place on their own.
+Updates write a slot in parts of their own size, from several threads, in no order; a visit reads it
+back in other parts. A cyclic code is linear, so that the checksum of two neighbours follows from
+theirs and the second one's length, and nothing is read again to be summed. It finds every burst of
+up to 32 bits and every damage of up to three bits in a piece (Koopman 2002, "32-bit cyclic
+redundancy codes for internet applications": distance 4 up to 2^31 bits); other damage passes once
+in 2^32. It is no defence against somebody who wants to deceive: readers check every length and
+place on their own.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from crc32c import crc32c
 from memfit.store.memory_ranges import view_of
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a slot that one checksum covers: 4 bytes of checksum (8 in the manifest's text) a MiB."""
+"""Bytes of a slot that one checksum covers: 4 bytes of checksum (8 in the manifest's text) a MiB.
+"""
 
 _POLYNOMIAL = 0x82F63B78
 """Castagnoli's polynomial, lowest power in the highest bit (RFC 3720, section 12.1)."""
@@ -31,7 +35,10 @@ _ONE = 1 << 31
 
 
 def checksum(content: bytes | memoryview, before: int = 0) -> int:
-    """CRC-32C of bytes, continued from `before`. Runs without the interpreter lock from 32 KiB on."""
+    """CRC-32C of bytes, continued from `before`.
+
+    Runs without the interpreter lock from 32 KiB on.
+    """
     return crc32c(content, before)
 
 
@@ -43,7 +50,8 @@ def checksum_of_memory(address: int, nbytes: int) -> int:
 def joined(first: int, second: int, second_nbytes: int) -> int:
     """The checksum of two neighbours from theirs; costs about 5 microseconds.
 
-    The first one's polynomial moves up by the second one's length; what initial and final inversion add cancels out.
+    The first one's polynomial moves up by the second one's length; what initial and final inversion
+    add cancels out.
     """
     return _product(_power_of_x(8 * second_nbytes), first) ^ second
 
@@ -73,7 +81,9 @@ def _power_of_x(exponent: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _zeros(nbytes: int) -> int:
-    """The checksum of zeros, without making them: of none it is 0, and twice as many follow from half."""
+    """The checksum of zeros, without making them: of none it is 0, and twice as many follow from
+    half.
+    """
     if nbytes == 0:
         return 0
     half = _zeros(nbytes // 2)
@@ -104,7 +114,10 @@ class PartsOfPieces:
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
 
     def add(self, piece: int, start: int, end: int, value: int) -> int | None:
-        """Adds a part, in the place of those that it overlaps; the piece's checksum if that makes it whole."""
+        """Adds a part, in the place of those that it overlaps.
+
+        The piece's checksum if that makes it whole.
+        """
         parts = [part for part in self._parts.pop(piece, ()) if part[1] <= start or part[0] >= end]
         insort(parts, (start, end, value))
         first = piece * self._piece_bytes
@@ -138,7 +151,10 @@ class SlotSums:
         self._lock = threading.Lock()
 
     def note(self, start: int, address: int, nbytes: int) -> None:
-        """Sums bytes that now are in the slot at `start`; the caller keeps the memory as it is meanwhile."""
+        """Sums bytes that now are in the slot at `start`.
+
+        The caller keeps the memory as it is meanwhile.
+        """
         for piece, low, high in cut(start, start + nbytes, self.piece_bytes):
             self._add(piece, low, high, checksum_of_memory(address + low - start, high - low))
 
@@ -190,7 +206,9 @@ class SlotSums:
 
 
 class ReadCheck:
-    """Compares what a read brings with the checksums of its slot; pieces that it covers in part are not checked.
+    """Compares what a read brings with the checksums of its slot.
+
+    Pieces that it covers in part are not checked.
 
     Args:
         sums: of the slot.
@@ -208,7 +226,10 @@ class ReadCheck:
         self._lock = threading.Lock()
 
     def note(self, start: int, address: int, nbytes: int) -> list[tuple[int, int, int]]:
-        """Sums bytes that were read at `start` of the slot; the pieces (number, expected, found) that are damaged."""
+        """Sums bytes that were read at `start` of the slot.
+
+        The pieces (number, expected, found) that are damaged.
+        """
         damaged: list[tuple[int, int, int]] = []
         for piece, low, high in cut(start, start + nbytes, self._sums.piece_bytes):
             if not self._first <= piece < self._stop:

@@ -1,10 +1,12 @@
 """A store that a run can be continued from: one commit a step, whole, with all that belongs to it.
 
-In: regions with named tensors, written by their spare slots, and a small state. Out: after any crash, the last committed
-step: tensors, step number, random numbers, settings, all of the same instant, checked by checksums.
+In: regions with named tensors, written by their spare slots, and a small state. Out: after any
+crash, the last committed step: tensors, step number, random numbers, settings, all of the same
+instant, checked by checksums.
 
-The life of a step: its new versions are written to spare slots; `end_step` lets reads see them; when control comes back to
-memfit, and what a user does after a step (a scheduler, an average) is done too, `seal` commits them with the state.
+The life of a step: its new versions are written to spare slots; `end_step` lets reads see them;
+when control comes back to memfit, and what a user does after a step (a scheduler, an average) is
+done too, `seal` commits them with the state.
 """
 
 from __future__ import annotations
@@ -34,21 +36,26 @@ Durability = Literal["step", "exit"] | int
 """How often a step is committed.
 
 - "step": when `seal` returns, the step survives a kill and a power cut.
-- a number N: every N-th step does; a crash goes back to the last of them, at most N steps. Between them steps write over
-  each other in the spare slots, without syncs.
-- "exit": only the first version and what `close` is given do; a crash goes back to where the store was opened.
+- a number N: every N-th step does; a crash goes back to the last of them, at most N steps. Between
+  them steps write over each other in the spare slots, without syncs.
+- "exit": only the first version and what `close` is given do; a crash goes back to where the store
+  was opened.
 """
 
 State = Mapping[str, Any]
 
 
 class CommittedStore(ClosesAtExit):
-    """An open store with commits. Made by `create` or `open`; one at a time for a directory, over all processes.
+    """An open store with commits.
 
-    Disk: twice its regions, in whole blocks, and twice `state_bytes`, claimed at creation. Moved: a step writes what it
-    changes, once; a commit adds the state, the manifest and four or more syncs (docs/store.md).
+    Made by `create` or `open`; one at a time for a directory, over all processes.
 
-    Regions with one slot are room to work in, such as gradients: they belong to no commit and hold anything after a crash.
+    Disk: twice its regions, in whole blocks, and twice `state_bytes`, claimed at creation. Moved: a
+    step writes what it changes, once; a commit adds the state, the manifest and four or more syncs
+    (docs/store.md).
+
+    Regions with one slot are room to work in, such as gradients: they belong to no commit and hold
+    anything after a crash.
 
     Attributes:
         durability: see `Durability`.
@@ -76,20 +83,24 @@ class CommittedStore(ClosesAtExit):
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> CommittedStore:
-        """Makes a store, with all its disk space claimed: a disk that is too full is known now, not in hour 7.
+        """Makes a store, with all its disk space claimed: a disk that is too full is known now, not
+        in hour 7.
 
-        Regions with two slots hold zeros until they are written. Fill them by `Region.write(..., slot="current")`, then
-        `end_step` and `seal`: that is the first commit, under every durability.
+        Regions with two slots hold zeros until they are written. Fill them by `Region.write(...,
+        slot="current")`, then `end_step` and `seal`: that is the first commit, under every
+        durability.
 
         Args:
             directory: made if it does not exist; its parent must.
             regions: what it shall hold, with its tensors.
             identity: text that tells whose it is (model, dtype, plan), to be compared at `open`.
             durability: how often a step is committed.
-            state_bytes: room claimed for the small state, twice. A state that outgrows it claims more when it is written.
+            state_bytes: room claimed for the small state, twice. A state that outgrows it claims
+                more when it is written.
             piece_bytes: how many bytes a checksum covers.
             verify_visits: compare each visit with the checksums, see `Region.read`.
-            units: makes a store with a journal, see `DiskStore.create`; then durability must be "step".
+            units: makes a store with a journal, see `DiskStore.create`; then durability must be
+                "step".
             io: threads to share with others.
             operations: the system calls.
 
@@ -146,8 +157,9 @@ class CommittedStore(ClosesAtExit):
         Raises:
             UsageError: a setting that cannot be.
             StoreInUseError: a live job owns it.
-            StoreError: there is none, it was never committed, it is damaged (the message names file, block and tensor), of
-                another format version, or of another model (the message lists the differences).
+            StoreError: there is none, it was never committed, it is damaged (the message names
+                file, block and tensor), of another format version, or of another model (the message
+                lists the differences).
         """
         check_durability(durability)
         disk = DiskStore.open(
@@ -181,7 +193,8 @@ class CommittedStore(ClosesAtExit):
         return self.disk.step if self._ended is None else self._ended
 
     def check(self, regions: Mapping[str, RegionSpec], identity: Mapping[str, str]) -> None:
-        """Refuses a store that holds something else than what is wanted, as `open` does with the same arguments.
+        """Refuses a store that holds something else than what is wanted, as `open` does with the
+        same arguments.
 
         Raises:
             StoreError: lists the differences.
@@ -190,7 +203,10 @@ class CommittedStore(ClosesAtExit):
         check_regions(self.disk.regions, regions, self.disk.directory)
 
     def region(self, name: str) -> Region:
-        """A block's region, to read and write. Raises `UsageError` if there is none of that name."""
+        """A block's region, to read and write.
+
+        Raises `UsageError` if there is none of that name.
+        """
         return self.disk.region(name)
 
     def read_state(self) -> dict[str, Any]:
@@ -203,7 +219,9 @@ class CommittedStore(ClosesAtExit):
         return {} if content is None else decode_state(content)
 
     def read_tensor(self, block: str, name: str) -> torch.Tensor:
-        """A tensor as reads see it, in fresh memory, checked. Takes twice its bytes and 2 MiB: for looking, not for steps.
+        """A tensor as reads see it, in fresh memory, checked.
+
+        Takes twice its bytes and 2 MiB: for looking, not for steps.
 
         Raises:
             UsageError: there is none of that name.
@@ -238,7 +256,8 @@ class CommittedStore(ClosesAtExit):
         self._steps_since += 1
 
     def amend(self, flips: Iterable[str]) -> None:
-        """Lets reads see versions that were written between two steps: they belong to the step that ended last.
+        """Lets reads see versions that were written between two steps: they belong to the step that
+        ended last.
 
         Args:
             flips: as `end_step`.
@@ -253,10 +272,13 @@ class CommittedStore(ClosesAtExit):
         self._ended = self.step
 
     def seal(self, state: State | Callable[[], State], *, flips: Iterable[str] = (), force: bool = False) -> bool:
-        """Commits the ended step with its state, if the durability asks for it. See [Note: commit] in `publish`.
+        """Commits the ended step with its state, if the durability asks for it.
+
+        See [Note: commit] in `publish`.
 
         Args:
-            state: what belongs to the step beside tensors; see `encode_state`. A function is called only if it is needed.
+            state: what belongs to the step beside tensors; see `encode_state`. A function is called
+                only if it is needed.
             flips: further blocks of the step whose spare slot holds their new version, whole.
             force: commit in any case, and also the same step again with another state.
 
@@ -265,8 +287,8 @@ class CommittedStore(ClosesAtExit):
 
         Raises:
             UnsupportedError: the state holds what cannot be kept.
-            StoreError: the disk; unless the message says otherwise the step committed before is whole and current, what
-                was written is kept, and sealing can be repeated.
+            StoreError: the disk; unless the message says otherwise the step committed before is
+                whole and current, what was written is kept, and sealing can be repeated.
         """
         if not force and not self.is_due:
             return False
@@ -307,10 +329,13 @@ class CommittedStore(ClosesAtExit):
         return self.disk.step
 
     def close(self, state: State | Callable[[], State] | None = None) -> None:
-        """Ends the transfers under way, closes the files and gives the directory back. Repeating it does nothing.
+        """Ends the transfers under way, closes the files and gives the directory back.
+
+        Repeating it does nothing.
 
         Args:
-            state: commit the ended step with it first. Without it, steps since the last commit are gone, as after a crash.
+            state: commit the ended step with it first. Without it, steps since the last commit are
+                gone, as after a crash.
 
         Raises:
             StoreError: the commit failed; the store is closed even so.

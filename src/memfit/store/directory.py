@@ -1,6 +1,7 @@
 """The files of a store's directory: made, found, checked and removed.
 
-In: a directory and file lengths. Out: open files and a held lock, or a `StoreError` and nothing left behind.
+In: a directory and file lengths. Out: open files and a held lock, or a `StoreError` and nothing
+left behind.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ _DATA_FILE = re.compile(r"homes-[0-9]{1,5}\.bin")
 def create_files(
     directory: Path, files: Mapping[str, int], manifest: bytes, *, durable: bool, operations: FileOperations
 ) -> tuple[bool, DirectoryLock, tuple[FileHandle, ...]]:
-    """Makes the directory, the lock, the files (name to bytes) with their blocks claimed, and last the manifest.
+    """Makes the directory, the lock, the files (name to bytes) with their blocks claimed, and last
+    the manifest.
 
     Returns:
         Whether the directory was made, the lock, the open files.
 
     Raises:
         StoreInUseError: a live job owns the directory.
-        StoreError: no parent, no permission, no room, or a store is there. What was made is removed again.
+        StoreError: no parent, no permission, no room, or a store is there. What was made is removed
+            again.
     """
     made_directory = _make_directory(directory, operations)
     lock: DirectoryLock | None = None
@@ -103,7 +106,10 @@ def _make_directory(directory: Path, operations: FileOperations) -> bool:
 
 
 def _claim(directory: Path, files: Mapping[str, int], handles: list[FileHandle], operations: FileOperations) -> None:
-    """Makes the files and has all their blocks reserved; a full disk is found before the first byte is written."""
+    """Makes the files and has all their blocks reserved.
+
+    A full disk is found before the first byte is written.
+    """
     needed_bytes = sum(files.values())
     try:
         free_bytes = operations.free_bytes(directory)
@@ -142,7 +148,8 @@ def _write_first_manifest(
         if durable:
             for handle in handles:
                 operations.fsync(handle.descriptor)
-            # Before the manifest that speaks of them: a file system may make a later name durable first.
+            # Before the manifest that speaks of them: a file system may make a later name durable
+            # first.
             sync_directory(directory, operations=operations)
         write_small_file(fresh, manifest, operations=operations, durable=durable)
         operations.rename(fresh, target)
@@ -206,7 +213,8 @@ def open_files(
     """Opens the files that a manifest speaks of: the data, then the small state.
 
     Raises:
-        StoreError: one is missing, not a plain file (of this directory alone, unless it is only read), or not as long as the manifest says.
+        StoreError: one is missing, not a plain file (of this directory alone, unless it is only
+            read), or not as long as the manifest says.
     """
     handles: list[FileHandle] = []
     try:
@@ -225,7 +233,9 @@ def open_files(
 
 
 def files_of(manifest: Manifest, state_bytes: int = 0) -> dict[str, int]:
-    """Names and lengths of the files of a store: the data, then the small state (of any length, `state_bytes` at first)."""
+    """Names and lengths of the files of a store: the data, then the small state (of any length,
+    `state_bytes` at first).
+    """
     files = {file_name(number): size for number, size in enumerate(manifest.file_bytes)}
     if manifest.has_state_files:
         files |= dict.fromkeys((state_file_name(0), state_file_name(1)), state_bytes)
@@ -263,7 +273,8 @@ def _check_length(handle: FileHandle, size_bytes: int) -> None:
 
 
 def remove_files(directory: Path, files: Iterable[str], *, operations: FileOperations) -> None:
-    """Removes the manifest, then the data: data without a manifest is rubbish, the reverse is a broken store.
+    """Removes the manifest, then the data: data without a manifest is rubbish, the reverse is a
+    broken store.
 
     Raises:
         StoreError: something cannot be removed.

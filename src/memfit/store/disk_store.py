@@ -1,10 +1,10 @@
 """A store: one directory that holds regions and always has the last committed step, whole.
 
-In: a directory, regions with sizes. Out: regions to read and write, and commits that make new versions current all at
-once.
+In: a directory, regions with sizes. Out: regions to read and write, and commits that make new
+versions current all at once.
 
-Disk: each slot of each region, in whole blocks, claimed at creation, so that a full disk is known then and not in the
-middle of a run.
+Disk: each slot of each region, in whole blocks, claimed at creation, so that a full disk is known
+then and not in the middle of a run.
 
 The order of a commit, and what each of its failures means, is [Note: commit] in `publish`.
 """
@@ -108,17 +108,21 @@ class DiskStore(ClosesAtExit):
         """Makes a store, with all its disk space claimed.
 
         Args:
-            directory: made if it does not exist; its parent must. It may hold other files, but no store.
+            directory: made if it does not exist; its parent must. It may hold other files, but no
+                store.
             regions: what it shall hold.
             identity: text to find again at `open`.
-            durable: wait for stable storage at each commit. Without it a crash of the process is survived, a power cut
-                is not: right for a temporary home.
-            piece_bytes: keep a checksum for each so many bytes of regions with two slots, a multiple of 4096 (1 MiB is
-                `PIECE_BYTES`); none by default. Costs 8 bytes of manifest a piece, and the summing of all that is written.
-            state_bytes: claim two files of this length for a small state beside the regions; none by default.
+            durable: wait for stable storage at each commit. Without it a crash of the process is
+                survived, a power cut is not: right for a temporary home.
+            piece_bytes: keep a checksum for each so many bytes of regions with two slots, a
+                multiple of 4096 (1 MiB is `PIECE_BYTES`); none by default. Costs 8 bytes of
+                manifest a piece, and the summing of all that is written.
+            state_bytes: claim two files of this length for a small state beside the regions; none
+                by default.
             verifies: check each visit by default, see `Region.read`.
-            units: makes a store with a journal: names of regions with two slots that move together, through one spare room for all of
-                them, see [Note: journal]. None: every region has its rooms for itself.
+            units: makes a store with a journal: names of regions with two slots that move together,
+                through one spare room for all of them, see [Note: journal]. None: every region has
+                its rooms for itself.
             io: threads to share with others; else the store has its own and ends them.
             operations: the system calls.
 
@@ -176,21 +180,26 @@ class DiskStore(ClosesAtExit):
         io: DiskIO | None = None,
         operations: FileOperations | None = None,
     ) -> DiskStore:
-        """Opens a store at its last commit. Arguments as `create`; what was written after that commit is gone.
+        """Opens a store at its last commit.
+
+        Arguments as `create`; what was written after that commit is gone.
 
         Args:
             directory: where it lies.
             identity: what must be found in it; keys that are not named are not compared.
-            regions: the regions, with their tensors, that it must hold, no more and no fewer; any by default.
+            regions: the regions, with their tensors, that it must hold, no more and no fewer; any
+                by default.
             durable: as in `create`. What is found is made durable first, see [Note: commit].
             verifies: as in `create`.
-            reads_only: to be looked at, by others too: nothing is written, not even what makes durable what is found.
+            reads_only: to be looked at, by others too: nothing is written, not even what makes
+                durable what is found.
             io: as in `create`.
             operations: as in `create`.
 
         Raises:
             StoreInUseError: a live job owns it.
-            StoreError: there is none, it is damaged, of another format version, another's, or holds something else.
+            StoreError: there is none, it is damaged, of another format version, another's, or holds
+                something else.
         """
         used = FileOperations() if operations is None else operations
         where = Path(directory).absolute()
@@ -239,7 +248,8 @@ class DiskStore(ClosesAtExit):
         return self._manifest.scheme
 
     def is_free(self, name: str, moved: Collection[str] = ()) -> bool:
-        """The next version of a region with two slots may be written: no committed version lies there.
+        """The next version of a region with two slots may be written: no committed version lies
+        there.
 
         Args:
             name: of the region.
@@ -301,10 +311,11 @@ class DiskStore(ClosesAtExit):
             return None if entry is None else read_state(self._state_handles, entry)
 
     def advance(self, flips: Iterable[str]) -> None:
-        """Lets reads see the spare slots of regions, which stay uncommitted: a crash goes back to the last commit.
+        """Lets reads see the spare slots of regions, which stay uncommitted: a crash goes back to
+        the last commit.
 
-        Further versions are written over them, in place, until `commit` makes them current or `roll_back` gives them up.
-        Costs no transfer and no sync.
+        Further versions are written over them, in place, until `commit` makes them current or
+        `roll_back` gives them up. Costs no transfer and no sync.
 
         Args:
             flips: regions whose next version is written.
@@ -338,20 +349,22 @@ class DiskStore(ClosesAtExit):
     ) -> None:
         """Makes the spare slots of regions current, all at once, as a step. See [Note: commit].
 
-        Waits for all writes under way. Regions that have advanced are among those that flip. Slots written in place belong
-        to the step too, without protection.
+        Waits for all writes under way. Regions that have advanced are among those that flip. Slots
+        written in place belong to the step too, without protection.
 
         Args:
             step: number of the step; any, so that training can go back to an earlier one.
             flips: regions whose next version is written.
             state: the small state of the step, in a store that has files for it.
-            journal: says about a step under way what belongs into the manifest; then the small state stays, and `step` must be the store's.
+            journal: says about a step under way what belongs into the manifest; then the small
+                state stays, and `step` must be the store's.
 
         Raises:
-            UsageError: a bad step, an unknown or repeated region, one without a spare slot, one whose spare slot is
-                not whole, or a state where there is no room for one.
-            StoreError: a write failed, or the commit itself. Unless the message says otherwise the step before is whole
-                and current, what was written is kept, and the commit can be repeated when the cause is gone.
+            UsageError: a bad step, an unknown or repeated region, one without a spare slot, one
+                whose spare slot is not whole, or a state where there is no room for one.
+            StoreError: a write failed, or the commit itself. Unless the message says otherwise the
+                step before is whole and current, what was written is kept, and the commit can be
+                repeated when the cause is gone.
         """
         check_step(step)
         if journal is not None and (self.scheme != "journal" or step != self.step or state is not None):
@@ -362,7 +375,8 @@ class DiskStore(ClosesAtExit):
             self._check_usable(is_write=True)
             flipped = self._regions.ready(flips, with_advanced=True)
             if self.scheme == "journal":
-                self._regions.end_transfers()  # reads too: what lies under a version that moved may be written next
+                # reads too: what lies under a version that moved may be written next
+                self._regions.end_transfers()
             check_in_place(self._regions)
             self._directory_lock.check_held()
             filled = self._regions.filled(journal, is_first=self.step is None)
@@ -392,7 +406,8 @@ class DiskStore(ClosesAtExit):
             self._regions.adopt(manifest, flipped)
 
     def forget_writes(self, names: Iterable[str]) -> None:
-        """What was written to regions with one slot that are not committed is no version: writes that failed are not asked for any more.
+        """What was written to regions with one slot that are not committed is no version: writes
+        that failed are not asked for any more.
 
         Raises:
             UsageError: there is none of that name, or it is committed.
@@ -401,12 +416,15 @@ class DiskStore(ClosesAtExit):
             self._regions.forget_writes(names)
 
     def close(self, *, delete: bool = False) -> None:
-        """Ends the transfers under way, closes the files and gives the directory back. Repeating it does nothing.
+        """Ends the transfers under way, closes the files and gives the directory back.
+
+        Repeating it does nothing.
 
         What was not committed is lost, as after a crash; failures stay in their tickets.
 
         Args:
-            delete: also remove the store's files, and the directory if `create` made it and nothing else is in it.
+            delete: also remove the store's files, and the directory if `create` made it and nothing
+                else is in it.
 
         Raises:
             StoreError: something could not be removed. The store is closed even so.
@@ -416,7 +434,8 @@ class DiskStore(ClosesAtExit):
                 return
             self._is_closed = True
             if os.getpid() != self._pid:
-                # A forked data loader that cleans up: its threads and files are copies, the store is the parent's.
+                # A forked data loader that cleans up: its threads and files are copies, the store
+                # is the parent's.
                 self._let_go()
                 return
             self._regions.end_transfers()

@@ -1,14 +1,17 @@
-"""Files as the store sees them: the system calls it makes, and open files that may be closed while threads use them.
+"""Files as the store sees them: the system calls it makes, and open files that may be closed while
+threads use them.
 
-In: paths. Out: `FileHandle`, which knows whether the file system takes direct I/O. `FileOperations` is the one door to
-the system; tests subclass it to make disks full, slow or broken.
+In: paths. Out: `FileHandle`, which knows whether the file system takes direct I/O. `FileOperations`
+is the one door to the system; tests subclass it to make disks full, slow or broken.
 
 [Note: room that is claimed]
-Everything that a run needs of the disk is claimed when its files are made, so that a full disk is known then. A file system that copies on write gives
-what is claimed to the first writing only: each later one takes new room first, and finds the disk full in the middle of a run. btrfs leaves data
-where they lie in files that say so while they are empty (`FS_NOCOW_FL`); it keeps no checksums of such data, and takes direct I/O for them. The store has
-checksums of its own. A snapshot of the directory has the first writing after it copied once more. ZFS and bcachefs have no such promise: there the disk may
-be found full later, which is told as ever, with the last commit whole.
+Everything that a run needs of the disk is claimed when its files are made, so that a full disk is
+known then. A file system that copies on write gives what is claimed to the first writing only: each
+later one takes new room first, and finds the disk full in the middle of a run. btrfs leaves data
+where they lie in files that say so while they are empty (`FS_NOCOW_FL`); it keeps no checksums of
+such data, and takes direct I/O for them. The store has checksums of its own. A snapshot of the
+directory has the first writing after it copied once more. ZFS and bcachefs have no such promise:
+there the disk may be found full later, which is told as ever, with the last commit whole.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ _NO_FLAGS = frozenset((errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSY
 class FileOperations:
     """The system calls of the store, one method each, so that a test can make any of them fail.
 
-    Methods raise plain `OSError`; the callers turn it into `StoreError` with the place and the cure.
+    Methods raise plain `OSError`; the callers turn it into `StoreError` with the place and the
+    cure.
     """
 
     def open(self, path: Path, flags: int, mode: int = 0o644) -> int:
@@ -61,7 +65,10 @@ class FileOperations:
         os.posix_fallocate(descriptor, offset, nbytes)
 
     def write_in_place(self, descriptor: int) -> None:
-        """Has what is written to an empty file stay where it lies when it is written again. See [Note: room that is claimed]."""
+        """Has what is written to an empty file stay where it lies when it is written again.
+
+        See [Note: room that is claimed].
+        """
         _write_in_place(descriptor)
 
     def fdatasync(self, descriptor: int) -> None:
@@ -105,21 +112,21 @@ class FileOperations:
 class FileHandle:
     """An open file that threads read and write at offsets.
 
-    With `is_direct`, the page cache is bypassed and offsets, lengths and addresses must be multiples of
-    `ALIGNMENT_BYTES` (`transfer.move` sees to that). Without it (tmpfs and some network file systems refuse direct
-    I/O), the cache is used and emptied after each piece.
+    With `is_direct`, the page cache is bypassed and offsets, lengths and addresses must be
+    multiples of `ALIGNMENT_BYTES` (`transfer.move` sees to that). Without it (tmpfs and some
+    network file systems refuse direct I/O), the cache is used and emptied after each piece.
 
-    `close` while transfers are under way is deferred to the last of them: a descriptor number that was closed early
-    could be reused by another file, and a late write would land there. A handle that is dropped without `close` closes
-    itself.
+    `close` while transfers are under way is deferred to the last of them: a descriptor number that
+    was closed early could be reused by another file, and a late write would land there. A handle
+    that is dropped without `close` closes itself.
     """
 
     def __init__(self, *, path: Path, descriptor: int, is_direct: bool, operations: FileOperations) -> None:
         self.path = path
         self.is_direct = is_direct
         self.operations = operations
-        # Two writers that share one 4 KiB block of the file each read it, change their part and write it back: one at a
-        # time.
+        # Two writers that share one 4 KiB block of the file each read it, change their part and
+        # write it back: one at a time.
         self.edge_lock = threading.Lock()
         self._descriptor = descriptor
         self._lock = threading.RLock()
@@ -159,7 +166,10 @@ class FileHandle:
             self._closer()
 
     def close(self) -> None:
-        """Closes the file now, or when the last transfer that uses it ends. Repeating it does nothing."""
+        """Closes the file now, or when the last transfer that uses it ends.
+
+        Repeating it does nothing.
+        """
         with self._lock:
             self._is_closing = True
             is_last = self._users == 0
@@ -168,8 +178,8 @@ class FileHandle:
 
     def allocate(self, offset: int, nbytes: int) -> None:
         """Claims disk blocks for a range (raises plain `OSError`)."""
-        # Through a cached descriptor: where the file system cannot allocate, glibc writes single bytes, which direct
-        # I/O refuses.
+        # Through a cached descriptor: where the file system cannot allocate, glibc writes single
+        # bytes, which direct I/O refuses.
         descriptor = self.operations.open(_by_descriptor(self._descriptor), os.O_RDWR) if self.is_direct else None
         try:
             self.operations.allocate(self._descriptor if descriptor is None else descriptor, offset, nbytes)
@@ -210,13 +220,14 @@ def _kind_of(descriptor: int) -> int:
 
 
 def _by_descriptor(descriptor: int) -> Path:
-    # By the open descriptor rather than by name: the name may be replaced, or removed, between two openings.
+    # By the open descriptor rather than by name: the name may be replaced, or removed, between two
+    # openings.
     return Path(f"/proc/self/fd/{descriptor}")
 
 
 def _close_quietly(operations: FileOperations, descriptor: int) -> None:
-    # Data was synced (or not wanted) before: nothing that close could report would be acted on, and it must not fail a
-    # finalizer.
+    # Data was synced (or not wanted) before: nothing that close could report would be acted on, and
+    # it must not fail a finalizer.
     with contextlib.suppress(OSError):
         operations.close(descriptor)
 
@@ -229,7 +240,8 @@ def open_file(
     direct: bool = True,
     reads_only: bool = False,
 ) -> FileHandle:
-    """Opens a file for reading and writing at offsets, with direct I/O where the file system takes it.
+    """Opens a file for reading and writing at offsets, with direct I/O where the file system takes
+    it.
 
     Args:
         path: the file. Symbolic links are not followed.
@@ -267,7 +279,9 @@ def open_file(
 
 
 def _open_direct(name: Path, descriptor: int, access: int, operations: FileOperations) -> int | None:
-    """A second, direct descriptor of the file; None where direct I/O is refused, at opening or at the first read."""
+    """A second, direct descriptor of the file; None where direct I/O is refused, at opening or at
+    the first read.
+    """
     refusals = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
     try:
         found = operations.open(_by_descriptor(descriptor), access | os.O_DIRECT)
@@ -278,7 +292,8 @@ def _open_direct(name: Path, descriptor: int, access: int, operations: FileOpera
         raise explain(error, doing="open the file for direct I/O", path=name) from error
     page = aligned_memory(ALIGNMENT_BYTES)
     try:
-        # Some file systems take the flag and refuse the transfer, for instance with logical blocks above 4 KiB.
+        # Some file systems take the flag and refuse the transfer, for instance with logical blocks
+        # above 4 KiB.
         operations.pread(found, view_of(page.address, page.nbytes), 0)
     except OSError as error:
         operations.close(found)
@@ -290,7 +305,8 @@ def _open_direct(name: Path, descriptor: int, access: int, operations: FileOpera
 
 
 def open_unnamed(directory: Path, operations: FileOperations) -> FileHandle:
-    """Makes a file in a directory and removes its name at once, so that even a killed process leaves nothing.
+    """Makes a file in a directory and removes its name at once, so that even a killed process
+    leaves nothing.
 
     Raises:
         StoreError: there is no such directory, or no file can be made in it.
@@ -299,7 +315,8 @@ def open_unnamed(directory: Path, operations: FileOperations) -> FileHandle:
         raise store_error(
             f"could not create a scratch file in {directory}: no such directory; create it or choose another"
         )
-    # 16 random bytes: a second file of that name is not going to happen, and opening would refuse it.
+    # 16 random bytes: a second file of that name is not going to happen, and opening would refuse
+    # it.
     name = directory / f".memfit-scratch-{secrets.token_hex(16)}"
     handle = open_file(name, create=True, operations=operations)
     try:
@@ -311,7 +328,10 @@ def open_unnamed(directory: Path, operations: FileOperations) -> FileHandle:
 
 
 def write_all(operations: FileOperations, descriptor: int, content: bytes) -> None:
-    """Writes bytes from the start of a file on, however short the system's writes are. Raises plain `OSError`."""
+    """Writes bytes from the start of a file on, however short the system's writes are.
+
+    Raises plain `OSError`.
+    """
     left, offset = memoryview(content), 0
     while left.nbytes:
         written = operations.pwrite(descriptor, left, offset)
@@ -321,7 +341,10 @@ def write_all(operations: FileOperations, descriptor: int, content: bytes) -> No
 
 
 def write_small_file(path: Path, content: bytes, *, operations: FileOperations, durable: bool) -> None:
-    """Writes a whole new file through the cache and, if `durable`, waits for stable storage. Raises plain `OSError`."""
+    """Writes a whole new file through the cache and, if `durable`, waits for stable storage.
+
+    Raises plain `OSError`.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = operations.open(path, flags)
     try:

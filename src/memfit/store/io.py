@@ -1,9 +1,12 @@
-"""Asynchronous disk transfers: worker threads that move memory to and from files without the page cache.
+"""Asynchronous disk transfers: worker threads that move memory to and from files without the page
+cache.
 
-In: open files, file ranges, memory ranges. Out: tickets to wait for, and counters of what was moved.
+In: open files, file ranges, memory ranges. Out: tickets to wait for, and counters of what was
+moved.
 
-Memory: the bounce buffers, `(read_threads + write_threads) * staging_bytes`, held from construction to `close`. System
-calls and copies run without the interpreter lock, so that compute goes on meanwhile.
+Memory: the bounce buffers, `(read_threads + write_threads) * staging_bytes`, held from construction
+to `close`. System calls and copies run without the interpreter lock, so that compute goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class IOTraffic:
     written_bytes: int = 0
     """Bytes that arrived in files."""
     cached_bytes: int = 0
-    """Of both, those that went through the page cache because the file system refused direct I/O."""
+    """Of both, those that went through the page cache because the file system refused direct I/O.
+    """
     read_busy_s: float = 0.0
     """Seconds that threads spent reading, added over the threads."""
     write_busy_s: float = 0.0
@@ -58,11 +62,12 @@ class IOStatistics:
 class DiskIO:
     """Reads and writes file ranges with worker threads.
 
-    Order: reads are served first in, first out, and so are writes, urgent ones first (see [Note: order] in `channel`).
-    A read and a write have no order between them unless `after` gives one; `Region` and `ScratchFile` do that for their
-    callers.
+    Order: reads are served first in, first out, and so are writes, urgent ones first (see [Note:
+    order] in `channel`). A read and a write have no order between them unless `after` gives one;
+    `Region` and `ScratchFile` do that for their callers.
 
-    Dropping the object cancels what is not under way and ends the threads; `close` ends them in order.
+    Dropping the object cancels what is not under way and ends the threads; `close` ends them in
+    order.
 
     Args:
         read_threads: reads under way at once.
@@ -96,8 +101,8 @@ class DiskIO:
             raise
         self._is_closed = False
         channels = (self._reads, self._writes)
-        # At interpreter exit the threads are joined; when the object is dropped they are only told, because a finalizer
-        # may run in any thread, inside any lock.
+        # At interpreter exit the threads are joined; when the object is dropped they are only told,
+        # because a finalizer may run in any thread, inside any lock.
         at_exit = functools.partial(_end_at_exit, channels)
         atexit.register(at_exit)
         self._finalizer = weakref.finalize(self, _tell_to_end, channels, at_exit)
@@ -121,7 +126,8 @@ class DiskIO:
         Args:
             handle: the file.
             file_offset: first byte in the file.
-            memory: where the bytes go; must not be touched, freed or resized until the ticket is done.
+            memory: where the bytes go; must not be touched, freed or resized until the ticket is
+                done.
             nbytes: length; all of `memory` by default.
             tag: purpose, for the counters: "weight", "state", "gradient", "activation".
             label: what is read, for messages.
@@ -131,7 +137,8 @@ class DiskIO:
 
         Raises:
             UsageError: a range that cannot be.
-            StoreError: closed, or in a forked process. Errors of the transfer itself come from `DiskTransfer.wait`.
+            StoreError: closed, or in a forked process. Errors of the transfer itself come from
+                `DiskTransfer.wait`.
         """
         return self._start(
             handle,
@@ -160,7 +167,9 @@ class DiskIO:
         watcher: Watcher | None = None,
         pads: bool = False,
     ) -> DiskTransfer:
-        """Starts a write of memory to a file range; arguments and errors as `read`, and `pads` as in `DiskTransfer`.
+        """Starts a write of memory to a file range.
+
+        Arguments and errors as `read`, and `pads` as in `DiskTransfer`.
 
         The memory must not change until it is done. The range should lie inside the file's
         allocated length: direct I/O writes whole blocks of 4096 bytes.
@@ -244,8 +253,8 @@ class DiskIO:
         """Ends the threads and waits for them. Repeating it does nothing.
 
         Args:
-            cancel: give up what is not under way; by default all transfers are brought to their end. Failures stay in
-                the tickets.
+            cancel: give up what is not under way; by default all transfers are brought to their
+                end. Failures stay in the tickets.
         """
         if self._is_closed:
             return

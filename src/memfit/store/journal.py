@@ -1,28 +1,36 @@
-"""The journal of a store: from gradients that are durable to a step that every block has made, whatever happens between.
+"""The journal of a store: from gradients that are durable to a step that every block has made,
+whatever happens between.
 
-In: an open store with a journal, what its blocks' regions are called. Out: which step is under way, which blocks may be written next, and commits
-that say how far it is.
+In: an open store with a journal, what its blocks' regions are called. Out: which step is under way,
+which blocks may be written next, and commits that say how far it is.
 
 [Note: journal]
-Two versions of everything take twice the room. A journal takes one, the gradients, and the room of the largest block: once all gradients of a step
-are durable, with every number that its updates use (the *record*), each block's new version follows from its old one, however often it is made.
-So the step is decided by one commit, and then made block by block:
+Two versions of everything take twice the room. A journal takes one, the gradients, and the room of
+the largest block: once all gradients of a step are durable, with every number that its updates use
+(the *record*), each block's new version follows from its old one, however often it is made. So the
+step is decided by one commit, and then made block by block:
 
-1. gradients are written in place, into regions with one slot that hold nothing yet; the record into its spare slot;
+1. gradients are written in place, into regions with one slot that hold nothing yet; the record into
+   its spare slot;
 2. `begin` commits them ([Note: commit] in `publish`): from here on the step will be made;
-3. a block's new version is written to its spare slot, which overlaps the places of blocks that have moved already, and no current version:
-   `Region.write` refuses anything else;
-4. `moved` commits such blocks, as many as fit the spare room, with a record that has their new counters. Only now may what lay there before
-   be overwritten: (3) goes on with the blocks that this made room for;
-5. the `moved` that leaves none behind also gives up the gradients, whose regions may be written in place again.
+3. a block's new version is written to its spare slot, which overlaps the places of blocks that have
+   moved already, and no current version: `Region.write` refuses anything else;
+4. `moved` commits such blocks, as many as fit the spare room, with a record that has their new
+   counters. Only now may what lay there before be overwritten: (3) goes on with the blocks that
+   this made room for;
+5. the `moved` that leaves none behind also gives up the gradients, whose regions may be written in
+   place again.
 
-Blocks lie one behind the other, the spare room before the first or behind the last of them: each step moves all of them past it, forwards and backwards
-in turn (`placement.lay_out_moving`). Each slot has the number of its step, so that what is left to do is what has another number than the record: a
-replay after a crash makes those updates and no others, from old versions that no write has touched, and a crash in a replay changes nothing of this.
+Blocks lie one behind the other, the spare room before the first or behind the last of them: each
+step moves all of them past it, forwards and backwards in turn (`placement.lay_out_moving`). Each
+slot has the number of its step, so that what is left to do is what has another number than the
+record: a replay after a crash makes those updates and no others, from old versions that no write
+has touched, and a crash in a replay changes nothing of this.
 
-The step and the small state of the store stay, until the step is sealed: what the program did after it (a scheduler, an average) is not known
-before. A run that crashed between (2) and that seal goes on one step earlier, finds the tensors of the step in the store, and takes what else
-`job.step` gives from the record, instead of computing it again (`job.journaling`).
+The step and the small state of the store stay, until the step is sealed: what the program did after
+it (a scheduler, an average) is not known before. A run that crashed between (2) and that seal goes
+on one step earlier, finds the tensors of the step in the store, and takes what else `job.step`
+gives from the record, instead of computing it again (`job.journaling`).
 """
 
 from __future__ import annotations
@@ -58,7 +66,8 @@ class UnderWay:
 
     step: int
     pending: tuple[str, ...]
-    """Regions that hold the step before: only the optimizer of the run can make their next version."""
+    """Regions that hold the step before: only the optimizer of the run can make their next version.
+    """
     record: Mapping[str, Any]
 
 
@@ -83,7 +92,8 @@ class Journal:
     Memory: the room of a record, from the first one on.
 
     Args:
-        disk: whose `scheme` is "journal", with a region `RECORD`, committed at least once before `begin`.
+        disk: whose `scheme` is "journal", with a region `RECORD`, committed at least once before
+            `begin`.
         blocks: by name, the regions with two slots that an update writes.
         gradients: regions with one slot, in which nothing is committed unless a step is under way.
     """
@@ -113,7 +123,9 @@ class Journal:
         )
 
     def turns(self) -> list[tuple[str, ...]]:
-        """The pending blocks in the order in which they may be written: those of a turn when all before it have `moved`."""
+        """The pending blocks in the order in which they may be written: those of a turn when all
+        before it have `moved`.
+        """
         left, turns, moved = list(self.pending), list[tuple[str, ...]](), set[str]()
         while left:
             free = tuple(n for n in left if all(self._disk.is_free(region, moved) for region in self._blocks[n]))
@@ -148,7 +160,8 @@ class Journal:
         return bytes(memory.view()[:nbytes])  # while `memory` holds what the view shows
 
     def begin_step(self) -> None:
-        """Before the gradients of a step are written: those of a step that failed before it was decided are none.
+        """Before the gradients of a step are written: those of a step that failed before it was
+        decided are none.
 
         Raises:
             UsageError: a step is under way.
@@ -158,7 +171,8 @@ class Journal:
         self._disk.forget_writes(self._gradients)
 
     def begin(self, step: int, record: Mapping[str, Any], flips: Iterable[str] = ()) -> None:
-        """Decides a step: its gradients and the record become durable, and the spare slots of `flips` current.
+        """Decides a step: its gradients and the record become durable, and the spare slots of
+        `flips` current.
 
         Args:
             step: the one after the store's.
@@ -167,7 +181,8 @@ class Journal:
 
         Raises:
             UsageError: another step. UnsupportedError: a record that cannot be kept.
-            StoreError: the disk, or a record that is longer than its region. Unless the message says otherwise the step is not decided, and this may be repeated.
+            StoreError: the disk, or a record that is longer than its region. Unless the message
+                says otherwise the step is not decided, and this may be repeated.
         """
         sealed = self._disk.step
         if sealed is None or step != sealed + 1 or self.step is not None:
@@ -186,7 +201,8 @@ class Journal:
             record: as it is with their new counters.
 
         Raises:
-            UsageError: blocks that are not pending. UnsupportedError, StoreError: as `begin`; what was written is kept, and this may be repeated.
+            UsageError: blocks that are not pending. UnsupportedError, StoreError: as `begin`; what
+                was written is kept, and this may be repeated.
         """
         step, sealed, pending = self.step, self._disk.step, self.pending
         if step is None or sealed is None or not set(blocks) <= set(pending):

@@ -3,10 +3,11 @@
 In: a directory. Out: a held lock, or `StoreInUseError` that names the owner.
 
 [Note: whose lock]
-`flock` decides; what is written in the file only explains. The kernel frees the lock at the end of the owner, however
-it ended, so a dead owner's lock is taken over without a guess. Who only reads shares the lock with others who read, by a descriptor that only reads: a
-store on read-only media, or of somebody else, can be looked at. Forked children have no part in it ([Note: locks and forks] in
-`store.forked`).
+`flock` decides; what is written in the file only explains. The kernel frees the lock at the end of
+the owner, however it ended, so a dead owner's lock is taken over without a guess. Who only reads
+shares the lock with others who read, by a descriptor that only reads: a store on read-only media,
+or of somebody else, can be looked at. Forked children have no part in it ([Note: locks and forks]
+in `store.forked`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class LockOwner:
 
     pid: int
     start_time: int
-    """Clock ticks from boot to the start of the process: tells it from a later process with the same number."""
+    """Clock ticks from boot to the start of the process: tells it from a later process with the
+    same number.
+    """
     host: str
     boot: str
     """Identifier of the boot: after another one, the number of the process means nothing."""
@@ -48,7 +51,9 @@ class LockOwner:
         return self.host == platform.node()
 
     def is_alive(self) -> bool:
-        """True if the process runs; an owner on another host counts as alive, because it cannot be seen from here."""
+        """True if the process runs; an owner on another host counts as alive, because it cannot be
+        seen from here.
+        """
         if not self.is_here():
             return True
         return self.boot == boot_id() and process_start_time(self.pid) == self.start_time
@@ -66,7 +71,9 @@ def boot_id() -> str:
 
 
 def process_start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process (field 22 of /proc/PID/stat); None if there is none."""
+    """Clock ticks from boot to the start of a process (field 22 of /proc/PID/stat); None if there
+    is none.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -82,8 +89,8 @@ class DirectoryLock:
     Args:
         directory: an existing directory.
         operations: the system calls.
-        reads_only: shared with others that read; nothing is written. Where there is no lock file and none can be made, nobody can have written here: then nothing
-            is held.
+        reads_only: shared with others that read; nothing is written. Where there is no lock file
+            and none can be made, nobody can have written here: then nothing is held.
 
     Raises:
         StoreInUseError: another live process, or another store of this one, holds it.
@@ -134,7 +141,8 @@ class DirectoryLock:
                 raise store_error(f"the lock file {self.path} is not a plain file: remove it")
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if self._reads_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                # The owner before may have removed the file between our opening and our locking: then we hold nothing.
+                # The owner before may have removed the file between our opening and our locking:
+                # then we hold nothing.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(descriptor), self.path.lstat()):
                         return descriptor
@@ -192,7 +200,8 @@ class DirectoryLock:
             return
         if not self._reads_only:
             with contextlib.suppress(OSError):
-                # An empty file says that the owner left in order. Failing to say so does no harm: the lock itself is free.
+                # An empty file says that the owner left in order. Failing to say so does no harm:
+                # the lock itself is free.
                 os.ftruncate(self._descriptor, 0)
         try:
             if remove:
@@ -211,8 +220,8 @@ class DirectoryLock:
             self._operations.close(descriptor)
 
     def __del__(self) -> None:
-        # Also runs when `__init__` failed early; a descriptor left open would hold the lock as long as the process
-        # lives.
+        # Also runs when `__init__` failed early; a descriptor left open would hold the lock as long
+        # as the process lives.
         if getattr(self, "_descriptor", None) is not None:
             self._close()
 
@@ -226,7 +235,8 @@ def _read_owner(descriptor: int) -> LockOwner | None:
         return None
     if type(pid) is not int or type(start_time) is not int or not isinstance(host, str) or not isinstance(boot, str):
         return None
-    # It is shown to people: no number of a thousand digits, and no characters that move the terminal.
+    # It is shown to people: no number of a thousand digits, and no characters that move the
+    # terminal.
     if not 0 < pid < _MOST_PID or not 0 <= start_time < 1 << 64 or not (host + boot).isprintable():
         return None
     return LockOwner(pid=pid, start_time=start_time, host=host[:80], boot=boot[:40])

@@ -1,16 +1,20 @@
-"""The manifest: one small JSON file that says what a store holds and which version of it is current.
+"""The manifest: one small JSON file that says what a store holds and which version of it is
+current.
 
-In: bytes from a disk, trusted in nothing. Out: a `Manifest`, every field of it checked, or a `StoreError`.
+In: bytes from a disk, trusted in nothing. Out: a `Manifest`, every field of it checked, or a
+`StoreError`.
 
 [Note: format]
-`{"format": "memfit-store", "version": 2, "checksum": "...", "body": {...}}`. The checksum is SHA-256 over the body, as
-JSON with sorted keys and no spaces. Readers refuse other versions and unknown fields: a field that an older reader
-skips could be the one that says that its data is compressed. A slot's step is the last step that was committed in it;
-the slot that is not current may have been written since, so its step is history, not a promise. A store with a journal
-(`journal`, [Note: journal]) has version 3: there slots of different regions may share room, as long as no two current ones do, and
-regions with one slot are summed as well while a step is committed in them. `sums` are the CRC-32C of
-the current slot's pieces of `piece_bytes` bytes, eight hexadecimal digits each, one behind the other; null where none are
-kept. `state` says which of two files holds the small state of the step, how long it is, and its CRC-32C.
+`{"format": "memfit-store", "version": 2, "checksum": "...", "body": {...}}`. The checksum is
+SHA-256 over the body, as JSON with sorted keys and no spaces. Readers refuse other versions and
+unknown fields: a field that an older reader skips could be the one that says that its data is
+compressed. A slot's step is the last step that was committed in it; the slot that is not current
+may have been written since, so its step is history, not a promise. A store with a journal
+(`journal`, [Note: journal]) has version 3: there slots of different regions may share room, as long
+as no two current ones do, and regions with one slot are summed as well while a step is committed in
+them. `sums` are the CRC-32C of the current slot's pieces of `piece_bytes` bytes, eight hexadecimal
+digits each, one behind the other; null where none are kept. `state` says which of two files holds
+the small state of the step, how long it is, and its CRC-32C.
 """
 
 from __future__ import annotations
@@ -35,11 +39,15 @@ from memfit.store.tensor_tables import TensorPlace
 
 FORMAT = "memfit-store"
 VERSIONS: dict[Scheme, int] = {"generations": 2, "journal": 3}
-"""The format's version of each scheme: a reader that knows no journal refuses one by its version."""
+"""The format's version of each scheme: a reader that knows no journal refuses one by its version.
+"""
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
 LIMIT_BYTES = 16 * MIB
-"""A longer manifest is not read. What a shorter one may take to read is bounded too: see `read_manifest`."""
+"""A longer manifest is not read.
+
+What a shorter one may take to read is bounded too: see `read_manifest`.
+"""
 _COPIES = 4
 """Of the text, at most, while its checksum is made again."""
 
@@ -50,7 +58,9 @@ STATE_LIMIT_BYTES = 1 << 30
 _LARGEST_PIECE = 1 << 30
 _SUM_DIGITS = 8
 _PARSED_GROWTH = 8
-"""Bytes of memory for each byte by which a manifest grows, at most: checksums and long numbers, and copies of the text."""
+"""Bytes of memory for each byte by which a manifest grows, at most: checksums and long numbers, and
+copies of the text.
+"""
 _ROOM_FOR_NUMBERS = 64
 """Bytes by which a region's entry may grow: steps become long numbers, null becomes text."""
 _SUMS = re.compile(r"[0-9a-f]*")
@@ -144,7 +154,10 @@ def _is_piece_length(piece_bytes: object) -> bool:
 
 
 def check_room_for_sums(content: bytes, manifest: Manifest) -> None:
-    """Refuses a store whose manifest would be too long once it has all its checksums. Raises `UsageError`."""
+    """Refuses a store whose manifest would be too long once it has all its checksums.
+
+    Raises `UsageError`.
+    """
     if manifest.piece_bytes is None:
         return
     pieces = sum(-(-entry.spec.nbytes // manifest.piece_bytes) for entry in manifest.regions.values())
@@ -162,8 +175,8 @@ def write_manifest(manifest: Manifest, kept: dict[str, tuple[RegionEntry, str]] 
 
     Args:
         manifest: what it says.
-        kept: by name, the regions and their texts of the manifest before. A commit of a journal changes few of them: the others are taken from here, and
-            those that changed put in.
+        kept: by name, the regions and their texts of the manifest before. A commit of a journal
+            changes few of them: the others are taken from here, and those that changed put in.
 
     Raises:
         UsageError: more regions than a manifest may hold.
@@ -191,7 +204,8 @@ def write_manifest(manifest: Manifest, kept: dict[str, tuple[RegionEntry, str]] 
     parts = {key: _canonical(value) for key, value in body.items()}
     checksum = _checksum(_joined(sorted((parts | {"regions": _joined(sorted(texts.items()))}).items())))
     fields = {"format": FORMAT, "version": VERSIONS[manifest.scheme], "checksum": checksum}
-    text = _joined((parts | {"regions": _joined(texts.items())}).items())  # in the order of the layout
+    # in the order of the layout
+    text = _joined((parts | {"regions": _joined(texts.items())}).items())
     content = f'{_canonical(fields)[:-1]},"body":{text}}}'.encode()
     if len(content) > LIMIT_BYTES or parsed_bytes(content) > _room_bytes(content, sum(manifest.file_bytes)):
         raise UsageError(
@@ -313,7 +327,10 @@ def _read_body(body: Any, path: Path, scheme: Scheme) -> Manifest:
 
 
 def _problem_of_places(file_bytes: Sequence[int], regions: Mapping[str, RegionEntry], scheme: Scheme) -> str | None:
-    """What is wrong with where slots lie; None if nothing. Slots that share room may do so in a journal, unless both are current or one region's."""
+    """What is wrong with where slots lie; None if nothing.
+
+    Slots that share room may do so in a journal, unless both are current or one region's.
+    """
 
     def ranges(entry: RegionEntry, places: Sequence[SlotPlace]) -> list[tuple[int, int, int]]:
         return [(place.file, place.offset, entry.spec.nbytes) for place in places]
@@ -382,7 +399,8 @@ def _read_region(name: str, found: Any, path: Path, piece_bytes: int | None) -> 
 
 
 def _read_tensor(found: Any, path: Path, what: str) -> TensorPlace:
-    # What the values must be is asked by `check_spec`; here, only that they have the types of a place.
+    # What the values must be is asked by `check_spec`; here, only that they have the types of a
+    # place.
     if not isinstance(found, list) or len(found) != 4 or not isinstance(found[2], list):
         raise _broken(path, f"{what}: a tensor is not name, dtype, shape and offset")
     name, dtype, shape, offset = found

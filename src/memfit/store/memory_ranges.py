@@ -3,9 +3,9 @@
 In: torch storages and tensors, or a number of bytes. Out: `Memory`.
 
 [Note: memory under transfer]
-A transfer holds the `owner` of its memory until it is done, so the memory cannot be freed under it. It cannot hold
-against `UntypedStorage.resize_`: that frees the bytes while the storage object lives on. Resize only after
-`Ticket.wait()`.
+A transfer holds the `owner` of its memory until it is done, so the memory cannot be freed under it.
+It cannot hold against `UntypedStorage.resize_`: that frees the bytes while the storage object lives
+on. Resize only after `Ticket.wait()`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from memfit.core.errors import UsageError
 from memfit.core.units import round_up
 
 ALIGNMENT_BYTES = 4096
-"""Direct I/O wants file offsets, lengths and addresses in multiples of this (the page and the common logical block)."""
+"""Direct I/O wants file offsets, lengths and addresses in multiples of this (the page and the
+common logical block).
+"""
 
 _PYBUF_WRITE = 0x200  # From CPython's object.h: the view is writable.
-# A prototype of our own: setting `restype` on `ctypes.pythonapi` would change it for everyone in the process.
+# A prototype of our own: setting `restype` on `ctypes.pythonapi` would change it for everyone in
+# the process.
 _memoryview_from_memory = cast(
     "Callable[[int, int, int], memoryview]",
     ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -103,7 +106,9 @@ def memory_of_tensor(tensor: torch.Tensor) -> Memory:
 
 
 def aligned_memory(nbytes: int) -> Memory:
-    """Fresh private memory that starts on a page, rounded up to whole pages by the system; zero until written.
+    """Fresh private memory that starts on a page, rounded up to whole pages by the system.
+
+    Zero until written.
 
     Raises:
         UsageError: `nbytes` is negative.

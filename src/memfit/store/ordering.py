@@ -1,6 +1,8 @@
-"""Which transfers of one slot must wait for which, and which of its bytes are fit to be read or committed.
+"""Which transfers of one slot must wait for which, and which of its bytes are fit to be read or
+committed.
 
-In: reads and writes as they are asked for. Out: the older tickets that each must follow. No threads, no files.
+In: reads and writes as they are asked for. Out: the older tickets that each must follow. No
+threads, no files.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class ByteRanges:
 class AccessLog:
     """The transfers of one slot since it was last made current or spare.
 
-    A read follows the writes that it overlaps; a write follows the reads and writes that it overlaps. Reads pass each
-    other. A range whose write failed is *damaged* until it is written again.
+    A read follows the writes that it overlaps; a write follows the reads and writes that it
+    overlaps. Reads pass each other. A range whose write failed is *damaged* until it is written
+    again.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,10 @@ class AccessLog:
         return self._written.nbytes
 
     def forget_writes(self) -> None:
-        """Starts a new version: nothing of it is written or damaged. Tickets under way are still followed."""
+        """Starts a new version: nothing of it is written or damaged.
+
+        Tickets under way are still followed.
+        """
         self._settle()
         self._written.clear()
         self._damaged.clear()

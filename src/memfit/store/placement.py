@@ -1,6 +1,7 @@
 """Where regions lie in files.
 
-In: names and sizes. Out: files and offsets, in whole blocks, in the order given; the same input gives the same layout.
+In: names and sizes. Out: files and offsets, in whole blocks, in the order given; the same input
+gives the same layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class RegionSpec:
     nbytes: int
     """Length in bytes, 0 allowed."""
     slots: int = 1
-    """1: written in place. 2: the next version is written beside the current one and made current by a commit."""
+    """1: written in place. 2: the next version is written beside the current one and made current
+    by a commit.
+    """
     tag: str = "other"
     """Purpose, for the counters: "weight", "state", "gradient", "activation"."""
     tensors: tuple[TensorPlace, ...] = ()
@@ -102,10 +105,13 @@ def lay_out(regions: Mapping[str, RegionSpec], *, file_bytes: int = FILE_BYTES) 
 
 
 def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[str]]) -> Layout:
-    """Places regions so that units of them move from one place to the other through one spare room. See [Note: journal].
+    """Places regions so that units of them move from one place to the other through one spare room.
 
-    All first slots of the units lie one behind the other; each second slot lies as far before its first one as the spare room is long
-    (`spare_room_bytes`). So the second slots share room with the first slots of units before, and those of one region never with each other.
+    See [Note: journal].
+
+    All first slots of the units lie one behind the other; each second slot lies as far before its
+    first one as the spare room is long (`spare_room_bytes`). So the second slots share room with
+    the first slots of units before, and those of one region never with each other.
 
     Args:
         regions: what shall be held; what is in no unit is placed as `lay_out` does.
@@ -140,12 +146,17 @@ def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[s
 
 
 def store_bytes(regions: Mapping[str, RegionSpec]) -> int:
-    """Disk that a store of these regions takes, manifest aside. Raises `UsageError` for a region that cannot be."""
+    """Disk that a store of these regions takes, manifest aside.
+
+    Raises `UsageError` for a region that cannot be.
+    """
     return sum(lay_out(regions).file_bytes)
 
 
 def check_places(file_bytes: Sequence[int], ranges: Sequence[tuple[int, int, int]]) -> str | None:
-    """What is wrong with ranges (file, offset, length): off blocks, outside of files, overlapping; None if nothing."""
+    """What is wrong with ranges (file, offset, length): off blocks, outside of files, overlapping;
+    None if nothing.
+    """
     for file, offset, nbytes in ranges:
         if not 0 <= file < len(file_bytes):
             return f"a slot lies in file {file}, of {len(file_bytes)} files"

@@ -1,7 +1,7 @@
 """How fast a disk is, measured through the same threads that will use it.
 
-In: a directory and a time. Out: bytes a second for reading, writing and both at once, with the piece size and thread
-counts that won.
+In: a directory and a time. Out: bytes a second for reading, writing and both at once, with the
+piece size and thread counts that won.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ THREADS = (1, 2, 4)
 _REQUEST_BYTES = 4 * MIB
 """Smaller pieces are asked for in requests of this length, as a block's weights would be."""
 _CLOSE_ENOUGH = 0.95
-"""A smaller piece, or fewer threads, this close to the best is preferred: sooner interrupted, and noise is larger."""
+"""A smaller piece, or fewer threads, this close to the best is preferred: sooner interrupted, and
+noise is larger.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,10 @@ class DiskTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskSpeed:
-    """What a disk was measured to do. Bursts that a drive buffers are included: sustained writing may be slower."""
+    """What a disk was measured to do.
+
+    Bursts that a drive buffers are included: sustained writing may be slower.
+    """
 
     read_bytes_per_s: float
     """Reading alone, with `piece_bytes` and `read_threads`."""
@@ -55,7 +60,9 @@ class DiskSpeed:
     read_threads: int
     write_threads: int
     is_direct: bool
-    """False if the file system refuses direct I/O: the figures are then those of its cache or memory."""
+    """False if the file system refuses direct I/O: the figures are then those of its cache or
+    memory.
+    """
     probed_bytes: int
     """Length of the file that was used."""
     trials: tuple[DiskTrial, ...]
@@ -76,8 +83,9 @@ def probe_disk(
 ) -> DiskSpeed:
     """Measures a disk, with a file without a name that is gone afterwards.
 
-    Memory: one buffer of the largest piece and the bounce buffers. Disk: `file_bytes`, or a quarter of what is free.
-    The time is aimed at, not promised: each setting moves at least one round of pieces.
+    Memory: one buffer of the largest piece and the bounce buffers. Disk: `file_bytes`, or a quarter
+    of what is free. The time is aimed at, not promised: each setting moves at least one round of
+    pieces.
 
     Args:
         directory: on the disk.
@@ -102,7 +110,8 @@ def probe_disk(
         buffer.view()[:] = os.urandom(MIB) * (buffer.nbytes // MIB) + os.urandom(buffer.nbytes % MIB)
         started_s = time.perf_counter()
         with DiskIO(piece_bytes=max(pieces_bytes)) as io:
-            # The first write of a claimed block also marks it as written; homes pay that once, the figures should not.
+            # The first write of a claimed block also marks it as written; homes pay that once, the
+            # figures should not.
             for ticket in [io.write(handle, at, buffer) for at in range(0, size_bytes, buffer.nbytes)]:
                 ticket.wait()
         left_s = seconds - (time.perf_counter() - started_s)
@@ -178,9 +187,12 @@ def _keep_busy(
     is_reading: bool = True,
     is_writing: bool = True,
 ) -> tuple[float, float]:
-    """Keeps `depth` requests queued in each direction for a time; returns bytes a second read and written.
+    """Keeps `depth` requests queued in each direction for a time.
 
-    All transfers share one range of memory: what is read is not looked at, and whatever a write catches will do.
+    Returns bytes a second read and written.
+
+    All transfers share one range of memory: what is read is not looked at, and whatever a write
+    catches will do.
     """
     ways = [start for start, wanted in ((io.read, is_reading), (io.write, is_writing)) if wanted]
     queues: list[list[DiskTransfer]] = [[] for _ in ways]
@@ -218,7 +230,9 @@ def _is_done_well(ticket: DiskTransfer) -> bool:
 
 
 def _best_piece(trials: Sequence[DiskTrial]) -> int:
-    """The smallest piece whose best round trip (one byte read and written) is close to the best of all."""
+    """The smallest piece whose best round trip (one byte read and written) is close to the best of
+    all.
+    """
     pieces = sorted({trial.piece_bytes for trial in trials})
     speeds: list[tuple[int, float]] = []
     for piece_bytes in pieces:

@@ -1,27 +1,33 @@
-"""The instants of a commit: what is made durable, in which order, and what is known when a call of it fails.
+"""The instants of a commit: what is made durable, in which order, and what is known when a call of
+it fails.
 
-In: files that were written, and a manifest. Out: a directory whose manifest is the new one, durable.
+In: files that were written, and a manifest. Out: a directory whose manifest is the new one,
+durable.
 
 [Note: commit]
 New versions are written into spare slots while the current ones stay. A commit
 
 1. waits for the writes, and sums what of the spare slots has no checksum yet;
 2. writes the small state to the one of its two files that is not current;
-3. calls `fdatasync` on the data files and on that file of the state: only now may anything point at what they hold;
+3. calls `fdatasync` on the data files and on that file of the state: only now may anything point at
+   what they hold;
 4. writes the new manifest beside the old one and calls `fsync` on it;
 5. renames it over the old one: the one instant at which all regions and the state change;
-6. calls `fsync` on the directory: only now is the step promised, and only now may the old slots be overwritten.
+6. calls `fsync` on the directory: only now is the step promised, and only now may the old slots be
+   overwritten.
 
-A crash before (5) leaves the old step; between (5) and (6) either, both whole; after (6) the new one. A killed process
-loses nothing that it has handed to the system, so after a kill the new manifest may be seen that a later power cut would
-still take back: whoever opens a store repeats 3 to 6 before the first write, with the manifest that was found. It is written
-again, not only synced, because the sync that failed may have been an earlier owner's: see below.
+A crash before (5) leaves the old step; between (5) and (6) either, both whole; after (6) the new
+one. A killed process loses nothing that it has handed to the system, so after a kill the new
+manifest may be seen that a later power cut would still take back: whoever opens a store repeats 3
+to 6 before the first write, with the manifest that was found. It is written again, not only synced,
+because the sync that failed may have been an earlier owner's: see below.
 
-When a call fails, what is true afterwards decides. Before (5) the old step is current and the commit may be repeated,
-unless a sync of data failed: the kernel then forgets what it could not write, and a second sync would succeed and prove
-nothing. If (5) fails with an error that leaves open whether it happened, or (6) fails, nobody can say which of the two
-manifests a power cut would leave; neither version may be overwritten. In both cases the store can only be read, and asks
-to be opened again.
+When a call fails, what is true afterwards decides. Before (5) the old step is current and the
+commit may be repeated, unless a sync of data failed: the kernel then forgets what it could not
+write, and a second sync would succeed and prove nothing. If (5) fails with an error that leaves
+open whether it happened, or (6) fails, nobody can say which of the two manifests a power cut would
+leave; neither version may be overwritten. In both cases the store can only be read, and asks to be
+opened again.
 """
 
 from __future__ import annotations
@@ -42,7 +48,10 @@ _NOTHING_WAS_DONE = frozenset(
 
 
 class DoubtError(StoreError):
-    """A commit failed so that the store must not be written before it is opened again; `doubt` says why, in a sentence."""
+    """A commit failed so that the store must not be written before it is opened again.
+
+    `doubt` says why, in a sentence.
+    """
 
     def __init__(self, message: str, doubt: str = "") -> None:
         super().__init__(message)
@@ -100,7 +109,9 @@ def publish(directory: Path, content: bytes, *, step: int | None, operations: Fi
 
 
 def settle(directory: Path, handles: Iterable[FileHandle], manifest: Manifest, *, operations: FileOperations) -> None:
-    """Makes durable what an opened store was found to hold, before anything of it is overwritten; see [Note: commit].
+    """Makes durable what an opened store was found to hold, before anything of it is overwritten.
+
+    See [Note: commit].
 
     Args:
         directory: of the store.

@@ -1,7 +1,7 @@
 """A region: one tensor's home in a store, read and written by ranges.
 
-In: byte ranges of a region and memory. Out: tickets. Transfers of the same bytes happen in the order in which they are
-asked for.
+In: byte ranges of a region and memory. Out: tickets. Transfers of the same bytes happen in the
+order in which they are asked for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Slot = Literal["current", "spare", "committed"]
 
 
 class CheckUsable(Protocol):
-    """Raises `StoreError` if the store that a region belongs to cannot be read, or written, any more."""
+    """Raises `StoreError` if the store that a region belongs to cannot be read, or written, any
+    more.
+    """
 
     def __call__(self, *, is_write: bool) -> None:
         """Asks before each transfer."""
@@ -47,9 +49,13 @@ class RegionState:
     piece_bytes: int | None = None
     """How many bytes a checksum covers; None if none are kept of this region."""
     under: tuple[tuple[tuple[RegionState, int], ...], ...] = ()
-    """Of each slot, the slots (region, number) of others that share room with it: only in a store with a journal."""
+    """Of each slot, the slots (region, number) of others that share room with it: only in a store
+    with a journal.
+    """
     current: int = field(init=False)
-    """The slot that reads see: the committed one, or the other one after steps that are not committed yet."""
+    """The slot that reads see: the committed one, or the other one after steps that are not
+    committed yet.
+    """
     logs: tuple[AccessLog, ...] = field(init=False)
     """Of each slot."""
     sums: tuple[SlotSums, ...] | None = field(init=False)
@@ -73,7 +79,10 @@ class RegionState:
         return self.steps[self.committed] is not None
 
     def is_free(self, number: int, moved: Collection[RegionState] = ()) -> bool:
-        """No committed version of another region lies where this slot does; the next versions of those that `moved` count as committed."""
+        """No committed version of another region lies where this slot does.
+
+        The next versions of those that `moved` count as committed.
+        """
         shared = self.under[number] if self.under else ()
         gone = {id(other) for other in moved}
         return not any(
@@ -120,7 +129,10 @@ class Region:
 
     @property
     def has_advanced(self) -> bool:
-        """Reads see a version that is not committed yet; writes to the spare slot change it in place."""
+        """Reads see a version that is not committed yet.
+
+        Writes to the spare slot change it in place.
+        """
         return self._state.current != self._state.committed
 
     @property
@@ -158,10 +170,12 @@ class Region:
             offset: first byte in the region.
             nbytes: length.
             into: at least as long; not to be touched until the ticket is done.
-            slot: the current version, what has been written of the next one, or the one of the last commit.
+            slot: the current version, what has been written of the next one, or the one of the last
+                commit.
             urgent: before other reads.
-            verify: compare pieces that are read whole with their checksums, in the threads of the disk, and fail with the
-                names of the tensors if they differ; as the store was opened by default. Parts of a piece are not checked.
+            verify: compare pieces that are read whole with their checksums, in the threads of the
+                disk, and fail with the names of the tensors if they differ; as the store was opened
+                by default. Parts of a piece are not checked.
             damaged: if given, such pieces are appended to it instead, and the read goes on.
 
         Raises:
@@ -199,9 +213,9 @@ class Region:
     ) -> DiskTransfer:
         """Starts a write of bytes of the region.
 
-        The spare slot becomes current by `DiskStore.commit`, once all of it is written. The current slot is written in
-        place, which no commit protects: that is for regions of one slot, and for filling a new region before its first
-        commit.
+        The spare slot becomes current by `DiskStore.commit`, once all of it is written. The current
+        slot is written in place, which no commit protects: that is for regions of one slot, and for
+        filling a new region before its first commit.
 
         Args:
             offset: first byte in the region.
@@ -212,8 +226,8 @@ class Region:
             pads: what is left of the last block of 4096 bytes becomes zeros; it must be nobody's.
 
         Raises:
-            UsageError: outside of the region or the memory, no such slot, or in place where a committed version would
-                be lost.
+            UsageError: outside of the region or the memory, no such slot, or in place where a
+                committed version would be lost.
             StoreError: the store is closed or must be opened again.
         """
         with self._lock:
@@ -284,7 +298,9 @@ class Region:
 
 
 def note_sums(state: RegionState, number: int, offset: int, nbytes: int, padding_bytes: int = 0) -> Watcher | None:
-    """Sums what a transfer of `nbytes` from or to a slot, which starts at `offset`, has moved, and zeros behind it; None without checksums."""
+    """Sums what a transfer of `nbytes` from or to a slot, which starts at `offset`, has moved, and
+    zeros behind it; None without checksums.
+    """
     if state.sums is None:
         return None
     sums = state.sums[number]
@@ -368,7 +384,8 @@ def check_complete(name: str, state: RegionState) -> None:
     """Refuses to make a spare slot current that is not whole.
 
     Raises:
-        UsageError: the region has no spare slot, or parts of it were not written since the last commit of the region.
+        UsageError: the region has no spare slot, or parts of it were not written since the last
+            commit of the region.
         StoreError: a write to it failed.
     """
     if state.spec.slots == 1:

@@ -1,7 +1,8 @@
-"""The regions of an open store and their versions: which slot is read, which is written, which may be committed.
+"""The regions of an open store and their versions: which slot is read, which is written, which may
+be committed.
 
-In: the manifest that was read, and the flips of commits. Out: the states of regions, waited for and checked.
-Callers hold the store's lock.
+In: the manifest that was read, and the flips of commits. Out: the states of regions, waited for and
+checked. Callers hold the store's lock.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class RegionTable(Mapping[str, RegionState]):
                     slot_sums.know_zeros()
 
     def __getitem__(self, name: str) -> RegionState:
-        """Returns the state of a region. Raises `UsageError`, not `KeyError`, for an unknown name."""
+        """Returns the state of a region.
+
+        Raises `UsageError`, not `KeyError`, for an unknown name.
+        """
         state = self._states.get(name)
         if state is None:
             known = ", ".join(sorted(self._states)[:5])
@@ -62,7 +66,10 @@ class RegionTable(Mapping[str, RegionState]):
         return len(self._states)
 
     def is_free(self, name: str, moved: Collection[str]) -> bool:
-        """True if no committed version lies where the next one of `name` goes; `moved` count as committed."""
+        """True if no committed version lies where the next one of `name` goes.
+
+        `moved` count as committed.
+        """
         state = self[name]
         return state.is_free(state.spare, [self[other] for other in moved])
 
@@ -83,7 +90,8 @@ class RegionTable(Mapping[str, RegionState]):
         if len(set(names)) != len(names):
             raise UsageError("a region is named twice in `flips`")
         states = {name: self[name] for name in names}
-        # Before any check: a version is whole only when its last write has ended, and a failed write shows only then.
+        # Before any check: a version is whole only when its last write has ended, and a failed
+        # write shows only then.
         for state in self.values():
             for log in state.logs:
                 for ticket in log.pending_writes():
@@ -139,14 +147,16 @@ class RegionTable(Mapping[str, RegionState]):
             is_new = state.steps != list(entry.steps)
             state.steps, state.committed, state.current = list(entry.steps), entry.current, entry.current
             if name in flipped:
-                # What was current is now the room for the next version, and none of that is written.
+                # What was current is now the room for the next version, and none of that is
+                # written.
                 state.logs[state.spare].forget_writes()
             if is_new or entry.steps[entry.current] == manifest.step:
                 state.logs[state.current].forget_writes()
 
 
 def _forget(state: RegionState, slot: int) -> None:
-    # A write under way would land in the next version: it must have ended before its slot counts as empty.
+    # A write under way would land in the next version: it must have ended before its slot counts as
+    # empty.
     for ticket in state.logs[slot].pending():
         ticket.join()
     state.logs[slot].forget_writes()

@@ -1,6 +1,7 @@
 """Scratch: room on disk for tensors that come and go inside one step, such as saved activations.
 
-In: memory to put away. Out: extents to get it back from. Nothing of it outlives the process: the file has no name.
+In: memory to put away. Out: extents to get it back from. Nothing of it outlives the process: the
+file has no name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ GROWTH_BYTES = 64 * MIB
 
 
 class ExtentAllocator:
-    """Gives out ranges of a growing line of bytes: the first gap that is large enough; gaps that touch are joined."""
+    """Gives out ranges of a growing line of bytes: the first gap that is large enough.
+
+    Gaps that touch are joined.
+    """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -47,7 +51,10 @@ class ExtentAllocator:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Makes a range free, joined with its neighbours. The caller has taken it, or it lies behind all others."""
+        """Makes a range free, joined with its neighbours.
+
+        The caller has taken it, or it lies behind all others.
+        """
         number = bisect_left(self._starts, start)
         if number < len(self._starts) and start + nbytes == self._starts[number]:
             nbytes += self._sizes[number]
@@ -59,7 +66,9 @@ class ExtentAllocator:
             self._sizes.insert(number, nbytes)
 
     def last_gap_bytes(self, end: int) -> int:
-        """Length of the gap that reaches to `end`, 0 if there is none: growing the line lengthens it."""
+        """Length of the gap that reaches to `end`, 0 if there is none: growing the line lengthens
+        it.
+        """
         return self._sizes[-1] if self._starts and self._starts[-1] + self._sizes[-1] == end else 0
 
     @property
@@ -78,12 +87,15 @@ class _Return:
 
 
 class Extent:
-    """A piece of scratch that holds `nbytes` bytes. Dropping it frees it, as `ScratchFile.free` does.
+    """A piece of scratch that holds `nbytes` bytes.
+
+    Dropping it frees it, as `ScratchFile.free` does.
 
     Attributes:
         nbytes: length of what is held.
         offset: first byte in the file, on a block.
-        written: the ticket of the write; until it is done the memory that was put away must stay as it is.
+        written: the ticket of the write; until it is done the memory that was put away must stay as
+            it is.
     """
 
     __slots__ = ("_returns", "is_freed", "nbytes", "offset", "reads", "written")
@@ -110,8 +122,8 @@ class Extent:
         if self.is_freed:
             return
         self.is_freed = True
-        # One append, which needs no lock: this may run in a finalizer, in any thread. The tickets hold no memory once
-        # they are done.
+        # One append, which needs no lock: this may run in a finalizer, in any thread. The tickets
+        # hold no memory once they are done.
         self._returns.append(
             _Return(offset=self.offset, allocated_bytes=self.allocated_bytes, tickets=(self.written, *self.reads))
         )
@@ -203,7 +215,9 @@ class ScratchFile(ClosesAtExit):
             return Extent(offset=offset, nbytes=part.nbytes, written=written, returns=self._returns)
 
     def get(self, extent: Extent, memory: Memory, *, label: str = "activation", urgent: bool = False) -> DiskTransfer:
-        """Starts to read an extent back; it waits for the write if that is still under way. May be repeated.
+        """Starts to read an extent back; it waits for the write if that is still under way.
+
+        May be repeated.
 
         Args:
             extent: from `put` of this file, not freed.
@@ -213,7 +227,8 @@ class ScratchFile(ClosesAtExit):
 
         Raises:
             UsageError: the extent is freed or another file's, or the memory is too short.
-            StoreError: the file is closed. If the extent could not be written, `DiskTransfer.wait` says so.
+            StoreError: the file is closed. If the extent could not be written, `DiskTransfer.wait`
+                says so.
         """
         with self._lock:
             self._check_open()
@@ -233,7 +248,9 @@ class ScratchFile(ClosesAtExit):
             return ticket
 
     def free(self, extent: Extent) -> None:
-        """Frees an extent: its room is used again after its transfers; a write that has not begun is given up.
+        """Frees an extent: its room is used again after its transfers.
+
+        A write that has not begun is given up.
 
         Raises:
             UsageError: it is freed already, or another file's.
@@ -257,7 +274,10 @@ class ScratchFile(ClosesAtExit):
             )
 
     def close(self) -> None:
-        """Gives the disk back, when the transfers under way have ended. Repeating it does nothing."""
+        """Gives the disk back, when the transfers under way have ended.
+
+        Repeating it does nothing.
+        """
         with self._lock:
             self._handle.close()
 
@@ -316,7 +336,9 @@ class ScratchFile(ClosesAtExit):
         self._file_bytes += growth_bytes
 
     def _claim(self, growth_bytes: int, missing_bytes: int) -> int:
-        """Claims disk behind the end, comfortably or, on a disk that is nearly full, just what is missing."""
+        """Claims disk behind the end, comfortably or, on a disk that is nearly full, just what is
+        missing.
+        """
         try:
             self._handle.allocate(self._file_bytes, growth_bytes)
         except OSError as error:

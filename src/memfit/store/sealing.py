@@ -1,6 +1,8 @@
-"""What a commit is going to say: the next manifest, from what was written to the regions of a store.
+"""What a commit is going to say: the next manifest, from what was written to the regions of a
+store.
 
-In: the manifest before, the regions' states, which of them flip. Out: the next manifest; nothing is changed.
+In: the manifest before, the regions' states, which of them flip. Out: the next manifest; nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from memfit.store.region import RegionState, note_sums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalNote:
-    """What a commit in a store with a journal says about a step that is under way; see [Note: journal]."""
+    """What a commit in a store with a journal says about a step that is under way.
+
+    See [Note: journal].
+    """
 
     step: int
-    """Of the slots that it makes current. The step of the store, and its small state, stay what they are."""
+    """Of the slots that it makes current.
+
+    The step of the store, and its small state, stay what they are.
+    """
     fills: frozenset[str] = frozenset()
     """Regions with one slot that are whole now, and protected from here on."""
     frees: frozenset[str] = frozenset()
@@ -49,7 +57,8 @@ def complete_sums(
     handles: Sequence[FileHandle],
     io: DiskIO,
 ) -> None:
-    """Reads what has no checksum yet: pieces whose parts were written anew in other cuts, or not all of them.
+    """Reads what has no checksum yet: pieces whose parts were written anew in other cuts, or not
+    all of them.
 
     Memory: one piece.
 
@@ -132,7 +141,8 @@ def _is_filled_in_place(state: RegionState) -> bool:
     if state.spec.slots == 1 and state.sums is not None:
         return False  # said by name
     if state.sums is not None and state.steps[state.committed] is None:
-        # With checksums a region is whole from its first commit on: what was not written is zero, and known to be.
+        # With checksums a region is whole from its first commit on: what was not written is zero,
+        # and known to be.
         return True
     written_bytes = state.logs[state.committed].written_bytes
     return written_bytes == state.spec.nbytes or (state.spec.slots == 1 and written_bytes > 0)

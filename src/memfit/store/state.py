@@ -1,13 +1,17 @@
-"""The small state of a step as bytes: numbers, texts and containers as JSON, tensors raw, in one safetensors block.
+"""The small state of a step as bytes: numbers, texts and containers as JSON, tensors raw, in one
+safetensors block.
 
-In: nested dictionaries, such as `state_dict`s and generators' states. Out: bytes; and from bytes that anybody may have
-written, the same values with the same types and bits, or an error. Nothing is pickled and nothing is called.
+In: nested dictionaries, such as `state_dict`s and generators' states. Out: bytes; and from bytes
+that anybody may have written, the same values with the same types and bits, or an error. Nothing is
+pickled and nothing is called.
 
 [Note: state format]
-A safetensors block whose tensor `state.json` (bytes) is a JSON text; the other tensors are named by number. None, truth
-values, whole numbers, finite floats, texts, lists and dictionaries with texts as keys are JSON's own. What JSON has no
-word for is an object whose key "$" tells the type: {"$": "tuple", "items": [...]}, {"$": "tensor", "name": "3"}. A tensor that is a single number
-is kept once for all values that equal it, bit for bit; each gets one of its own. Floats are written with all their digits, so that they come back bit for bit.
+A safetensors block whose tensor `state.json` (bytes) is a JSON text; the other tensors are named by
+number. None, truth values, whole numbers, finite floats, texts, lists and dictionaries with texts
+as keys are JSON's own. What JSON has no word for is an object whose key "$" tells the type: {"$":
+"tuple", "items": [...]}, {"$": "tensor", "name": "3"}. A tensor that is a single number is kept
+once for all values that equal it, bit for bit; each gets one of its own. Floats are written with
+all their digits, so that they come back bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ _DEEPEST = 100
 _DEEPEST_TEXT = 4 * _DEEPEST + 4
 """Of the JSON text: a value takes up to three containers a level (an object, its items, a pair)."""
 _ROOM_BYTES = 256 * MIB
-"""Memory for numbers, texts and containers of a state, tensors apart: some two million numbers in lists."""
+"""Memory for numbers, texts and containers of a state, tensors apart: some two million numbers in
+lists.
+"""
 _COPIES = 2
 """Of the values: as JSON has them, and as they were."""
 _TENSOR_BYTES = 1024
@@ -55,8 +61,9 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     Memory: twice its tensors while it is encoded, and those on a device once more.
 
     Args:
-        state: None, truth values, numbers, texts, bytes, lists, tuples, sets, dictionaries (plain, ordered, `Counter`),
-            torch's tensors, dtypes and devices, NumPy's arrays and numbers, in any nesting up to 100 deep.
+        state: None, truth values, numbers, texts, bytes, lists, tuples, sets, dictionaries (plain,
+            ordered, `Counter`), torch's tensors, dtypes and devices, NumPy's arrays and numbers, in
+            any nesting up to 100 deep.
 
     Raises:
         UnsupportedError: anything else, named by its place.
@@ -192,7 +199,10 @@ def _encode_numbers(value: Any, where: _Place, tensors: dict[str, torch.Tensor])
 
 
 def _name_of_same(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
-    """Keeps a tensor and gives its name. Counters are mostly one number many times: it is kept once."""
+    """Keeps a tensor and gives its name.
+
+    Counters are mostly one number many times: it is kept once.
+    """
     name = str(len(tensors))
     kind = None if tensor.shape else _COUNTERS.get(tensor.dtype)
     if kind is not None:

@@ -1,7 +1,8 @@
-"""The small state of a step: a few numbers and tensors, whole, in the one of two files that is not current.
+"""The small state of a step: a few numbers and tensors, whole, in the one of two files that is not
+current.
 
-In: bytes. Out: bytes, checked. Both files have their blocks claimed at creation; a state that outgrows its file claims more
-before it is written, and the committed one stays where it is.
+In: bytes. Out: bytes, checked. Both files have their blocks claimed at creation; a state that
+outgrows its file claims more before it is written, and the committed one stays where it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _PART_BYTES = MIB
 
 
 def write_state(handles: Sequence[FileHandle], content: bytes, *, current: StateEntry | None) -> StateEntry:
-    """Writes a state beside the current one. It becomes current by a manifest that names the entry returned.
+    """Writes a state beside the current one.
+
+    It becomes current by a manifest that names the entry returned.
 
     Args:
         handles: the two files.
@@ -29,7 +32,8 @@ def write_state(handles: Sequence[FileHandle], content: bytes, *, current: State
 
     Raises:
         UsageError: longer than a state may be.
-        StoreError: the disk is full or broken; the committed state is whole and this may be repeated.
+        StoreError: the disk is full or broken; the committed state is whole and this may be
+            repeated.
     """
     if len(content) > STATE_LIMIT_BYTES:
         raise UsageError(

@@ -3,10 +3,12 @@
 In: a parent directory. Out: a fresh directory in it, held by a lock until it is removed.
 
 [Note: whose directory]
-The owner holds `flock` on the directory itself. The kernel frees it when the owner ends, however it ended (`kill -9`), and children have no part in it ([Note:
-locks and forks] in `store.forked`), so a directory whose lock can be taken has no owner: whoever makes the next one there removes it. Between its making
-and its locking a directory looks ownerless too; its maker therefore looks, once it has the lock, whether the directory is still there, and makes another if
-not. A mark tells memfit's directories from others of that name.
+The owner holds `flock` on the directory itself. The kernel frees it when the owner ends, however it
+ended (`kill -9`), and children have no part in it ([Note: locks and forks] in `store.forked`), so a
+directory whose lock can be taken has no owner: whoever makes the next one there removes it. Between
+its making and its locking a directory looks ownerless too; its maker therefore looks, once it has
+the lock, whether the directory is still there, and makes another if not. A mark tells memfit's
+directories from others of that name.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _MARK = "made-by-memfit"
 
 
 class TemporaryDirectory:
-    """A directory that is removed by `remove`, when the object is dropped, at the end of the process, or, after a kill, by the next one.
+    """A directory that is removed by `remove`, when the object is dropped, at the end of the
+    process, or, after a kill, by the next one.
 
     Args:
         parent: where; the system's directory for temporary files if None.
@@ -61,9 +64,13 @@ class TemporaryDirectory:
 
 
 def sweep(parent: Path) -> None:
-    """Removes directories of owners that have died. What belongs to other users, or cannot be removed, stays."""
+    """Removes directories of owners that have died.
+
+    What belongs to other users, or cannot be removed, stays.
+    """
     for path in parent.glob(f"{PREFIX}*"):
-        # Another process may remove it at the same time, and what a dead run left is no reason to fail a live one.
+        # Another process may remove it at the same time, and what a dead run left is no reason to
+        # fail a live one.
         with contextlib.suppress(OSError):
             descriptor = _open(path)
             try:
@@ -93,7 +100,10 @@ def _open(path: Path) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Takes the lock; False if another holds it. A file system without locks has no owners to tell apart: nothing is swept there."""
+    """Takes the lock; False if another holds it.
+
+    A file system without locks has no owners to tell apart: nothing is swept there.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -115,7 +125,8 @@ def _remove(path: Path, descriptor: int, owner: int) -> None:
         return  # a fork that ends: the directory is its parent's
     let_go(descriptor)
     try:
-        with contextlib.suppress(FileNotFoundError):  # it was taken away, with the directory that it lies in
+        # it was taken away, with the directory that it lies in
+        with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
     finally:
         os.close(descriptor)

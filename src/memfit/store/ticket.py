@@ -1,7 +1,7 @@
 """A ticket: the promise of one read or write, to wait for.
 
-In: a request. Out: done, failed or cancelled, with the seconds it took. The memory and the file are let go when it is
-done.
+In: a request. Out: done, failed or cancelled, with the seconds it took. The memory and the file are
+let go when it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Watcher = Callable[[int, int, int], None]
 
 
 class DiskTransfer:
-    """One read or write of `nbytes` bytes, under way or done. Made by `DiskIO.read` and `DiskIO.write`.
+    """One read or write of `nbytes` bytes, under way or done.
+
+    Made by `DiskIO.read` and `DiskIO.write`.
 
     Attributes:
         nbytes: length of the transfer.
@@ -33,8 +35,9 @@ class DiskTransfer:
         path: the file.
         is_urgent: served before transfers that are not.
         pads: a write that also makes zeros of what is left of its last block in the file.
-        watcher: called by the thread that moved a part of the transfer, with (position in the transfer, address, bytes)
-            of what now is in both places; a `StoreError` from it fails the transfer.
+        watcher: called by the thread that moved a part of the transfer, with (position in the
+            transfer, address, bytes) of what now is in both places; a `StoreError` from it fails
+            the transfer.
     """
 
     __slots__ = (
@@ -102,7 +105,9 @@ class DiskTransfer:
         self._finished_s: float | None = None
 
     def done(self) -> bool:
-        """True when the transfer has ended, well or not: its memory and its file range may be used again."""
+        """True when the transfer has ended, well or not: its memory and its file range may be used
+        again.
+        """
         return self._event.is_set()
 
     def wait(self) -> None:
@@ -117,9 +122,12 @@ class DiskTransfer:
             raise failure
 
     def join(self) -> None:
-        """Waits until the transfer has ended, well or not, and raises nothing; look at `failure` then.
+        """Waits until the transfer has ended, well or not, and raises nothing.
 
-        An exception of a signal handler comes through only when the transfer has ended: whoever handles it may give up the memory.
+        Look at `failure` then.
+
+        An exception of a signal handler comes through only when the transfer has ended: whoever
+        handles it may give up the memory.
         """
         try:
             self._event.wait()
@@ -128,11 +136,13 @@ class DiskTransfer:
             raise
 
     def cancel(self) -> bool:
-        """Gives the transfer up. Pieces under way still end, so wait before the memory is used again.
+        """Gives the transfer up.
+
+        Pieces under way still end, so wait before the memory is used again.
 
         Returns:
-            True if something was prevented; waiting then raises. False if the transfer had ended or all of it is under
-            way.
+            True if something was prevented; waiting then raises. False if the transfer had ended or
+            all of it is under way.
         """
         channel = self._channel
         return channel.cancel(self) if channel is not None else False
@@ -155,7 +165,10 @@ class DiskTransfer:
         return self._finished_s - self._started_s
 
     def call_when_done(self, callback: Callable[[DiskTransfer], None]) -> None:
-        """Calls back once, from the thread that ends the transfer, or at once if it has ended. It must not raise."""
+        """Calls back once, from the thread that ends the transfer, or at once if it has ended.
+
+        It must not raise.
+        """
         with self._lock:
             if self._callbacks is not None:
                 self._callbacks.append(callback)
@@ -192,7 +205,9 @@ class DiskTransfer:
             self._started_s = time.perf_counter()
 
     def finish(self) -> None:
-        """Ends the transfer: lets go of memory and file, wakes the waiters, then tells the tickets that come after."""
+        """Ends the transfer: lets go of memory and file, wakes the waiters, then tells the tickets
+        that come after.
+        """
         self._finished_s = time.perf_counter()
         handle, self._handle, self._memory, self._channel = self._handle, None, None, None
         self.watcher = None

@@ -1,13 +1,16 @@
-"""One piece of a transfer, in the calling thread: straight where all is aligned, else through a bounce buffer.
+"""One piece of a transfer, in the calling thread: straight where all is aligned, else through a
+bounce buffer.
 
-In: an open file, a range of it and a range of memory. Out: bytes moved, all of them or an `OSError`.
+In: an open file, a range of it and a range of memory. Out: bytes moved, all of them or an
+`OSError`.
 
 [Note: edges]
-Direct I/O moves whole aligned blocks. A read that is not aligned reads the blocks around it into the bounce buffer and
-copies its part out. A write that is not aligned must keep its neighbours' bytes: it reads the first and last block,
-changes its part and writes them back, under the file's edge lock, because the neighbour may be doing the same. Such a
-write repeats the neighbours' old bytes, so a reader of them sees nothing change. A write that *pads* makes zeros of the rest
-of its last block, which is nobody's, and reads nothing there.
+Direct I/O moves whole aligned blocks. A read that is not aligned reads the blocks around it into
+the bounce buffer and copies its part out. A write that is not aligned must keep its neighbours'
+bytes: it reads the first and last block, changes its part and writes them back, under the file's
+edge lock, because the neighbour may be doing the same. Such a write repeats the neighbours' old
+bytes, so a reader of them sees nothing change. A write that *pads* makes zeros of the rest of its
+last block, which is nobody's, and reads nothing there.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from memfit.store.file_operations import FileHandle
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory, view_of
 
 _MOST_FRUITLESS = 8
-"""Calls in a row that move less than a block, after which the device counts as broken, or the file as ended."""
+"""Calls in a row that move less than a block, after which the device counts as broken, or the file
+as ended.
+"""
 
 
 class ShortReadError(OSError):
@@ -43,7 +48,9 @@ def move(
     staging: Memory,
     pads: bool = False,
 ) -> None:
-    """Moves bytes between a file and memory and returns when they are there. Nothing stays in the page cache.
+    """Moves bytes between a file and memory and returns when they are there.
+
+    Nothing stays in the page cache.
 
     Args:
         handle: the file; acquired by the caller.
@@ -87,7 +94,10 @@ def padding_after(position: int) -> int:
 
 
 def _straight(handle: FileHandle, offset: int, address: int, nbytes: int, *, is_write: bool, needed_bytes: int) -> None:
-    """Repeats the system call until at least `needed_bytes` of `nbytes` are moved; a call may move fewer than asked."""
+    """Repeats the system call until at least `needed_bytes` of `nbytes` are moved.
+
+    A call may move fewer than asked.
+    """
     call = handle.operations.pwrite if is_write else handle.operations.pread
     done = fruitless = 0
     while done < needed_bytes:
@@ -95,8 +105,9 @@ def _straight(handle: FileHandle, offset: int, address: int, nbytes: int, *, is_
         if moved > 0 and done + moved >= needed_bytes:
             return
         if handle.is_direct and moved > 0:
-            # The next direct call must start on a block again: the part of a block is moved a second time, with the
-            # same bytes. Where that was all, the next call tells why, or gets further.
+            # The next direct call must start on a block again: the part of a block is moved a
+            # second time, with the same bytes. Where that was all, the next call tells why, or gets
+            # further.
             fruitless = fruitless + 1 if moved < ALIGNMENT_BYTES else 0
             moved = moved // ALIGNMENT_BYTES * ALIGNMENT_BYTES
             if 0 < fruitless < _MOST_FRUITLESS:
@@ -146,7 +157,9 @@ def _fill(place: int, address: int, nbytes: int, padding_bytes: int) -> None:
 
 
 def _read_edges(handle: FileHandle, start: int, stop: int, position: int, part_end: int, staging: Memory) -> None:
-    """Reads the first and last block of the range into the bounce buffer, where the write does not cover them."""
+    """Reads the first and last block of the range into the bounce buffer, where the write does not
+    cover them.
+    """
     last = stop - ALIGNMENT_BYTES
     if position > start or last == start:
         _straight(handle, start, staging.address, ALIGNMENT_BYTES, is_write=False, needed_bytes=ALIGNMENT_BYTES)
@@ -156,7 +169,10 @@ def _read_edges(handle: FileHandle, start: int, stop: int, position: int, part_e
 
 
 def _forget(handle: FileHandle, offset: int, nbytes: int, *, is_write: bool) -> None:
-    """Empties the page cache of a range. Dirty pages cannot be dropped, so a written range goes to the device first."""
+    """Empties the page cache of a range.
+
+    Dirty pages cannot be dropped, so a written range goes to the device first.
+    """
     if is_write:
         handle.operations.fdatasync(handle.descriptor)
     handle.operations.forget(handle.descriptor, offset, nbytes)

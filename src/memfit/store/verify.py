@@ -1,6 +1,8 @@
-"""Does a store still hold what was written to it? Every piece is read and compared with its checksum.
+"""Does a store still hold what was written to it? Every piece is read and compared with its
+checksum.
 
-In: a directory, or an open store. Out: a report by block, with each damaged piece by file, place and tensors.
+In: a directory, or an open store. Out: a report by block, with each damaged piece by file, place
+and tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class StoreReport:
     """The committed step; None before the first commit."""
     blocks: tuple[BlockReport, ...]
     state_problem: str | None
-    """What is wrong with the small state, or with a journal's record; None if nothing is, or there is none."""
+    """What is wrong with the small state, or with a journal's record; None if nothing is, or there
+    is none.
+    """
     under_way: UnderWay | None = None
     """A step of a journal that is decided and not sealed."""
 
@@ -99,7 +103,8 @@ def verify(
 ) -> StoreReport:
     """Reads all that is committed in a store and compares it.
 
-    Costs one reading of half of the store, and memory for four reads of 4 MiB. Changes nothing, and needs no right to.
+    Costs one reading of half of the store, and memory for four reads of 4 MiB. Changes nothing, and
+    needs no right to.
 
     Args:
         directory: of the store.
@@ -108,7 +113,8 @@ def verify(
 
     Raises:
         StoreInUseError: a live job owns it.
-        StoreError: there is none, or what holds it together (manifest, lengths of files) is damaged.
+        StoreError: there is none, or what holds it together (manifest, lengths of files) is
+            damaged.
     """
     with DiskStore.open(directory, reads_only=True, operations=operations) as store:
         return check_store(store, on_progress=on_progress)
@@ -155,7 +161,8 @@ def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -
             ticket.join()
             if ticket.failure is not None:
                 damaged += _unreadable(region, start, nbytes, piece_bytes)
-    by_piece = {damage.offset: damage for damage in damaged}  # A piece may be found by both readings.
+    # A piece may be found by both readings.
+    by_piece = {damage.offset: damage for damage in damaged}
     return BlockReport(
         name=region.name,
         nbytes=region.nbytes,
@@ -168,7 +175,10 @@ def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -
 def _reads(
     region: Region, damaged: list[PieceDamage], buffers: Sequence[Memory]
 ) -> Iterator[tuple[int, int, DiskTransfer]]:
-    """Reads of whole pieces (start, bytes, ticket), a few under way at once; buffers are used again in turn."""
+    """Reads of whole pieces (start, bytes, ticket), a few under way at once.
+
+    Buffers are used again in turn.
+    """
     read_bytes = buffers[0].nbytes
     waiting: deque[tuple[int, int, DiskTransfer, Memory]] = deque()
     free = list(buffers)

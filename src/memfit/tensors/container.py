@@ -1,9 +1,11 @@
 """The safetensors container: a header of known size, then raw bytes.
 
-In: names, dtypes and shapes; or the bytes of a header that anybody may have written. Out: where each tensor lies; or an error.
+In: names, dtypes and shapes; or the bytes of a header that anybody may have written. Out: where
+each tensor lies; or an error.
 
-A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, first and last byte counted from
-the header's end; "__metadata__": text by text), and the tensors, row-major, without gaps. Source: the format section of the safetensors README.
+A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape,
+first and last byte counted from the header's end; "__metadata__": text by text), and the tensors,
+row-major, without gaps. Source: the format section of the safetensors README.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def holds(dtype: torch.dtype) -> bool:
 def lay_out(
     tensors: Sequence[TensorSpec], metadata: Mapping[str, str], alignment_bytes: int = DATA_ALIGNMENT_BYTES
 ) -> Header:
-    """Places tensors in a file: wide dtypes first, so that each begins at a multiple of its element's size.
+    """Places tensors in a file: wide dtypes first, so that each begins at a multiple of its
+    element's size.
 
     Args:
         tensors: to be written.
@@ -153,7 +156,8 @@ def read_header(raw: bytes, *, path: Path, file_bytes: int) -> Header:
         file_bytes: length of the file.
 
     Raises:
-        StoreError: not a header, or one that lies: sizes that do not multiply to the bytes, gaps, overlaps, bytes beyond the file.
+        StoreError: not a header, or one that lies: sizes that do not multiply to the bytes, gaps,
+            overlaps, bytes beyond the file.
     """
     try:
         room_bytes = ROOM_BYTES + file_bytes - 2 * len(raw) - _ENTRY_BYTES * raw.count(b"{")
@@ -199,7 +203,8 @@ def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
 
 
 def is_shape(value: Any) -> bool:
-    """A list that can be the shape of a tensor: its product, zeros apart, is one that addresses can hold.
+    """A list that can be the shape of a tensor: its product, zeros apart, is one that addresses can
+    hold.
 
     Bounded before it is multiplied: the product of a long list of long numbers would take hours.
     """

@@ -1,12 +1,14 @@
 """A weight whose bytes are away must be a clear error, not a crash.
 
-In: parameters that leave. Out: the same objects, wearing a class that refuses every operation on values until they come back.
+In: parameters that leave. Out: the same objects, wearing a class that refuses every operation on
+values until they come back.
 
 [Note: why the class is swapped]
-A freed weight that is read crashes the interpreter for `w + 1`, `sum`, `clone`, `copy_` (matrix products merely raise). Torch asks the *class* of
-an argument whether it wants to handle an operation, in C++ and before any kernel runs; ordinary parameters say no. While a weight is away its object
-gets a subclass that says yes and raises. The object, its identity, hooks, grad and place in the optimizer are untouched, autograd's engine never
-asks, and a weight that is there costs nothing.
+A freed weight that is read crashes the interpreter for `w + 1`, `sum`, `clone`, `copy_` (matrix
+products merely raise). Torch asks the *class* of an argument whether it wants to handle an
+operation, in C++ and before any kernel runs; ordinary parameters say no. While a weight is away its
+object gets a subclass that says yes and raises. The object, its identity, hooks, grad and place in
+the optimizer are untouched, autograd's engine never asks, and a weight that is there costs nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def is_away(parameter: torch.nn.Parameter) -> bool:
 
 
 def as_present(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter, or an empty one of the class, dtype and device that it has while its bytes are here: for code that looks at these."""
+    """The parameter, or an empty one of the class, dtype and device that it has while its bytes are
+    here: for code that looks at these.
+    """
     present = getattr(type(parameter), "_memfit_present_class", None)
     if present is None:
         return parameter
@@ -109,9 +113,11 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
 
 
 def _changes_nothing(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tests whether a conversion would give the tensor back as it is, or whether its `data` is set to itself, as `nn.Module.to` does then.
+    """Tests whether a conversion would give the tensor back as it is, or whether its `data` is set
+    to itself, as `nn.Module.to` does then.
 
-    Hosts (trainers, accelerators) move every model that they are given to the device where it is already.
+    Hosts (trainers, accelerators) move every model that they are given to the device where it is
+    already.
     """
     if name == "data":
         return len(args) == 2 and args[1] is args[0]
@@ -121,7 +127,8 @@ def _changes_nothing(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[s
     wanted = kwargs.get("memory_format", torch.contiguous_format if name == "contiguous" else torch.preserve_format)
     if wanted not in (None, torch.preserve_format) and not held.is_contiguous(memory_format=wanted):
         return False
-    # Without elements there are no values to convert: what a conversion does to it depends on dtype and device alone.
+    # Without elements there are no values to convert: what a conversion does to it depends on dtype
+    # and device alone.
     probe = torch.empty((0,) * held.dim(), dtype=held.dtype, device=held.device)
     options = {key: value for key, value in kwargs.items() if key != "memory_format"}
     return func(probe, *args[1:], **options) is probe

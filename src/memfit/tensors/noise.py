@@ -1,12 +1,16 @@
 """Random numbers for stochastic rounding that depend on what is rounded, not on how or when.
 
-In: a seed, a step, a name and a range of elements. Out: 16 random bits an element, the same on every device and for every way to cut the range.
+In: a seed, a step, a name and a range of elements. Out: 16 random bits an element, the same on
+every device and for every way to cut the range.
 
 [Note: counted noise]
-A generator that is drawn from would make results depend on the order and size of pieces, that is on the plan, and would take numbers away from the user's. So
-the bits are a function of (seed, step, name, element): the first three are hashed to a key, the element's number is mixed with it by the finalizer of a
-32-bit integer hash (Wang; constants by Mueller and by Ellis, "lowbias32": bias below 0.2 of the ideal's). Multiplication of int32 wraps around, on CPU and
-CUDA alike. One hash serves two elements. Numbers of elements count modulo 2^33: a parameter of more than that meets the same noise again.
+A generator that is drawn from would make results depend on the order and size of pieces, that is on
+the plan, and would take numbers away from the user's. So the bits are a function of (seed, step,
+name, element): the first three are hashed to a key, the element's number is mixed with it by the
+finalizer of a 32-bit integer hash (Wang; constants by Mueller and by Ellis, "lowbias32": bias below
+0.2 of the ideal's). Multiplication of int32 wraps around, on CPU and CUDA alike. One hash serves
+two elements. Numbers of elements count modulo 2^33: a parameter of more than that meets the same
+noise again.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 @dataclass(kw_only=True)
 class RoundingNoise:
-    """The noise of a run. Nothing but two numbers; a checkpoint that keeps them (`state_dict`) goes on with the same noise.
+    """The noise of a run.
+
+    Nothing but two numbers; a checkpoint that keeps them (`state_dict`) goes on with the same
+    noise.
 
     Attributes:
         seed: of the run.
@@ -40,9 +47,11 @@ class RoundingNoise:
         self.seed, self.step = int(state["seed"]), int(state["step"])
 
     def bits(self, name: str, first: int, count: int, device: torch.device) -> torch.Tensor:
-        """Int32 numbers from 0 to 65535, one for each of the elements [first, first + count) of what `name` names.
+        """Int32 numbers from 0 to 65535, one for each of the elements [first, first + count) of
+        what `name` names.
 
-        Memory: 8 bytes an element for a moment, of which 4 are given back to the caller as the result.
+        Memory: 8 bytes an element for a moment, of which 4 are given back to the caller as the
+        result.
         """
         key = hashlib.blake2b(f"{self.seed}/{self.step}/{name}".encode(), digest_size=8).digest()
         whitening = int.from_bytes(key[4:], "little", signed=True)
@@ -58,10 +67,12 @@ class RoundingNoise:
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Fp32 values as bf16: each goes to one of its two neighbours, to the farther one with a probability that makes the mean right.
+    """Fp32 values as bf16: each goes to one of its two neighbours, to the farther one with a
+    probability that makes the mean right.
 
-    16 random bits are added to the 16 that are cut off: the carry is the rounding, with the probability of their fraction, exactly. Values that bf16 has,
-    infinities and NaN among them, stay what they are.
+    16 random bits are added to the 16 that are cut off: the carry is the rounding, with the
+    probability of their fraction, exactly. Values that bf16 has, infinities and NaN among them,
+    stay what they are.
 
     Memory: 4 bytes an element beside the result.
 

@@ -1,7 +1,8 @@
 """Attributes that a module's class, or other code, has put on it beside torch's own.
 
-In: a module. Out: names and values; parameters, buffers, submodules, hooks and the mode are torch's and are not among them. And objects of the
-program's own classes among the values, which may keep something from one forward to the next.
+In: a module. Out: names and values; parameters, buffers, submodules, hooks and the mode are torch's
+and are not among them. And objects of the program's own classes among the values, which may keep
+something from one forward to the next.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def held_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, object) of the attributes that are objects with attributes of their own: configurations, caches, records. Torch's and the interpreter's are not."""
+    """(name, object) of the attributes that are objects with attributes of their own:
+    configurations, caches, records.
+
+    Torch's and the interpreter's are not.
+    """
     for name, value in own_attributes(module):
         if isinstance(value, nn.Module | torch.Tensor | ModuleType | type) or not hasattr(value, "__dict__"):
             continue

@@ -3,11 +3,12 @@
 In: the user's default generators as they stand at the step's start. Out: one stream a microbatch.
 
 [Note: random numbers of a split batch]
-With one microbatch the user's generators are used as they are. With k > 1, `torch.randint(2**63 - 1, (k,))` is drawn once from the default CPU
-generator at the step's start; microbatch m uses generators seeded with the m-th number; after the step the default generators stand right
-after that one draw (an accelerator's, Python's and NumPy's: where they were). NumPy's takes 32 bits: the number modulo 2**32. `microbatch_streams`
-does the same to a plain accumulation loop. Python's and NumPy's are there because models draw from them, too: the time masks of speech models are
-NumPy's.
+With one microbatch the user's generators are used as they are. With k > 1, `torch.randint(2**63 -
+1, (k,))` is drawn once from the default CPU generator at the step's start; microbatch m uses
+generators seeded with the m-th number; after the step the default generators stand right after that
+one draw (an accelerator's, Python's and NumPy's: where they were). NumPy's takes 32 bits: the
+number modulo 2**32. `microbatch_streams` does the same to a plain accumulation loop. Python's and
+NumPy's are there because models draw from them, too: the time masks of speech models are NumPy's.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from memfit import devices
 
 
 class RandomStream:
-    """The default generators' state of one microbatch; `enter` installs it, `leave` takes it and puts the outside's back.
+    """The default generators' state of one microbatch.
 
-    Memory: states of 5 KiB (torch's CPU generator), 25 KiB (Python's), 3 KiB (NumPy's, if it is there) and 16 bytes (an accelerator's, if it is in use).
+    `enter` installs it, `leave` takes it and puts the outside's back.
+
+    Memory: states of 5 KiB (torch's CPU generator), 25 KiB (Python's), 3 KiB (NumPy's, if it is
+    there) and 16 bytes (an accelerator's, if it is in use).
     """
 
     def __init__(self, seed: int) -> None:
@@ -78,7 +82,10 @@ class RandomStream:
 
 
 def draw_streams(microbatches: int) -> list[RandomStream | None]:
-    """One stream a microbatch, drawn from the default generator; `[None]` for a single one (see [Note: random numbers of a split batch])."""
+    """One stream a microbatch, drawn from the default generator.
+
+    `[None]` for a single one (see [Note: random numbers of a split batch]).
+    """
     if microbatches == 1:
         return [None]
     seeds = torch.randint(2**63 - 1, (microbatches,)).tolist()
@@ -124,5 +131,8 @@ def _device_states() -> list[torch.Tensor]:
 
 
 def _numpy_random() -> Any:
-    """NumPy's module of random numbers, if NumPy is there. It loads that module when it is first asked for, which may be inside a microbatch."""
+    """NumPy's module of random numbers, if NumPy is there.
+
+    It loads that module when it is first asked for, which may be inside a microbatch.
+    """
     return importlib.import_module("numpy.random") if "numpy" in sys.modules else None

@@ -1,4 +1,5 @@
-"""Tensors whose elements share memory, as `expand` makes them: what they hold, and how they get values.
+"""Tensors whose elements share memory, as `expand` makes them: what they hold, and how they get
+values.
 
 In: a buffer, values of its shape. Out: the buffer with these values; torch's `copy_` refuses it.
 """

@@ -13,7 +13,10 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a nested value, depth first; an object that is none of the known containers is not looked into."""
+    """Tensors of a nested value, depth first.
+
+    An object that is none of the known containers is not looked into.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -30,8 +33,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
     """A storage of uninitialised bytes, whose pages are not touched.
 
-    Through a tensor: `torch.UntypedStorage(n)` bypasses the allocator that is installed under torch. Modes of the user's (that count, log or fake
-    operations) do not see it.
+    Through a tensor: `torch.UntypedStorage(n)` bypasses the allocator that is installed under
+    torch. Modes of the user's (that count, log or fake operations) do not see it.
     """
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -49,7 +52,9 @@ def typed_view(
     shape: tuple[int, ...],
     stride: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """A tensor of `shape` over a part of a storage; the offset must be a multiple of the dtype's size.
+    """A tensor of `shape` over a part of a storage.
+
+    The offset must be a multiple of the dtype's size.
 
     `set_` would enlarge a storage that is too small: the caller sees to it that it is not.
     """

@@ -1,12 +1,17 @@
-"""Parameters that somebody gave other memory, another shape or other attributes while they were here.
+"""Parameters that somebody gave other memory, another shape or other attributes while they were
+here.
 
-In: a parameter and its place in a block. Out: what was changed, in words, and the parameter as it was.
+In: a parameter and its place in a block. Out: what was changed, in words, and the parameter as it
+was.
 
 [Note: what a visit may not change]
-A parameter is a view of its block's flat buffer: updates, homes and the next visit know that buffer and nothing else. Code that sets `parameter.data` (a clamp,
-a repacked layout, a conversion) trains and reads other memory, which ends with the visit: its change would be lost without a word. And what hangs on a
-parameter of a class of its own tells how its bytes are read (bitsandbytes' `quant_state`), so that one must not change without the other. Both are looked for
-where a visit ends, and at the end of a pass for what stays on the device. Ordinary parameters may carry what they like: nobody reads their bytes by it.
+A parameter is a view of its block's flat buffer: updates, homes and the next visit know that buffer
+and nothing else. Code that sets `parameter.data` (a clamp, a repacked layout, a conversion) trains
+and reads other memory, which ends with the visit: its change would be lost without a word. And what
+hangs on a parameter of a class of its own tells how its bytes are read (bitsandbytes'
+`quant_state`), so that one must not change without the other. Both are looked for where a visit
+ends, and at the end of a pass for what stays on the device. Ordinary parameters may carry what they
+like: nobody reads their bytes by it.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ Kept = list[tuple[Any, dict[str, Any], dict[str, int]]]
 
 
 def keep_attributes(parameter: nn.Parameter) -> Kept:
-    """What hangs on a parameter whose class is not torch's own: objects, their attributes, and the versions of tensors among them."""
+    """What hangs on a parameter whose class is not torch's own: objects, their attributes, and the
+    versions of tensors among them.
+    """
     kind = getattr(type(parameter), "_memfit_present_class", type(parameter))
     kept: Kept = []
     if kind is not nn.Parameter:
