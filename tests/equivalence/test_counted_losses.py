@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 
 ROWS, WIDTH, CLASSES, STEPS = 6, 8, 4, 3
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, Any]]
 
 
 class Net(nn.Module):
@@ -164,3 +166,40 @@ def test_a_journal_goes_on_with_the_same_mean(tmp_path: Path) -> None:
     plain, _ = train_plainly(None)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def mean_and_right_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    logits = model(batch["x"])
+    return nn.functional.cross_entropy(logits, batch["y"]), int((logits.argmax(-1) == batch["y"]).sum()) + 2
+
+
+def mean_and_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return -nn.functional.cross_entropy(model(batch["x"]), batch["y"]), len(batch["x"])
+
+
+@pytest.mark.parametrize("loss", [mean_and_right_answers, mean_and_rows])
+@pytest.mark.parametrize("plan", [None, Plan(), Plan(microbatches=2)])
+def test_a_mean_with_something_beside_it_is_no_sum_and_count(loss: Loss, plan: Plan | None) -> None:
+    model = build()
+    with pytest.raises(UsageError, match=r"means \(sum, count\), but its first is no sum: .*return the loss alone"):
+        memfit.fit(model, sgd(model), loss, batch(0), plan=plan)
+    assert all(parameter.untyped_storage().nbytes() > 0 for parameter in model.parameters())
+
+
+class Normed(Net):
+    """Its loss is no sum over rows: batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(WIDTH))
+
+
+@pytest.mark.parametrize("kind", [Net, Normed])
+@pytest.mark.parametrize("rows", [1, 2, 3, ROWS])
+def test_sums_are_taken_for_sums(kind: type[Net], rows: int) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    given = {name: tensor[:rows] for name, tensor in batch(2).items()}
+    if kind is Normed and rows == 1:
+        return  # one row has no statistics
+    memfit.fit(model, sgd(model), loss_of, given).close()

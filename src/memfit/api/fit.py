@@ -312,7 +312,7 @@ def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Jo
         task = task.cut_by(ways[0])
         found = task.problem.profile(task.sample, (1,), chunk_tokens=None)
         plan = Plan(update=update_time(found, clips_norm=False))
-        return task.job(plan, "no limit was given: everything stays on the device.", found, budget, why="")
+        return task.checked_job(plan, "no limit was given: everything stays on the device.", found, budget, why="")
     probed = task.hardware()
     why, whole = "", None
     for way in ways[:-1]:

@@ -327,16 +327,18 @@ class Task:
         )
 
     def checked_job(self, plan: Plan, reason: str, found: Profile, budget: Budget, *, why: str) -> Job:
-        """The same, and the loss is shown to add up over the plan's microbatches; else everything is given back."""
+        """The same, and the loss is shown to be what it says, and to add up over the plan's microbatches; else everything is given back."""
         job = self.job(plan, reason, found, budget, why=why)
-        if plan.microbatches > 1 and NONADDITIVE not in self.allow:
-            try:
+        try:
+            if found.counts_losses:
+                job.check_counted(self.sample)
+            if plan.microbatches > 1 and NONADDITIVE not in self.allow:
                 if found.source == "fake":
                     self.problem.check_rows(self.sample)
                 job.check_split(self.sample)
-            except BaseException:
-                job.undo()
-                raise
+        except BaseException:
+            job.undo()
+            raise
         return job
 
 

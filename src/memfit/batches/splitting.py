@@ -181,6 +181,34 @@ def compare_split(
         )
 
 
+def check_sum(one: Any, found: Sequence[Any], trial: Trial) -> None:
+    """Refuses a pair (mean, something) that was taken for (sum, count).
+
+    The mean of a whole lies between those of its parts; a sum of numbers of one sign is larger than each.
+
+    Args:
+        one: what the loss gave for the whole.
+        found: for the parts.
+        trial: what they are losses of.
+
+    Raises:
+        UsageError: the first of the pair is a mean.
+    """
+    if not isinstance(one, tuple):
+        return
+    (whole, count), sums = _value(one), [_value(pair)[0] for pair in found]
+    if whole < 0.0:
+        whole, sums = -whole, [-value for value in sums]
+    slack = _ROUNDED_TOLERANCE * whole
+    if count == 1.0 or not min(sums) > slack or not min(sums) - slack <= whole <= max(sums) + slack:
+        return
+    raise UsageError(
+        f"the loss returned a pair, which means (sum, count), but its first is no sum: {whole:.6g} for {trial.in_words} where the parts have "
+        f"{' and '.join(f'{value:.6g}' for value in sums)}. It would be divided by its second, {count:.6g}: return the loss alone, and keep what else the loop "
+        "wants of a forward (a count of right answers) in a list of the loop's"
+    )
+
+
 def rows_differ(trial: Trial) -> bool:
     """The parts' tensors tell their rows apart, those of numbers each: of equal rows a sum shows
     neither that they are mixed nor that what is cut is no row.

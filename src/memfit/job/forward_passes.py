@@ -18,7 +18,7 @@ import torch
 from memfit.activations import Buffers
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.batches.alike import RowsAlike
-from memfit.batches.splitting import compare_split, evaluating, rows_differ, trial_of, without_dropout
+from memfit.batches.splitting import Trial, check_sum, compare_split, evaluating, rows_differ, trial_of, without_dropout
 from memfit.checkpoints.run_state import give_random, is_random_state, take_random
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.planning_state import trial
@@ -97,13 +97,8 @@ def check_split(assembly: Assembly, sample: Any) -> None:
     trial = trial_of(sample, assembly.parts.cut)
     if trial is None:
         return
-    model = assembly.parts.model
     try:
-        with without_dropout(model):
-            found = _losses(assembly, trial.whole, trial.parts, may_draw=False)
-        if found is None:
-            with evaluating(model):
-                found = _losses(assembly, trial.whole, trial.parts, may_draw=True)
+        found = _tried(assembly, trial)
     except (MemfitError, torch.OutOfMemoryError):
         raise
     except _FAILURES as error:
@@ -112,9 +107,8 @@ def check_split(assembly: Assembly, sample: Any) -> None:
             f"the model does not run on parts of the batch ({told:.200}): what counts its rows was not found. Give fit(split=...), which cuts it, or a plan with "
             "microbatches=1"
         ) from error
-    assert found is not None
     compare_split(
-        found[0][0],
+        found[0],
         found[1],
         trial,
         assembly.parts.weight,
@@ -124,6 +118,39 @@ def check_split(assembly: Assembly, sample: Any) -> None:
         ),
     )
     assembly.parts = replace(assembly.parts, adds_up=True, is_unproven=not rows_differ(trial))
+
+
+@trial()
+def check_counted(assembly: Assembly, sample: Any) -> None:
+    """Refuses a pair of which the first is a mean: (sum, count) is divided by its count. Three rows forward, whole and in two parts, as `check_split`.
+
+    Where the batch cannot be cut, or the model does not run on parts of it, nothing shows.
+
+    Raises:
+        UsageError: it lies between those of its parts, where a sum would be larger.
+    """
+    trial = trial_of(sample, assembly.parts.cut)
+    if trial is None:
+        return
+    try:
+        whole, parts = _tried(assembly, trial)
+    except _FAILURES as error:
+        if isinstance(error, MemfitError | torch.OutOfMemoryError):
+            raise
+        return
+    check_sum(whole, parts, trial)
+
+
+def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:
+    """What the loss gives for the whole and for its parts: as the model trains but without dropout, or in evaluation mode where it draws random numbers even so."""
+    model = assembly.parts.model
+    with without_dropout(model):
+        found = _losses(assembly, trial.whole, trial.parts, may_draw=False)
+    if found is None:
+        with evaluating(model):
+            found = _losses(assembly, trial.whole, trial.parts, may_draw=True)
+    assert found is not None
+    return found[0][0], found[1]
 
 
 def check_first(assembly: Assembly, batch: Any) -> None:
