@@ -301,7 +301,9 @@ RUNNING: dict[str, tuple[Callable[[Path], Training], str, str]] = {
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("leak", RUNNING)
+@pytest.mark.parametrize(
+    "leak", [pytest.param(leak, marks=[pytest.mark.slow] if place % 2 else []) for place, leak in enumerate(RUNNING)]
+)
 def test_a_running_job_warns_of_a_leak_once_at_its_line(leak: str, tmp_path: Path) -> None:
     make, words, line = RUNNING[leak]
     training = make(tmp_path)

@@ -188,7 +188,7 @@ LONG = pytest.param(LONG_STEPS, marks=[pytest.mark.slow, pytest.mark.timeout(180
 
 
 @pytest.mark.parametrize("steps", [12, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("masters", ["whole", "split"])
+@pytest.mark.parametrize("masters", [pytest.param("whole", marks=pytest.mark.slow), "split"])
 def test_training_in_bf16_of_a_model_born_empty_is_flat(masters: str, steps: int, tmp_path: Path) -> None:
     assert_flat("disk-recompute-4", steps, tmp_path, masters=masters)
 

@@ -376,7 +376,12 @@ def test_no_action_holds_more_than_predicted_and_the_peak_is_near(name: str, var
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("gpt2", "disk"), ("vit", "disk-recompute-4"), ("gpt2", "bf16-disk"), ("vit", "microbatch-major-4")],
+    [
+        pytest.param("gpt2", "disk", marks=pytest.mark.slow),
+        ("vit", "disk-recompute-4"),
+        ("gpt2", "bf16-disk"),
+        pytest.param("vit", "microbatch-major-4", marks=pytest.mark.slow),
+    ],
 )
 def test_no_action_holds_more_than_predicted_where_the_disk_is_slow(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
