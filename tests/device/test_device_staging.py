@@ -17,8 +17,10 @@ from memfit.core.layout import PINNED_STAGING_BYTES, STAGING_PIECE_BYTES
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.homes import DiskHome, Staging
+from memfit.homes.factories import FileFactory
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import STAGING_BYTES
 from memfit.store import DiskStore, Region, RegionSpec
 from memfit.tensors.trees import bytes_view, new_storage
 
@@ -164,9 +166,12 @@ def test_a_job_stages_through_pinned_pieces_that_are_bounded_and_foreseen(device
     plan = Plan(blocks={block.name: on_disk for block in profile.blocks})
     with memfit.fit(model, optimizer, loss, batch, plan=plan, directory=tmp_path / "homes") as job:
         job.step(batch)
-        staging = job._assembly.house._staging
-        assert staging is not None
-        assert staging.held_bytes == PINNED_STAGING_BYTES
-        assert predict(lower(job.schedule, plan, job.profile, device="cuda")).peak_in(Tier.HOST) == PINNED_STAGING_BYTES
+        files = job._assembly.house._factories[Tier.DISK]
+        assert isinstance(files, FileFactory) and files.staging is not None
+        assert files.staging.held_bytes == PINNED_STAGING_BYTES
+        assert (
+            predict(lower(job.schedule, plan, job.profile, device="cuda")).peak_in(Tier.HOST)
+            == PINNED_STAGING_BYTES + STAGING_BYTES
+        )
     with pytest.raises(memfit.DoesNotFitError, match="host"):
         memfit.fit(model, optimizer, loss, batch, plan=plan, host_limit="8MiB", directory=tmp_path / "homes")

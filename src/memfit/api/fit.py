@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.deferred.aside import WeightsAside
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
+from memfit.homes.factories import FurtherTier
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_limit
@@ -82,6 +84,7 @@ def fit(
     keep_gradients: bool = False,
     emulate_device: bool = False,
     hardware: Hardware | str | Path | None = None,
+    tiers: Mapping[str, FurtherTier] = MappingProxyType({}),
 ) -> Job:
     """Plans, prepares and gives a job whose `step(batch)` is forward, backward and update inside the limit.
 
@@ -149,6 +152,7 @@ def fit(
         emulate_device: on a machine without a GPU, count a device of its own inside the process, with host memory beside it: for trying plans of
             three tiers.
         hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json` writes one); by default it is probed (about a second).
+        tiers: further places where bytes may rest, by the name that plans have for them: memory of another machine, say. See `memfit.homes.factories.FurtherTier`.
 
     Returns:
         The job.
@@ -164,14 +168,15 @@ def fit(
     saved = None if store is not None else _save_in(resume)
     if saved is not None:
         weights, resume = saved, None
-    limits = Limits.read(limit, host_limit, disk_limit)
+    further = {Tier(name): each for name, each in tiers.items()}
+    limits = Limits.read(limit, host_limit, disk_limit, {tier: each.spec.nbytes for tier, each in further.items()})
     stated = read_hardware(hardware)
     _check_enforce(enforce, limit)
     uses_kernel = enforce == "kernel"
     device = device_of(model)
     if enforce and stated is None:
         check_limit(limits, device, is_emulated=emulate_device)
-    machine = Machine(device, limits, is_emulated=emulate_device, uses_kernel=uses_kernel)
+    machine = Machine(device, limits, is_emulated=emulate_device, uses_kernel=uses_kernel, further=further)
     if uses_kernel and not machine.counts_process:
         raise UsageError(
             'enforce="kernel" limits the memory of a process: it cannot limit that of a device (host_limit and the allocators do)'
@@ -217,7 +222,7 @@ def fit(
             keeps_gradients=keep_gradients,
             enforces=bool(enforce),
             replans=on_breach == "replan",
-            hardware=cache(lambda: _beside_claim(stated or probed(), run)),
+            hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
         )
         job = _plan_job(task, given, budget)
         try:

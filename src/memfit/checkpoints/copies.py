@@ -5,7 +5,7 @@ In: homes in memory and the model's buffers. Out: the same bytes in the spare sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from memfit.checkpoints.run_store import RunStore
 from memfit.checkpoints.schemes import CommitScheme
 from memfit.core.errors import UsageError
 from memfit.engine.housing import House
-from memfit.homes import ByteHome, DiskHome, MemoryHome
+from memfit.homes import ByteHome
 from memfit.homes.regions import updated_regions
 from memfit.homes.weights import BlockWeights
 from memfit.store import TensorPlace, dtype_name
@@ -47,14 +47,14 @@ class StoreCopies:
         self._device = next(slot.parameter.device for block in house.blocks for slot in block.slots)
         self._changed: set[str] = set()
 
-    def _homes(self) -> dict[str, tuple[int, MemoryHome]]:
-        """By region that commits copy, the block and its home in memory."""
+    def _homes(self) -> dict[str, tuple[int, ByteHome]]:
+        """By region that commits copy, the block and its home, which is not the store's own."""
         return {
             region: (block.index, home)
             for block in self._house.blocks
             for region in self._scheme.copied_regions(block)
             if (home := self._house.placed.get(region, (0, None))[1]) is not None
-            if isinstance(home, MemoryHome) and self._run.has(region)
+            if not home.is_stored and self._run.has(region)
         }
 
     @property
@@ -101,11 +101,17 @@ class StoreCopies:
         self._changed.clear()
 
     def load(self, region: str, home: ByteHome) -> None:
-        """Fills a home in memory with the committed bytes; homes on disk have them. Raises `StoreError`."""
-        if isinstance(home, MemoryHome):
-            disk = self._run.home(region)
-            for start, count in _pieces(home.nbytes, home.bytes):
-                disk.read(start, count, home.bytes, start).wait()
+        """Fills a home with the committed bytes; the store's own homes have them. Raises `StoreError`."""
+        if home.is_stored:
+            return
+        disk, whole = self._run.home(region), home.bytes
+        for start, count in _pieces(home.nbytes, whole):
+            if whole is not None:
+                disk.read(start, count, whole, start).wait()
+                continue
+            staged = new_storage(count)
+            disk.read(start, count, staged).wait()
+            home.write(start, count, staged).wait()
 
     def load_buffers(self) -> None:
         """Gives the model's buffers their committed values, in place. Raises `StoreError`."""
@@ -120,15 +126,31 @@ class StoreCopies:
                     f"{place.name!r} is a buffer {error} of the run in {self._run.directory}: build the model as it was"
                 ) from error
 
-    def _keep(self, region: str, home: MemoryHome) -> bool:
-        return self._write(region, home.bytes, home.nbytes)
+    def _keep(self, region: str, home: ByteHome) -> bool:
+        if home.bytes is not None:
+            return self._write(region, home.bytes, home.nbytes)
+
+        def fetch(start: int, count: int) -> tuple[torch.UntypedStorage, int]:
+            staged = new_storage(count)
+            home.read(start, count, staged).wait()
+            return staged, 0
+
+        return self._write_pieces(region, _pieces(home.nbytes, None), fetch)
 
     def _write(self, region: str, source: torch.UntypedStorage, nbytes: int) -> bool:
+        return self._write_pieces(region, _pieces(nbytes, source), lambda start, _: (source, start))
+
+    def _write_pieces(
+        self,
+        region: str,
+        pieces: Iterable[tuple[int, int]],
+        fetch: Callable[[int, int], tuple[torch.UntypedStorage, int]],
+    ) -> bool:
         """Writes bytes to where the next commit finds them. Returns True if it must flip the region."""
         is_first = self._run.committed.region(region).step is None
         disk = self._run.home(region)
-        for start, count in _pieces(nbytes, source):
-            disk.write(start, count, source, start).wait()
+        for start, count in pieces:
+            disk.write(start, count, *fetch(start, count)).wait()
         return not is_first
 
     # --- blocks one by one, for the journal of steps
@@ -146,9 +168,9 @@ class StoreCopies:
         self._settle()
         for region in self.updated_regions(block):
             home = self._house.placed[region][1]
-            if isinstance(home, DiskHome):
+            if home.is_stored:
                 home.complete()
-            elif isinstance(home, MemoryHome):
+            else:
                 self._keep(region, home)
 
     def begin_versions(self, blocks: Iterable[BlockWeights]) -> None:
@@ -169,9 +191,9 @@ class StoreCopies:
             devices.of(self._device).synchronize(self._device)
 
 
-def _pieces(nbytes: int, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
-    """Cuts bytes of a device into pieces, each of which is staged on the host: yields (start, count)."""
-    step = max(1, nbytes if storage.device.type == "cpu" else _COPY_BYTES)
+def _pieces(nbytes: int, storage: torch.UntypedStorage | None) -> Iterator[tuple[int, int]]:
+    """Cuts bytes that are not in the processor's memory into pieces, each of which is staged there: yields (start, count)."""
+    step = max(1, nbytes if storage is not None and storage.device.type == "cpu" else _COPY_BYTES)
     for start in range(0, nbytes, step):
         yield start, min(step, nbytes - start)
 

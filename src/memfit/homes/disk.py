@@ -49,6 +49,11 @@ class DiskHome(ByteHome):
         self._lock = threading.Lock()
 
     @property
+    def is_stored(self) -> bool:
+        """See `ByteHome`."""
+        return True
+
+    @property
     def has_versions(self) -> bool:
         """Versions become current by a commit, whole."""
         return self._region.slots == 2

@@ -78,6 +78,10 @@ class ByteHome(Protocol):
         nbytes: how many.
         memory: the storage itself where compute can use it in place (device memory; host memory of a CPU), else None.
         has_spare_slot: writes leave alone what reads see.
+        has_versions: what is written becomes current when it is published, whole.
+        is_dirty: a new version has been begun since `begin_version`.
+        is_stored: its bytes lie in a store's own regions. Of other homes a commit copies the bytes.
+        bytes: the storage that holds all of it, where this process has one; copies of a stream may be under way in it. None: only `read` reaches them.
     """
 
     tier: Tier
@@ -100,6 +104,32 @@ class ByteHome(Protocol):
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of a storage into the home; the storage must live and stay unchanged until the ticket is done."""
         ...
+
+    @property
+    def has_versions(self) -> bool:
+        """See above."""
+        return False
+
+    @property
+    def is_dirty(self) -> bool:
+        """See above."""
+        return False
+
+    @property
+    def is_stored(self) -> bool:
+        """See above."""
+        return False
+
+    @property
+    def bytes(self) -> torch.UntypedStorage | None:
+        """See above."""
+        return None
+
+    def begin_version(self) -> None:
+        """What is written from now on is a new version."""
+
+    def complete(self) -> None:
+        """Makes the new version whole, with what was not written of it."""
 
     def visit(self, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to bring the whole to where compute runs, into a storage that lives until the transfer was waited for."""

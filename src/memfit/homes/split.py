@@ -155,6 +155,11 @@ class SplitMasters(ByteHome):
         """See `ByteHome`."""
         return self.rest.has_spare_slot
 
+    @property
+    def has_versions(self) -> bool:
+        """See `ByteHome`."""
+        return self.rest.has_versions
+
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
         tickets: list[TransferHandle] = []

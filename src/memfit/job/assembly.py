@@ -29,9 +29,9 @@ from memfit.engine.inputs import cast_dtype, casting_inputs
 from memfit.engine.loss_scaling import LossScaler, in_half
 from memfit.engine.policies import CallFrames
 from memfit.files.matching import Matched
-from memfit.homes import ByteHome, DiskHome
+from memfit.homes import ByteHome
+from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names
-from memfit.homes.split import SplitMasters
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
@@ -125,12 +125,15 @@ class Assembly:
             parts.plan,
             self.blocks,
             self.states,
-            device=parts.machine.device,
-            directory=parts.directory,
+            own_factories(
+                parts.machine.device,
+                parts.directory,
+                host_ledger=parts.machine.host_ledger,
+                kept=parts.run,
+                further=parts.machine.further,
+            ),
             keeps_gradients=parts.keeps_gradients,
             keeps_norms=parts.max_grad_norm is not None,
-            host_ledger=parts.machine.host_ledger,
-            kept=parts.run,
         )
         self.checkpointer = Checkpointer()
         self.journal: StepJournal | None = None
@@ -568,8 +571,7 @@ def _has_spare_slot(home: ByteHome | None) -> bool:
 
 def _is_overwritten(home: ByteHome | None) -> bool:
     """What is written there changes what reads see."""
-    rests = home.rest if isinstance(home, SplitMasters) else home
-    return isinstance(rests, DiskHome) and rests.has_versions and not rests.has_spare_slot
+    return home is not None and home.has_versions and not home.has_spare_slot
 
 
 def _modes(model: nn.Module) -> tuple[bool, ...]:

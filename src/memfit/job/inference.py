@@ -28,6 +28,7 @@ from memfit.engine.housing import House
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.sites import Site
 from memfit.engine.streaming import WeightStream
+from memfit.homes.factories import own_factories
 from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.weights import BlockWeights
 from memfit.huggingface.caches import OffloadedCaches
@@ -182,7 +183,7 @@ def infer(
         stack.callback(Session(model).end)
         with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as loading:
             house = House(
-                plan, parts, {}, device=machine.device, directory=directory, keeps_gradients=False, keeps_norms=False
+                plan, parts, {}, own_factories(machine.device, directory), keeps_gradients=False, keeps_norms=False
             )
             stack.callback(house.close)
             if was_whole:

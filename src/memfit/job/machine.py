@@ -10,10 +10,12 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -32,6 +34,7 @@ from memfit.core.limits import (
 )
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
+from memfit.homes.factories import FurtherTier
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job.room import Room
 from memfit.store import probe_disk
@@ -85,7 +88,16 @@ class Machine:
     Memory: none.
     """
 
-    def __init__(self, device: torch.device, limits: Limits, *, is_emulated: bool, uses_kernel: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        limits: Limits,
+        *,
+        is_emulated: bool,
+        uses_kernel: bool = False,
+        further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
+    ) -> None:
+        self.further = further
         self.device = device
         self.limits = limits
         self.is_emulated = is_emulated
@@ -300,7 +312,13 @@ class Machine:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Where bytes may rest, the device first."""
-        return (Tier.DEVICE, Tier.HOST, Tier.DISK) if self.has_host else (Tier.DEVICE, Tier.DISK)
+        own = (Tier.DEVICE, Tier.HOST, Tier.DISK) if self.has_host else (Tier.DEVICE, Tier.DISK)
+        return tuple(dict.fromkeys([*own, *self.further]))
+
+    def with_further(self, hardware: Hardware) -> Hardware:
+        """A machine with the tiers that this one was handed besides."""
+        further = {tier: each.spec for tier, each in self.further.items()}
+        return replace(hardware, tiers={**hardware.tiers, **further}) if further else hardware
 
     def probe(
         self, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False

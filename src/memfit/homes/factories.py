@@ -1,0 +1,310 @@
+"""Makers of homes, one a tier, in a table that a job is handed.
+
+In: requests, each a region of bytes that a plan lets rest in a tier. Out: homes, and pools of homes for what is offloaded within a step.
+
+[Note: a tier is an entry]
+Who places weights, states and gradients (`engine.housing`) looks a tier up in a table of `HomeFactory`s and knows nothing else about it. Memory and disk are two
+entries (`own_factories`); memory of another machine, or homes that several processes share, are further ones, which a job is handed as `FurtherTier`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memfit import devices
+from memfit.core.errors import StoreError
+from memfit.core.hardware import TierSpec
+from memfit.core.tiers import Tier
+from memfit.core.units import MIB
+from memfit.homes.disk import DiskHome
+from memfit.homes.home import ByteHome, Tickets
+from memfit.homes.memory import MemoryHome
+from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
+from memfit.homes.regions import RegionStore, WorkingStore
+from memfit.homes.staging import Staging
+from memfit.store import DiskIO, RegionSpec, ScratchFile
+from memfit.store.temporary import TemporaryDirectory
+
+_BLANK_BYTES = 4 * MIB
+BytesByTag = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeRequest:
+    """A home that a plan asks for.
+
+    Attributes:
+        region: its name, one a job (`homes.regions`).
+        nbytes: its size.
+        tier: where.
+        tag: "weight", "master", "state" or "gradient".
+        ends: offsets at which tensors end that nothing else shares a page with; see `DiskHome`.
+        is_versioned: a step that fails must leave its bytes as they were, as far as the tier can (two slots on disk).
+    """
+
+    region: str
+    nbytes: int
+    tier: Tier
+    tag: str
+    ends: tuple[int, ...] = ()
+    is_versioned: bool = False
+
+
+class HomeFactory:
+    """Makes the homes of one tier, for one job. A subclass says how; see [Note: a tier is an entry]."""
+
+    def prepare(self, requests: Sequence[HomeRequest], *, offloads: bool) -> None:
+        """Is told of all homes that will be asked for, before the first.
+
+        Args:
+            requests: in this tier.
+            offloads: saved tensors are offloaded to it, so that `pool` is asked for.
+        """
+
+    def home(self, request: HomeRequest) -> ByteHome:
+        """Makes one of the homes that were announced; what it holds is not read before it was written whole."""
+        raise NotImplementedError
+
+    def pool(self) -> HomePool:
+        """Returns the pool that makes homes of offloaded tensors."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """What homes hold now is the first version."""
+
+    def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
+        """Makes new versions of regions current, all at once; see `RegionStore.publish`."""
+
+    def published_since(self, step: int) -> int | None:
+        """See `RegionStore.published_since`."""
+        return None
+
+    @property
+    def bytes_moved(self) -> tuple[BytesByTag, BytesByTag]:
+        """(read, written) bytes since the beginning, by purpose, where the tier counts them."""
+        return {}, {}
+
+    def close(self) -> None:
+        """Ends all transfers and gives everything up. May be repeated."""
+
+
+FactoryMaker = Callable[[torch.device], HomeFactory]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherTier:
+    """A tier that memfit does not have by itself, as a job is handed it.
+
+    Attributes:
+        spec: its capacity, and the link between the device and it.
+        make: makes the factory of its homes for a device; once for each plan that a job carries out.
+    """
+
+    spec: TierSpec
+    make: FactoryMaker
+
+
+class MemoryFactory(HomeFactory):
+    """Homes in memory of the device, or of the host beside it.
+
+    Args:
+        tier: DEVICE or HOST.
+        device: where compute runs.
+        stream: the copy stream, for host memory beside an accelerator.
+        ledger: a context in which homes are allocated.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        device: torch.device,
+        *,
+        stream: torch.Stream | None = None,
+        ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._tier = tier
+        self._device = device
+        self._stream = stream
+        self._ledger = ledger
+        self._homes: list[MemoryHome] = []
+        self._pool = None if tier.traits.is_device else HostPool(device, stream=stream, ledger=ledger)
+
+    def home(self, request: HomeRequest) -> ByteHome:
+        """See `HomeFactory`."""
+        with self._ledger():
+            self._homes.append(MemoryHome(request.nbytes, tier=self._tier, device=self._device, stream=self._stream))
+        return self._homes[-1]
+
+    def pool(self) -> HomePool:
+        """See `HomeFactory`."""
+        assert self._pool is not None, "nothing is offloaded to the device"
+        return self._pool
+
+    def close(self) -> None:
+        """See `HomeFactory`."""
+        with ExitStack() as stack:
+            if self._pool is not None:
+                stack.callback(self._pool.close)
+            while self._homes:
+                stack.callback(self._homes.pop().close)
+
+
+class FileFactory(HomeFactory):
+    """Homes in regions of a store on disk, and a scratch file for what is offloaded.
+
+    Regions that the given store has are taken from it; everything else has a working store of the job's own, which is deleted at the end.
+
+    Memory: the disk's staging (1 MiB a worker), and beside an accelerator that of `Staging`.
+
+    Args:
+        directory: for the working store; None makes a temporary one.
+        device: where compute runs.
+        stream: the copy stream of an accelerator.
+        ledger: a context in which staging is allocated.
+        kept: a store that outlives the job.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None,
+        device: torch.device,
+        *,
+        stream: torch.Stream | None = None,
+        ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kept: RegionStore | None = None,
+    ) -> None:
+        self._directory = directory
+        self._kept = kept
+        self._temporary: TemporaryDirectory | None = None
+        self._io: DiskIO | None = None if kept is None else kept.io
+        self._working: WorkingStore | None = None
+        self._scratch: ScratchFile | None = None
+        self.staging = None if stream is None else Staging(device, stream=stream, ledger=ledger)
+
+    def prepare(self, requests: Sequence[HomeRequest], *, offloads: bool) -> None:
+        """See `HomeFactory`.
+
+        Raises:
+            StoreError: no room for the files, or no such directory.
+        """
+        regions = {
+            r.region: RegionSpec(nbytes=r.nbytes, slots=2 if r.is_versioned else 1, tag=r.tag)
+            for r in requests
+            if self._kept is None or not self._kept.has(r.region)
+        }
+        if not regions and not offloads:
+            return
+        if self._directory is None:
+            self._temporary = TemporaryDirectory(None if self._kept is None else self._kept.directory)
+            where = self._temporary.path / "homes"
+        else:
+            where = Path(self._directory)
+            if not where.parent.is_dir():
+                raise StoreError(
+                    f"the directory {str(where)!r} cannot be made: its parent {str(where.parent)!r} does not exist; make it, or name another"
+                )
+        self._io = self._io or DiskIO()
+        self._working = WorkingStore(where, regions, self._io)
+        if offloads:
+            self._scratch = ScratchFile(where, io=self._io)
+
+    def home(self, request: HomeRequest) -> ByteHome:
+        """See `HomeFactory`."""
+        is_kept = self._kept is not None and self._kept.has(request.region)
+        regions = self._kept if is_kept else self._working
+        assert regions is not None
+        home = regions.home(request.region, request.ends, self.staging)
+        # A region of the given store holds zeros until it is filled, and is whole from its first commit on.
+        if not is_kept and home.has_spare_slot:
+            _blank(home)
+        return home
+
+    def pool(self) -> HomePool:
+        """See `HomeFactory`."""
+        assert self._scratch is not None, "nothing is offloaded to files"
+        return ScratchPool(self._scratch, self.staging)
+
+    def begin(self) -> None:
+        """See `HomeFactory`."""
+        if self._working is not None:
+            self._working.publish(0, (), is_new=True)
+
+    @property
+    def _versions(self) -> RegionStore | None:
+        """The store whose regions have versions: the one that is given, or the job's own."""
+        return self._working if self._kept is None else self._kept
+
+    def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
+        """See `HomeFactory`."""
+        if self._versions is not None:
+            self._versions.publish(step, changed, is_new=is_new)
+
+    def published_since(self, step: int) -> int | None:
+        """See `HomeFactory`."""
+        return None if self._versions is None else self._versions.published_since(step)
+
+    @property
+    def bytes_moved(self) -> tuple[BytesByTag, BytesByTag]:
+        """See `HomeFactory`."""
+        by_tag = {} if self._io is None else self._io.statistics().by_tag
+        return (
+            {tag: traffic.read_bytes for tag, traffic in by_tag.items()},
+            {tag: traffic.written_bytes for tag, traffic in by_tag.items()},
+        )
+
+    def close(self) -> None:
+        """See `HomeFactory`.
+
+        Raises:
+            StoreError: files could not be removed. Everything else is freed even so.
+        """
+        with ExitStack() as stack:
+            # Backwards: transfers end, then files go.
+            if self._temporary is not None:
+                stack.callback(self._temporary.remove)
+            if self._io is not None and self._kept is None:
+                stack.callback(self._io.close)
+            if self._working is not None:
+                stack.callback(self._working.close)
+            if self._scratch is not None:
+                stack.callback(self._scratch.close)
+            if self.staging is not None:
+                stack.callback(self.staging.close)
+
+
+def own_factories(
+    device: torch.device,
+    directory: str | Path | None,
+    *,
+    host_ledger: Callable[[], AbstractContextManager[None]] = nullcontext,
+    kept: RegionStore | None = None,
+    further: Mapping[Tier, FurtherTier] | None = None,
+) -> dict[Tier, HomeFactory]:
+    """The table of a job: memory of the device and the host, files, and what it was handed besides.
+
+    Args:
+        device: where compute runs.
+        directory: for what rests on disk; None makes a temporary one that is deleted at the end.
+        host_ledger: a context in which host homes are allocated (counts them apart on an emulated device).
+        kept: a store that outlives the job, whose regions are taken where it has them.
+        further: tiers beside memfit's own, or in place of them.
+    """
+    stream = devices.of(device).new_stream(device) if devices.is_accelerator(device) else None
+    own: dict[Tier, HomeFactory] = {
+        Tier.DEVICE: MemoryFactory(Tier.DEVICE, device),
+        Tier.HOST: MemoryFactory(Tier.HOST, device, stream=stream, ledger=host_ledger),
+        Tier.DISK: FileFactory(directory, device, stream=stream, ledger=host_ledger, kept=kept),
+    }
+    return own | {tier: each.make(device) for tier, each in (further or {}).items()}
+
+
+def _blank(home: DiskHome) -> None:
+    """Writes zeros, so that a first version is whole. Costs one buffer of 4 MiB and writing the home once."""
+    zeros = torch.zeros(min(_BLANK_BYTES, home.nbytes), dtype=torch.uint8).untyped_storage()
+    starts = range(0, home.nbytes, _BLANK_BYTES)
+    Tickets([home.write(start, min(_BLANK_BYTES, home.nbytes - start), zeros) for start in starts]).wait()
