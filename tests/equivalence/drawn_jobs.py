@@ -13,6 +13,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from equivalence.compare import assert_equal_training
+from equivalence.listed_order import following
 from equivalence.plain import sgd
 from equivalence.random_modules import ROWS, ModelSpec, make_case, random_plans, specs
 from equivalence.with_memfit import Traces, fit_with, profile_of, traced_once
@@ -71,7 +72,7 @@ def train_under(
 def _train_both(
     spec: ModelSpec, plan: Plan, *, clips: bool, keeps: bool, make: MakeCase, first: Case | None = None
 ) -> None:
-    """Trains two cases, `first` by memfit if it is given."""
+    """Trains two cases, `first` by memfit if it is given. Each step's operations are held against its list."""
     cases = iter([first] if first is not None else [])
     reorders = plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR
     # Where sums may round otherwise the gradients have to be seen. Elsewhere a job that frees them early has to be right, too.
@@ -81,7 +82,7 @@ def _train_both(
         assert_equal_training(
             lambda: next(cases, None) or make(spec),
             STEP,
-            fit_with(plan, Path(directory), max_grad_norm=max_grad_norm, keep_gradients=keeps),
+            following(fit_with(plan, Path(directory), max_grad_norm=max_grad_norm, keep_gradients=keeps)),
             microbatches=plan.microbatches,
             max_grad_norm=max_grad_norm,
             steps=2,

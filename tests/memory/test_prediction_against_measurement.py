@@ -25,9 +25,9 @@ from memfit.allocator import Allocator, install
 from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.schedule import Action, Backward, Joint, Schedule, Seed
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
+from memfit.engine.measured_step import StepRecorder
 from memfit.homes import DiskHome, TransferHandle
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.huggingface.causal_loss import chunked_cross_entropy
@@ -189,13 +189,13 @@ def _known(name: str, profile: Profile) -> Plan:
 
 @dataclass(frozen=True)
 class Interval:
-    """From one observation to the next.
+    """One operation.
 
     Attributes:
-        index: of the action in the schedule that was observed at the end.
+        index: in the step.
         action: its text.
-        predicted_peak_bytes: what the actions that ran inside may reach.
-        predicted_bytes: what should be alive at the observation.
+        predicted_peak_bytes: what it may reach.
+        predicted_bytes: what should be alive at its end.
         peak_bytes, live_bytes: the allocator's.
     """
 
@@ -207,64 +207,43 @@ class Interval:
     live_bytes: int
 
 
+class AllocatorMeter:
+    """The allocator's bytes above what was alive before."""
+
+    def __init__(self, allocator: Allocator, before_bytes: int) -> None:
+        self._allocator = allocator
+        self._before_bytes = before_bytes
+
+    def live_bytes(self) -> int:
+        return self._allocator.stats().live_bytes - self._before_bytes
+
+    def take_peak(self) -> int:
+        peak = self._allocator.stats().peak_bytes - self._before_bytes
+        self._allocator.reset_peak()
+        return peak
+
+
 def measure_step(
-    job: memfit.Job,
-    batch: Any,
-    timeline: Timeline,
-    allocator: Allocator,
-    before_bytes: int,
-    schedule: Schedule | None = None,
+    job: memfit.Job, batch: Any, timeline: Timeline, allocator: Allocator, before_bytes: int
 ) -> list[Interval]:
-    """One step, each action beside its prediction. `before_bytes` were alive before the model was built. `schedule`: None for that of the sample."""
-    intervals: list[Interval] = []
-    actions = list((schedule or job.schedule).actions)
-    moments = timeline.moments
-    position = 0
-
-    def observe(action: Action) -> None:
-        nonlocal position
-        if isinstance(action, Seed | Joint):
-            return  # observed when all its backwards are done; they have been observed one by one
-        index = _position(actions, action, position)
-        assert index is not None, f"{action} is done where the schedule does not list it"
-        first, position = position, index + 1
-        # A backward is observed when it begins: it runs in the interval that ends with the observation after it.
-        begun = max(first - 1, 0) if first and isinstance(actions[first - 1], Backward) else first
-        last = index - 1 if isinstance(action, Backward) else index
-        stats = allocator.stats()
-        intervals.append(
-            Interval(
-                index=index,
-                action=str(action),
-                predicted_peak_bytes=max(
-                    (m.peak_bytes for m in moments[begun : last + 1]), default=moments[max(last, 0)].after_bytes
-                ),
-                predicted_bytes=moments[last].after_bytes if last >= 0 else moments[0].after_bytes,
-                peak_bytes=stats.peak_bytes - before_bytes,
-                live_bytes=stats.live_bytes - before_bytes,
-            )
-        )
-        allocator.reset_peak()
-
-    job._assembly.engine._observe = observe
-    try:
-        allocator.reset_peak()
+    """One step, each operation beside its prediction. `before_bytes` were alive before the model was built."""
+    recorder = StepRecorder(AllocatorMeter(allocator, before_bytes))
+    with job._assembly.engine.recording(recorder):
         result = job.step(batch)
-    finally:
-        job._assembly.engine._observe = None
     assert result.departures == ()
-    return intervals
-
-
-def _position(actions: list[Action], action: Action, start: int) -> int | None:
-    """Where the observed action stands at or behind `start`, with nothing but what is not observed between; None if it does not."""
-    may_be_passed = Seed | Joint | Backward
-    for index in range(start, len(actions)):
-        if actions[index] == action:
-            return index
-        if not isinstance(actions[index], may_be_passed):
-            return None
-    return None
+    measured = recorder.timeline()
+    assert measured.peak_in(Tier.DEVICE) == measured.peak_bytes
+    return [
+        Interval(
+            index=index,
+            action=is_there.action,
+            predicted_peak_bytes=told.peak_bytes,
+            predicted_bytes=told.after_bytes,
+            peak_bytes=is_there.peak_bytes,
+            live_bytes=is_there.after_bytes,
+        )
+        for index, (told, is_there) in enumerate(zip(timeline.moments, measured.moments, strict=True))
+    ]
 
 
 @cache
@@ -440,7 +419,7 @@ def test_a_last_batch_of_one_row_holds_what_its_prediction_says(order: Order, tm
         job.step(last)
         prepared = job._assembly.prepare(last)
         assert prepared.microbatches == 1
-        intervals = measure_step(job, last, prepared.timeline, allocator, before_bytes, prepared.step.schedule)
+        intervals = measure_step(job, last, prepared.timeline, allocator, before_bytes)
         texts = deviations(Found(intervals, prepared.timeline, SMALL_BYTES))
         assert not texts, "\n".join(texts[:20])
     finally:

@@ -16,7 +16,7 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.step import Step, Transfer
-from memfit.core.tiers import Tier
+from memfit.core.tiers import TIERS, Tier
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
 from memfit.scheduling.build import build_forward, build_step
@@ -60,6 +60,29 @@ def test_bytes_by_owner_sum_to_the_peak_of_every_operation_however_owners_are_na
     for index, moment in enumerate(timeline.moments):
         assert sum(held_at(step, index).values()) == moment.peak_bytes
         assert sum(r.nbytes for r in residents_at(itemized, index)) == moment.peak_bytes
+
+
+@given(data=st.data(), drawn=cases())
+def test_every_byte_that_a_prediction_counts_is_one_that_the_list_states(data: st.DataObject, drawn: Case) -> None:
+    """Each operation's peak and rest, added up here from what operations say and nothing else."""
+    step = step_of(with_storages(data.draw, drawn))
+    timeline = predict(step)
+    most: Counter[Tier] = Counter()
+    alive = Counter(dict.fromkeys(TIERS, 0))
+    for change in step.resting:
+        alive[change.tier] += change.nbytes
+    most.update(alive)
+    for operation, moment in zip(step, timeline.moments, strict=True):
+        high = alive.copy()
+        for change in operation.during:
+            high[change.tier] += change.nbytes
+        for change in operation.changes:
+            alive[change.tier] += change.nbytes
+        for tier in alive:
+            most[tier] = max(most[tier], high[tier], alive[tier])
+        assert (moment.action, moment.after_bytes) == (str(operation.action), alive[Tier.DEVICE])
+        assert moment.peak_bytes == max(high[Tier.DEVICE], alive[Tier.DEVICE])
+    assert {tier: nbytes for tier, nbytes in most.items() if nbytes} == {t: n for t, n in timeline.peaks.items() if n}
 
 
 @given(data=st.data(), drawn=cases())

@@ -340,10 +340,10 @@ class _Lowering:
             case Update(block=b):
                 self._update(b)
             case Norm() | Unscale() | Check():
-                self._gradients.end_leaving()
+                self._take_leaving()
                 draft.waits = self._all_of(_ACCUMULATE)
             case Commit():
-                self._gradients.end_leaving()
+                self._take_leaving()
                 self._line.wait_for_all()
                 draft.waits = [*self._all_of(_ACCUMULATE), *self._all_of(_UPDATE)]
                 if self._plan.is_atomic and self._staging_bytes:
@@ -354,7 +354,7 @@ class _Lowering:
 
     def _accumulate(self, block: int) -> None:
         draft = self._draft
-        self._gradients.end_leaving()
+        draft.waits = self._take_leaving()
         made = self._gradients.accumulate(block)
         if made:
             draft.during.append(ByteChange(Tier.DEVICE, "staging", "gradients going home", made))
@@ -371,7 +371,8 @@ class _Lowering:
     def _update(self, block: int) -> None:
         """Reads, works and writes as a pipeline: it ends when the slowest of the three has."""
         draft = self._draft
-        self._gradients.end_leaving()
+        # A visit that no call waited for still arrives, and would overwrite what is updated.
+        draft.waits = [*self._take_leaving(), *(self._waits(_FETCH, block) if block in self._visiting else ())]
         self._line.submit(block, is_here=self._is_here(block))
         traffic = update_traffic(
             self._plan, self._profile, block, is_visiting=block in self._visiting, device=self._device
@@ -425,9 +426,7 @@ class _Lowering:
             self._work[segment, is_backward] = ((WorkKind.FLOPS, flops), (WorkKind.CALLS, float(calls)))
         draft.work = self._work[segment, is_backward]
         # The bytes of an accumulate stay no longer than the compute action after it.
-        draft.waits_after = [token for b in self._leaving for token in self._waits(_ACCUMULATE, b)]
-        self._leaving = []
-        self._gradients.end_leaving()
+        draft.waits_after = self._take_leaving()
 
     def _move(self, action: Offload | Drop | Reload) -> None:
         draft, key = self._draft, f"C{action.call} m{action.microbatch}"
@@ -518,6 +517,13 @@ class _Lowering:
                 life = Lifetimes(self._facts, is_training=is_training, is_itemized=self._is_itemized)
                 known[events] = life.follow(events)
         return [known[events] for events in self._events]
+
+    def _take_leaving(self) -> list[Token]:
+        """Waits for gradients that are on their way home: from here on they have no bytes on the device."""
+        tokens = [token for b in self._leaving for token in self._waits(_ACCUMULATE, b)]
+        self._leaving = []
+        self._gradients.end_leaving()
+        return tokens
 
     # --- small ------------------------------------------------------------------------------------------------------------------
 
