@@ -23,6 +23,7 @@ from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.numerics import NONADDITIVE, Wish, check_exact, declare
 from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
@@ -330,6 +331,8 @@ class Task:
         """The same, and the loss is shown to be what it says, and to add up over the plan's microbatches; else everything is given back."""
         job = self.job(plan, reason, found, budget, why=why)
         try:
+            if plan.compute_dtype is not ComputeDtype.GIVEN:
+                job.check_dtype(self.sample)
             if found.counts_losses:
                 job.check_counted(self.sample)
             if plan.microbatches > 1 and NONADDITIVE not in self.allow:

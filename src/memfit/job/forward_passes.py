@@ -29,7 +29,7 @@ from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
 from memfit.job.parts import Prepared
 from memfit.job.results import EvaluateResult
-from memfit.job.steps import cut
+from memfit.job.steps import OF_DTYPES, cut, dtype_words
 from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program
 from memfit.profiling.standins import untouched_modules
@@ -141,6 +141,28 @@ def check_counted(assembly: Assembly, sample: Any) -> None:
     check_sum(whole, parts, trial)
 
 
+@trial()
+def check_dtype(assembly: Assembly, sample: Any) -> None:
+    """Refuses a dtype of the plan's that the model does not run in. Some rows forward, without gradients.
+
+    Operations that torch lacks in a dtype show on real tensors only.
+
+    Raises:
+        UnsupportedError: these rows fail, and so does the whole sample.
+    """
+    trial = trial_of(sample, assembly.parts.cut)
+    for batch in ([] if trial is None else [trial.whole]) + [sample]:
+        try:
+            _losses(assembly, batch, [], may_draw=True)
+        except OF_DTYPES as error:
+            if isinstance(error, MemfitError | torch.OutOfMemoryError) or is_refusal(error):
+                raise
+            failure = error
+        else:
+            return
+    raise UnsupportedError(dtype_words(assembly.plan, failure)) from failure
+
+
 def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:
     """What the loss gives for the whole and for its parts: as the model trains but without dropout, or in evaluation mode where it draws random numbers even so."""
     model = assembly.parts.model
@@ -198,7 +220,7 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
     results: list[list[Any]] = []
     before = take_random()
     try:
-        for batches in ([whole], parts):
+        for batches in filter(None, ([whole], parts)):
             give_random(before)
             profile = assembly.parts.prepared.profile
             step = lower(build_forward(assembly.plan, profile, len(batches)), assembly.plan, profile)

@@ -33,7 +33,7 @@ from memfit.homes.weights import check_untouched
 from memfit.job import clipping
 from memfit.job.assembly import Assembly
 from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
-from memfit.job.forward_passes import check_counted, check_first, check_split, evaluate
+from memfit.job.forward_passes import check_counted, check_dtype, check_first, check_split, evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
 from memfit.job.interrupts import Interrupts
@@ -299,6 +299,10 @@ class Job:
     def check_split(self, sample: Any) -> None:
         """For `fit`: refuses a loss that does not add up over microbatches; see `forward_passes.check_split`."""
         check_split(self._assembly, sample)
+
+    def check_dtype(self, sample: Any) -> None:
+        """For `fit`: refuses a dtype of the plan's that the model does not run in; see `forward_passes.check_dtype`."""
+        check_dtype(self._assembly, sample)
 
     def check_counted(self, sample: Any) -> None:
         """For `fit`: refuses a pair that is not (sum, count); see `forward_passes.check_counted`."""

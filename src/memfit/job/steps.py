@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.batches.splitting import shares
-from memfit.core.errors import LimitBreachError, StoreError
+from memfit.core.errors import LimitBreachError, MemfitError, StoreError, UnsupportedError
+from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
 from memfit.core.units import format_bytes
 from memfit.engine.work import Outcome, StepInput
 from memfit.homes.gradients import clip_factor
@@ -154,6 +158,14 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
             f"step {assembly.steps + 1} was interrupted ({type(error).__name__}: {error}) after it had begun to update {names[0]!r}"
             + (f" and {len(names) - 1} more blocks" if len(names) > 1 else "")
         )
+    if (
+        isinstance(error, OF_DTYPES)
+        and not isinstance(error, MemfitError | torch.OutOfMemoryError)
+        and not is_refusal(error)
+        and assembly.steps == 0
+        and assembly.plan.compute_dtype is not ComputeDtype.GIVEN
+    ):
+        raise UnsupportedError(dtype_words(assembly.plan, error)) from error
     if is_refusal(error):
         raise LimitBreachError(
             _breach_text(assembly, error, torn=is_torn, is_decided=is_decided),
@@ -161,6 +173,20 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
             where=assembly.engine.at,
             torn=is_torn,
         ) from error
+
+
+OF_DTYPES = (RuntimeError, NotImplementedError, TypeError)
+"""What torch raises where an operation does not exist in a dtype."""
+
+
+def dtype_words(plan: Plan, error: BaseException) -> str:
+    """A failure of the user's model, of a plan that computes in another dtype than the model's own."""
+    told = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"the model fails in {plan.compute_dtype}, which the plan computes in: {type(error).__name__}: {told:.200}. "
+        "Plain PyTorch may lack an operation in that dtype on this device, or a layer mixes it with fp32: "
+        "leave it out of allow=, or let the layer's forward bring input and weights to one dtype"
+    )
 
 
 def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_decided: bool) -> str:
