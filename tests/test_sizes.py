@@ -22,7 +22,6 @@ EXCEPTIONS: dict[str, str] = {
     "api/fit.py:fit": "the users' one call: its keywords stay flat and are told one by one",
     "cli/train_command.py:train": "not split yet",
     "devices/accelerator.py:Accelerator": "one short method for each thing that memfit asks of a backend: a list, not a design",
-    "engine/housing.py:House": "not split yet",
     "homes/gradients.py:GradientHomes": "not split yet",
     "homes/weights.py:BlockWeights": "not split yet",
     "job/assembly.py": "not split yet",

@@ -29,6 +29,7 @@ PLAIN = TRAINING + "training_on_a_device_equals_plain_pytorch_bit_for_bit[late-{
 TOKENS = INFERENCE + "generation_on_a_device_gives_the_tokens_of_transformers[late-{}]"
 
 _MEMORY, _TIERS = "memfit.homes.memory:", "memfit.homes.offloaded:"
+UPDATED = "test_device_host_updates.py::test_"
 _STAGING, STAGED = "memfit.homes.staging:", "test_device_staging.py::test_"
 _UPDATES, _PIECES = "memfit.homes.updates:", "memfit.homes.update_pieces:"
 
@@ -381,7 +382,7 @@ UPDATES = (
     Mutation(
         says="gradients are cleared under their update",
         where="memfit.engine.settling:Settling.do",
-        take="self.wait(b)\n            self._gradients.clear",
+        take="self.wait_for_device(b)\n            self._gradients.clear",
         put="self._gradients.clear",
         tests=[WAITS + "gradients_are_cleared_and_a_step_ends_after_the_updates"],
         shows=r"'updated'",
@@ -755,4 +756,102 @@ CACHES = (
     ),
 )
 
-MUTATIONS = DEVICES + TRANSFERS + WEIGHTS + GRADIENTS + UPDATES + SAVED + THREADS + LIMITS + HOST + CACHES
+HOST_UPDATES = (
+    Mutation(
+        says="the host updates before the gradient has come",
+        where=_UPDATES + "_SubmittedUpdate.apply",
+        take="self._behind.synchronize()",
+        put="pass",
+        tests=[UPDATED + "steps_of_one_block_are_those_of_plain_pytorch[late-host]"],
+        shows=r"== \[True\]",
+    ),
+    Mutation(
+        says="the event that the host waits for is recorded on the updates' own stream",
+        where=_UPDATES + "_SubmittedUpdate.__init__",
+        take="self._stream.record_event(), host_stream",
+        put="host_stream.record_event(), host_stream",
+        tests=[UPDATED + "steps_of_one_block_are_those_of_plain_pytorch[late-host]"],
+        shows=r"== \[True\]",
+    ),
+    Mutation(
+        says="a weight comes down before what wrote it is done",
+        where=_UPDATES + "_SubmittedUpdate.begin",
+        take="self._stream.wait_event(self._behind)",
+        put="pass",
+        tests=[UPDATED + "a_weight_comes_down_behind_what_wrote_it[late-device]"],
+    ),
+    Mutation(
+        says="the host reads a weight that came down before its copy is done",
+        where=_MEMORY + "LandingTicket.wait",
+        take="self.copy.join()",
+        put="self.copy.wait()",
+        tests=[UPDATED + "steps_of_one_block_are_those_of_plain_pytorch[late-device]"],
+        shows=r"== \[True\]",
+    ),
+    Mutation(
+        says="nobody waits for the new weights that an update on the host sent",
+        where=_UPDATES + "UpdateTicket.wait",
+        take="devices.of(device).current_stream(device).wait_event(event)",
+        put="pass",
+        tests=[UPDATED + "steps_of_one_block_are_those_of_plain_pytorch[late-device]"],
+        shows=r"races|== \[True\]",
+    ),
+    Mutation(
+        says="a pinned piece is used again before its copy is done",
+        where="memfit.homes.pinned_ring:PinnedRing.take",
+        take="piece.busy.join()",
+        put="pass",
+        tests=[UPDATED + "steps_of_one_block_with_masters_are_those_of_masters_in_fp32[late-device, whole]"],
+        shows=r"== \[True\]",
+    ),
+    Mutation(
+        says="what is sent from a pinned piece is not noted",
+        where=_PIECES + "_send",
+        take="moved.busy = leaving",
+        put="pass",
+        tests=[UPDATED + "steps_of_one_block_with_masters_are_those_of_masters_in_fp32[late-device, whole]"],
+        shows=r"== \[True\]",
+    ),
+    Mutation(
+        says="what comes into a pinned piece is not noted",
+        where=_PIECES + "PieceUpdates._begin_weight",
+        take="moved.busy = ready.copy",
+        put="pass",
+        tests=[UPDATED + "pinned_pieces_are_freed_when_their_copies_are_done[late-device]"],
+    ),
+    Mutation(
+        says="pinned pieces are freed under their copies",
+        where="memfit.homes.pinned_ring:PinnedRing.close",
+        take="piece.busy.join()",
+        put="pass",
+        tests=[UPDATED + "pinned_pieces_are_freed_when_their_copies_are_done[late-device, whole]"],
+    ),
+    Mutation(
+        says="the host copies from a home on the host while copies into it are under way",
+        where=_MEMORY + "MemoryHome.read",
+        take="return Then(DONE, partial(to.copy_, source))",
+        put="to.copy_(source)\nreturn DONE",
+        tests=[UPDATED + "the_host_reads_a_home_on_the_host_when_the_copies_into_it_are_done[late]"],
+        shows=r"torch\.equal",
+    ),
+    Mutation(
+        says="a master is made of a weight on the host while copies into its home are under way",
+        where="memfit.homes.rounded:RoundedMasters.read",
+        take="tickets.append(Then(DONE, partial(target.copy_, resting)))",
+        put="target.copy_(resting)",
+        tests=[UPDATED + "a_master_is_made_of_a_weight_on_the_host_when_that_has_come[late-host, rounded]"],
+        shows=r"torch\.equal",
+    ),
+    Mutation(
+        says="a block that the device updates is cleared under its update",
+        where="memfit.engine.settling:Settling.wait_for_device",
+        take="if not self._blocks[b].updates_on_host:",
+        put="if False:",
+        tests=[UPDATED + "an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone"],
+        shows=r"'clear'",
+    ),
+)
+
+MUTATIONS = (
+    DEVICES + TRANSFERS + WEIGHTS + GRADIENTS + UPDATES + SAVED + THREADS + LIMITS + HOST + CACHES + HOST_UPDATES
+)

@@ -258,6 +258,7 @@ class Block:
     def __init__(self, log: list[str]) -> None:
         self._log = log
         self.name, self.index, self.slots, self.travels, self.is_here = "block", 0, (), True, True
+        self.updates_on_host = False
 
     def versions(self) -> tuple[int, ...]:
         return ()
@@ -370,7 +371,7 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
             return []
 
     pieces: Any = Pieces()
-    block: Any = SimpleNamespace(index=0, device=torch.device("cpu"))
+    block: Any = SimpleNamespace(index=0, device=torch.device("cpu"), updates_on_host=False)
     worker, gate = UpdateWorker(pieces), Gate()
     ticket = worker.submit(block, gate)
     assert began.wait(10)  # what it reads comes meanwhile

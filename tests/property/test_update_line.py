@@ -70,7 +70,7 @@ def worker_of(pieces: RecordedPieces, *, is_beside: bool) -> UpdateWorker:
 
 
 def block(index: int) -> Any:
-    return SimpleNamespace(index=index, device=torch.device("cpu"))
+    return SimpleNamespace(index=index, device=torch.device("cpu"), updates_on_host=False)
 
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=8).map(tuple)

@@ -22,6 +22,7 @@ from memfit.core.plan import Order, Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.state_formats import StateFormat
+from memfit.core.tiers import Tier
 
 Wish = Literal["auto", "exact"]
 """What `fit(numerics=...)` takes: "exact" (bitwise plain PyTorch, or refused), or "auto" (sums are regrouped only where that pays; see `GAIN`)."""
@@ -171,6 +172,12 @@ def _own_leaves(plan: Plan, profile: Profile, allow: Collection[str]) -> str | N
     return _shared(plan, profile, allow) if plan.compute_dtype.has_masters else None
 
 
+def _updated_elsewhere(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
+    del allow
+    is_other = any(block.update_on is Tier.HOST for block in plan.blocks.values())
+    return "" if is_other and not profile.agrees_on_host else None
+
+
 def _fp16(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
     del profile, allow
     return "" if plan.compute_dtype is ComputeDtype.FLOAT16 else None
@@ -256,6 +263,13 @@ TECHNIQUES = (
         exactness=_REORDERED,
         says="the loss and the gradient of the head's weight are sums over chunks of {0} tokens",
         used=_chunked,
+    ),
+    Technique(
+        name="updates on the host",
+        exactness=_REORDERED,
+        says="the optimizer's class runs on the processor, whose compiler may round a product and a sum once where the device's rounds twice, or the other way "
+        "round. Exact where a trial of the optimizer gave the same bits on both",
+        used=_updated_elsewhere,
     ),
     Technique(
         name="leaves of microbatches",

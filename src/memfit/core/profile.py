@@ -271,6 +271,8 @@ class Profile:
         read_gradients: names of the parameters whose `.grad` hooks of others read in backward: all gradients stay on the device, and updates wait for
             the end of backward.
         counts_losses: the loss returns (sum, count).
+        host_update_obstacle: what keeps updates from running on the host beside an accelerator, in words; empty if nothing does.
+        agrees_on_host: such updates give the bits of those on the device, as a trial of the optimizer showed.
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
@@ -291,6 +293,8 @@ class Profile:
     viewed_gradients: tuple[str, ...] = ()
     read_gradients: tuple[str, ...] = ()
     counts_losses: bool = False
+    host_update_obstacle: str = ""
+    agrees_on_host: bool = False
     buffer_bytes: int = 0
     source: str = "fake"
     source_reason: str = ""

@@ -72,7 +72,7 @@ class Engine:
             frames=frames,
             gradients=gradients,
             settling=settling,
-            visits=Visits(blocks, settling.wait, departures.append),
+            visits=Visits(blocks, settling.wait, departures.append, settling.wait_for_device),
             notes=ModuleNotes(model),
             own=OwnWeights(tuple(sites)),
             own_leaves=MicrobatchLeaves(model, tuple(blocks)) if adds_apart else None,

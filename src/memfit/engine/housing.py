@@ -70,6 +70,9 @@ class House:
         self.blocks = tuple(blocks)
         self.states = dict(states)
         self.step = 0
+        for block in self.blocks:
+            on_host = plan.block(block.name).updates_on_host(block.device.type)
+            block.updates_on_host = on_host and block.index in self.states
         self._factories = dict(factories)
         self._requests = {r.region: (block, r) for block in self.blocks for r in self._wanted(block)}
         leaving = {c.boundary_home for c in plan.calls} | {c.saved_home for c in plan.calls if c.saved is Saved.OFFLOAD}
@@ -103,7 +106,7 @@ class House:
         master_ends = tuple(slot.master_offset_bytes + slot.master_nbytes for slot in block.slots)
         yield HomeRequest(
             region=weight_region(name), nbytes=block.nbytes, tier=homes.weight_home, tag="weight", ends=ends,
-            is_versioned=versioned,
+            is_versioned=versioned, is_updated_on_host=block.updates_on_host,
         )  # fmt: skip
         if block.has_masters and not self.plan.drops_masters:
             is_split = self.plan.splits_masters

@@ -67,7 +67,7 @@ class Settling:
                 self._blocks[b].wait()
                 self._updating[b] = self._updates.submit(self._blocks[b])
             case Clear(b):
-                self.wait(b)
+                self.wait_for_device(b)
                 self._gradients.clear(self._blocks[b])
             case Commit():
                 if self.skips:
@@ -95,6 +95,11 @@ class Settling:
         ticket = self._updating.pop(b, None)
         if ticket is not None:
             ticket.wait()
+
+    def wait_for_device(self, b: int) -> None:
+        """Returns when the block's update is through with what the block has on the device: at once for one on the host, which works at the homes."""
+        if not self._blocks[b].updates_on_host:
+            self.wait(b)
 
     def multiply(self, factor: float) -> None:
         """Gradients count as multiplied with this. See `engine.seeding`, [Note: counts that come late]."""

@@ -17,14 +17,20 @@ class Visits:
     Args:
         blocks: by the schedule's block index.
         settle: returns when a block's update is through, if one is under way.
+        settle_here: the same of an update that works on the block's device bytes; one on the host goes on.
         depart: is told what the schedule did not foresee.
     """
 
     def __init__(
-        self, blocks: Sequence[BlockWeights], settle: Callable[[int], None], depart: Callable[[str], None]
+        self,
+        blocks: Sequence[BlockWeights],
+        settle: Callable[[int], None],
+        depart: Callable[[str], None],
+        settle_here: Callable[[int], None] | None = None,
     ) -> None:
         self._blocks = tuple(blocks)
         self._settle = settle
+        self._settle_here = settle if settle_here is None else settle_here
         self._depart = depart
         self._on_demand: set[int] = set()
         self._versions: dict[int, tuple[int, ...]] = {}
@@ -41,7 +47,7 @@ class Visits:
         Raises:
             UnsupportedError: the model's own code has changed a weight meanwhile, which would be lost.
         """
-        self._settle(b)
+        self._settle_here(b)
         block = self._blocks[b]
         check_untouched([block])
         before = self._versions.pop(b, None)

@@ -44,6 +44,7 @@ class HomeRequest:
         tier: where.
         tag: "weight", "master", "state" or "gradient".
         ends: offsets at which tensors end that nothing else shares a page with; see `DiskHome`.
+        is_updated_on_host: the host's cores update it, wherever it rests, beside an accelerator.
         is_versioned: a step that fails must leave its bytes as they were, as far as the tier can (two slots on disk).
     """
 
@@ -53,6 +54,7 @@ class HomeRequest:
     tag: str
     ends: tuple[int, ...] = ()
     is_versioned: bool = False
+    is_updated_on_host: bool = False
 
 
 class HomeFactory:
@@ -115,7 +117,7 @@ class MemoryFactory(HomeFactory):
     Args:
         tier: DEVICE or HOST.
         device: where compute runs.
-        stream: the copy stream, for host memory beside an accelerator.
+        stream: the copy stream, for host memory beside an accelerator, and for memory of one that the host updates.
         ledger: a context in which homes are allocated.
     """
 
@@ -136,8 +138,10 @@ class MemoryFactory(HomeFactory):
 
     def home(self, request: HomeRequest) -> ByteHome:
         """See `HomeFactory`."""
+        crosses = request.is_updated_on_host or not self._tier.traits.is_device
+        stream = self._stream if crosses else None
         with self._ledger():
-            self._homes.append(MemoryHome(request.nbytes, tier=self._tier, device=self._device, stream=self._stream))
+            self._homes.append(MemoryHome(request.nbytes, tier=self._tier, device=self._device, stream=stream))
         return self._homes[-1]
 
     def pool(self) -> HomePool:
@@ -294,9 +298,12 @@ def own_factories(
         kept: a store that outlives the job, whose regions are taken where it has them.
         further: tiers beside memfit's own, or in place of them.
     """
-    stream = devices.of(device).new_stream(device) if devices.is_accelerator(device) else None
+    stream = sends = None
+    if devices.is_accelerator(device):
+        # Weights that the host updates come down and go up beside what the copy stream moves.
+        stream, sends = (devices.of(device).new_stream(device) for _ in range(2))
     own: dict[Tier, HomeFactory] = {
-        Tier.DEVICE: MemoryFactory(Tier.DEVICE, device),
+        Tier.DEVICE: MemoryFactory(Tier.DEVICE, device, stream=sends),
         Tier.HOST: MemoryFactory(Tier.HOST, device, stream=stream, ledger=host_ledger),
         Tier.DISK: FileFactory(directory, device, stream=stream, ledger=host_ledger, kept=kept),
     }

@@ -80,6 +80,8 @@ class GradientHomes:
         self._clipped: set[str] = set()
         self._leaving: TransferHandle | None = None
         self.scale: torch.Tensor | None = None
+        # The scale, and the same number where the host works with it.
+        self._scale_on_host: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def begin_step(self) -> None:
         """Forgets the last step's gradients."""
@@ -237,15 +239,16 @@ class GradientHomes:
 
     def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
         """Begins to bring elements [first, first + count) of a parameter's gradient, in the parameter's memory order, to `finish_piece`."""
-        gradient = self._on_device(slot)
+        device = block.update_device
+        gradient = None if block.updates_on_host else self._on_device(slot)
         if gradient is not None:
             return GradientPiece(slot, _flat(self._dense_in_place(slot, gradient))[first : first + count])
         home = self._homes[block.index]
         size = slot.master_dtype.itemsize
         offset = slot.master_offset_bytes + first * size
-        if home.memory is not None:
-            return GradientPiece(slot, typed_view(home.memory, offset, slot.master_dtype, (count,)))
-        own = torch.empty(count, dtype=slot.master_dtype, device=slot.parameter.device)
+        if (resting := home.memory_at(device)) is not None:
+            return GradientPiece(slot, typed_view(resting, offset, slot.master_dtype, (count,)))
+        own = torch.empty(count, dtype=slot.master_dtype, device=device)
         return GradientPiece(slot, own, home.read(offset, count * size, own.untyped_storage()))
 
     def finish_piece(self, piece: GradientPiece) -> torch.Tensor:
@@ -260,7 +263,17 @@ class GradientHomes:
             return piece.values.to(slot.master_dtype)
         if piece.ready is None and piece.values.dtype == slot.master_dtype:
             self._clipped.add(slot.name)  # in place, where it lies
-        return piece.values.to(slot.master_dtype).mul_(self.scale)
+        return piece.values.to(slot.master_dtype).mul_(self._scale_at(piece.values.device))
+
+    def _scale_at(self, device: torch.device) -> torch.Tensor:
+        """The scale, where a piece is multiplied with it: a norm that clips was taken on the device."""
+        scale = self.scale
+        assert scale is not None
+        if device.type != "cpu" or scale.device.type == "cpu":
+            return scale
+        if self._scale_on_host is None or self._scale_on_host[0] is not scale:
+            self._scale_on_host = scale, scale.cpu()
+        return self._scale_on_host[1]
 
     def _dense_in_place(self, slot: ParameterSlot, gradient: torch.Tensor) -> torch.Tensor:
         dense = _dense(gradient, slot)

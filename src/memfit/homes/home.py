@@ -97,6 +97,14 @@ class ByteHome(Protocol):
         """See above."""
         return False
 
+    def memory_at(self, device: torch.device) -> torch.UntypedStorage | None:
+        """The storage itself where the processor of that device can use it in place, else None.
+
+        To the host it may be memory into or from which copies of a stream are still under way.
+        """
+        del device
+        return None
+
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of the home into a storage, which must live until the ticket is done."""
         ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from memfit import devices
 from memfit.core.tiers import Tier, updates_in_place
-from memfit.homes.home import DONE, ByteHome, TransferHandle
+from memfit.homes.home import DONE, ByteHome, Done, Then, TransferHandle
 from memfit.tensors.trees import bytes_view, new_storage
 
 
@@ -30,6 +32,11 @@ class CopyTicket:
         devices.of(device).current_stream(device).wait_event(self._event)
         self._keep = ()
 
+    def join(self) -> None:
+        """The host waits until the copy is done."""
+        self._event.synchronize()
+        self._keep = ()
+
     def __del__(self) -> None:
         # Dropped before anyone waited: the allocator would give the memory out on the compute stream while the copy is still to come.
         for storage in self._keep:
@@ -37,6 +44,22 @@ class CopyTicket:
                 # The collector may come while a model is traced: modes that fake operations must not see this one.
                 with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
                     bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
+
+
+class LandingTicket:
+    """A copy from an accelerator that the host is about to read: `wait` returns when the bytes are there.
+
+    Args:
+        copy: what is under way.
+    """
+
+    def __init__(self, copy: CopyTicket) -> None:
+        self.copy = copy
+
+    def wait(self) -> None:
+        """See above."""
+        # Ordering a stream is not enough: the host would read what was there before.
+        self.copy.join()
 
 
 class MemoryHome(ByteHome):
@@ -48,7 +71,7 @@ class MemoryHome(ByteHome):
         nbytes: size.
         tier: DEVICE or HOST.
         device: where compute runs; decides what DEVICE means and whether host bytes are pinned.
-        stream: the copy stream, for host bytes beside an accelerator.
+        stream: the copy stream, for host bytes beside an accelerator, and for bytes of an accelerator that the host reads and writes.
     """
 
     def __init__(self, nbytes: int, *, tier: Tier, device: torch.device, stream: torch.Stream | None = None) -> None:
@@ -71,6 +94,10 @@ class MemoryHome(ByteHome):
         """The storage where compute can use it in place."""
         return self._storage if updates_in_place(self.tier, self._device.type) else None
 
+    def memory_at(self, device: torch.device) -> torch.UntypedStorage | None:
+        """See `ByteHome.memory_at`."""
+        return self._storage if self._storage.device.type == device.type else None
+
     @property
     def bytes(self) -> torch.UntypedStorage:
         """The storage, wherever it lies. Of a host home beside an accelerator, copies may be under way: wait for the device first."""
@@ -78,13 +105,18 @@ class MemoryHome(ByteHome):
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
-        return self._copy(bytes_view(into, into_offset, nbytes), bytes_view(self._storage, offset, nbytes))
+        to, source = bytes_view(into, into_offset, nbytes), bytes_view(self._storage, offset, nbytes)
+        if self._is_beside and to.device.type == "cpu":
+            # Between two places of the host: when it is waited for, since a copy of the stream into the home may be under way until then.
+            return Then(DONE, partial(to.copy_, source))
+        copy = self._copy(to, source)
+        return LandingTicket(copy) if isinstance(copy, CopyTicket) and to.device.type == "cpu" else copy
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`."""
         return self._copy(bytes_view(self._storage, offset, nbytes), bytes_view(source, source_offset, nbytes))
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> TransferHandle:
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> CopyTicket | Done:
         if self._stream is None:
             to.copy_(source)
             return DONE

@@ -161,30 +161,54 @@ class BlockStates:
         """The parameter has been updated (or came with a state)."""
         return name in self.numbers
 
-    def begin_read(self, slot: ParameterSlot, first: int, count: int) -> StatePiece:
-        """Begins to bring elements [first, first + count) of each weight-like state tensor, and other tensors whole."""
+    def begin_read(self, slot: ParameterSlot, first: int, count: int, device: torch.device | None = None) -> StatePiece:
+        """Begins to bring elements [first, first + count) of each weight-like state tensor, and other tensors whole.
+
+        Args:
+            slot: the parameter's.
+            first: element.
+            count: of elements.
+            device: to which; None: that of the weights.
+        """
+        device = slot.parameter.device if device is None else device
         tensors: dict[str, torch.Tensor] = {}
         tickets: list[TransferHandle] = []
         if self.exists(slot.name):
             for state in self.slots[slot.name]:
-                tensor, ticket = self._bring(state, slot, first, count)
+                tensor, ticket = self._bring(state, first, count, device)
                 tensors[state.key] = tensor
                 tickets.append(ticket)
         return StatePiece(self, slot, first, count, tensors, Tickets(tickets))
 
     def _bring(
-        self, state: StateSlot, slot: ParameterSlot, first: int, count: int
+        self, state: StateSlot, first: int, count: int, device: torch.device
     ) -> tuple[torch.Tensor, TransferHandle]:
         """What is at home of a state tensor: its values, or their records as uint8."""
         assert self.home is not None
         offset, nbytes, dtype, shape = _range(state, first, count)
-        if self.home.memory is not None:
-            return typed_view(self.home.memory, offset, dtype, shape), DONE
-        tensor = torch.empty(shape, dtype=dtype, device=slot.parameter.device)
+        if (resting := self.home.memory_at(device)) is not None:
+            return typed_view(resting, offset, dtype, shape), DONE
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         return tensor, self.home.read(offset, nbytes, tensor.untyped_storage())
 
-    def write(self, slot: ParameterSlot, first: int, count: int, values: Mapping[str, Any]) -> list[TransferHandle]:
-        """Begins to take a piece of a parameter's state home. Tensors that already lie there (memory homes) are not copied."""
+    def write(
+        self,
+        slot: ParameterSlot,
+        first: int,
+        count: int,
+        values: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> list[TransferHandle]:
+        """Begins to take a piece of a parameter's state home. Tensors that already lie there (memory homes) are not copied.
+
+        Args:
+            slot: the parameter's.
+            first: element.
+            count: of elements.
+            values: by state.
+            device: where they were made; None: that of the weights.
+        """
+        device = slot.parameter.device if device is None else device
         tickets: list[TransferHandle] = []
         for state in self.slots[slot.name]:
             value = values.get(state.key)
@@ -192,7 +216,8 @@ class BlockStates:
                 continue
             assert self.home is not None
             offset, _, dtype, shape = _range(state, first, count)
-            resting = None if self.home.memory is None else typed_view(self.home.memory, offset, dtype, shape)
+            memory = self.home.memory_at(device)
+            resting = None if memory is None else typed_view(memory, offset, dtype, shape)
             if state.codec is not None:
                 dense = resting if resting is not None else torch.empty(shape, dtype=dtype, device=value.device)
                 state.codec.encode(value.reshape(-1), dense, self._rest.noise, f"{slot.name}/{state.key}", first)

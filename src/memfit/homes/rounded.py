@@ -27,7 +27,7 @@ class RoundedMasters(ByteHome):
     The weight is taken from the block, where it visits, or from the weights' home. Whoever writes here writes the rounded weight there, as
     `homes.weights`, [Note: masters], says of every writer.
 
-    Memory: while it is read, pieces of 512 Ki elements of 2 bytes where the block is away.
+    Memory: while it is read, pieces of 512 Ki elements of 2 bytes where the weights lie elsewhere than what they are read into.
 
     Args:
         block: its weights.
@@ -49,12 +49,20 @@ class RoundedMasters(ByteHome):
         """See `ByteHome.read`."""
         tickets: list[TransferHandle] = []
         here = self._block.settled_storage
+        if here is not None and here.device.type != into.device.type:
+            here = None  # the host updates: what visits the device is not its to read
+        at_home = self._weights.memory_at(into.device)
         for slot, first, count, at in self._block.master_pieces(offset, nbytes):
             target = typed_view(into, into_offset + at, slot.master_dtype, (count,))
             if here is not None:
                 target.copy_(slot.flat_view(here)[first : first + count])
                 continue
             size = slot.dtype.itemsize
+            if at_home is not None:
+                # In place, when it is waited for: until then copies into the home may be under way.
+                resting = typed_view(at_home, slot.offset_bytes + size * first, slot.dtype, (count,))
+                tickets.append(Then(DONE, partial(target.copy_, resting)))
+                continue
             staged = new_storage(size * count, into.device)
             coming = self._weights.read(slot.offset_bytes + size * first, size * count, staged)
             Tickets(tickets[:-1]).wait()  # two pieces are staged at most

@@ -186,9 +186,11 @@ class SplitMasters(ByteHome):
             self.rest.read(differences + 2 * first, 2 * count, difference),
             self.rest.read(marks + first // 8, packed, mark),
         ]
-        here = self._block.settled_storage
-        if here is not None:
+        here, at_home = self._block.settled_storage, self._weights.memory_at(into.device)
+        if here is not None and here.device.type == into.device.type:
             weight = slot.flat_view(here)[first : first + count]
+        elif at_home is not None:
+            weight = typed_view(at_home, slot.offset_bytes + 2 * first, slot.dtype, (count,))
         else:
             storage = new_storage(2 * count, into.device)
             coming.append(self._weights.read(slot.offset_bytes + 2 * first, 2 * count, storage))

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from memfit.core.layout import PIECE_ELEMENTS
+from memfit.core.tiers import Tier
 from memfit.homes.gradients import GradientHomes, GradientPiece
 from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
+from memfit.homes.memory import CopyTicket, LandingTicket
 from memfit.homes.optimizer_states import BlockStates, StatePiece
+from memfit.homes.pinned_ring import PinnedRing, RingPiece
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import OptimizerDriver, UpdateKind
 from memfit.tensors.noise import RoundingNoise, round_stochastically
@@ -43,6 +46,8 @@ class Coming:
     """The weight is here."""
     gradient: GradientPiece
     state: StatePiece
+    moved: RingPiece | None = None
+    """Pinned memory that the weight lies in, if the host updates it and it lives on the device."""
 
 
 class PieceUpdates:
@@ -55,6 +60,7 @@ class PieceUpdates:
         states: by block index.
         gradients: where gradients are.
         noise: weights are rounded stochastically from what the update made; None: to nearest.
+        moved: pinned memory for weights on the device that the host updates; not needed where there are none.
     """
 
     def __init__(
@@ -64,8 +70,10 @@ class PieceUpdates:
         gradients: GradientHomes,
         *,
         noise: RoundingNoise | None = None,
+        moved: PinnedRing | None = None,
     ) -> None:
         self._driver = driver
+        self._moved = moved
         self.trained = frozenset(driver.names)
         self._states = dict(states)
         self._gradients = gradients
@@ -92,20 +100,36 @@ class PieceUpdates:
         """Begins to bring a piece."""
         slot = piece.slot
         gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
-        state = self._states[block.index].begin_read(slot, piece.first, piece.count)
-        return Coming(piece, *self._begin_weight(block, piece), gradient, state)
+        state = self._states[block.index].begin_read(slot, piece.first, piece.count, block.update_device)
+        weight, ready, moved = self._begin_weight(block, piece)
+        return Coming(piece, weight, ready, gradient, state, moved)
 
-    def _begin_weight(self, block: BlockWeights, piece: UpdatePiece) -> tuple[torch.Tensor, TransferHandle]:
-        slot = piece.slot
-        if block.is_here and not block.has_masters:
-            return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE
+    def _begin_weight(
+        self, block: BlockWeights, piece: UpdatePiece
+    ) -> tuple[torch.Tensor, TransferHandle, RingPiece | None]:
+        slot, device = piece.slot, block.update_device
+        if block.is_here and not block.has_masters and not block.updates_on_host:
+            return slot.flat_view(block.storage)[piece.first : piece.first + piece.count], DONE, None
         home = block.master_home
         assert home is not None
-        offset = slot.master_offset_bytes + piece.first * slot.master_dtype.itemsize
-        if home.memory is not None:
-            return typed_view(home.memory, offset, slot.master_dtype, (piece.count,)), DONE
-        weight = torch.empty(piece.count, dtype=slot.master_dtype, device=slot.parameter.device)
-        return weight, home.read(offset, piece.count * slot.master_dtype.itemsize, weight.untyped_storage())
+        offset, nbytes = piece.first * slot.master_dtype.itemsize, piece.count * slot.master_dtype.itemsize
+        offset += slot.master_offset_bytes
+        if (resting := home.memory_at(device)) is not None:
+            return typed_view(resting, offset, slot.master_dtype, (piece.count,)), DONE, None
+        if block.updates_on_host and home.tier is Tier.DEVICE and not block.has_masters:
+            moved = self._take(nbytes)
+            ready = home.read(offset, nbytes, moved.storage)
+            assert isinstance(ready, LandingTicket)
+            moved.busy = ready.copy
+            return typed_view(moved.storage, 0, slot.master_dtype, (piece.count,)), ready, moved
+        weight = torch.empty(piece.count, dtype=slot.master_dtype, device=device)
+        return weight, home.read(offset, nbytes, weight.untyped_storage()), None
+
+    def _take(self, nbytes: int) -> RingPiece:
+        assert self._moved is not None, (
+            "a weight on the device is updated on the host without pinned memory to pass through"
+        )
+        return self._moved.take(nbytes)
 
     def apply(self, block: BlockWeights, coming: Coming) -> list[TransferHandle]:
         """Updates a piece when it is here, and begins to take it home."""
@@ -127,37 +151,77 @@ class PieceUpdates:
                 key: _in_memory_order(value, slot) if _is_like(states, slot, key) else value
                 for key, value in new.items()
             }
-        leaving = states.write(slot, piece.first, piece.count, new)
+        leaving = states.write(slot, piece.first, piece.count, new, block.update_device)
         if piece.is_last:
             states.keep_numbers(slot, new)
         if block.has_masters:
-            return leaving + _write_masters(block, piece, weight, self._noise)
+            leaving += self._write_masters(block, piece, weight)
+            return leaving + (
+                self._give_weight(block, piece, weight)
+                if block.updates_on_host
+                else _write_rounded(block, piece, self._rounded(piece, weight))
+            )
+        if coming.moved is not None:
+            return [*leaving, _send(block, piece, weight, coming.moved)]
         return leaving + _write_weight(block, piece, weight)
+
+    def _write_masters(self, block: BlockWeights, piece: UpdatePiece, master: torch.Tensor) -> list[TransferHandle]:
+        """Takes a new piece of a master home, unless it was changed where it rests."""
+        masters = block.master_home
+        assert masters is not None
+        is_there = masters.memory_at(block.update_device) is not None
+        return [] if is_there else [_write(masters, piece.slot.master_offset_bytes, piece, master)]
+
+    def _rounded(self, piece: UpdatePiece, master: torch.Tensor) -> torch.Tensor:
+        """What a new master's weight is rounded from: itself, or with noise, as a weight already."""
+        slot, flat = piece.slot, master.as_strided((piece.count,), (1,))
+        if self._noise is None or slot.dtype is not torch.bfloat16:
+            return flat
+        return round_stochastically(
+            flat, self._noise.bits(f"{slot.name}/weight", piece.first, piece.count, flat.device)
+        )
+
+    def _give_weight(self, block: BlockWeights, piece: UpdatePiece, master: torch.Tensor) -> list[TransferHandle]:
+        """On the host: rounds a new piece of a weight into its home there, or into memory from which it leaves for its home."""
+        home, slot = block.home, piece.slot
+        assert home is not None
+        flat = self._rounded(piece, master)
+        offset = slot.offset_bytes + piece.first * slot.dtype.itemsize
+        if (resting := home.memory_at(block.update_device)) is not None:
+            typed_view(resting, offset, slot.dtype, (piece.count,)).copy_(flat)
+            return []
+        if home.tier is not Tier.DEVICE:
+            return [_write(home, slot.offset_bytes, piece, flat.to(slot.dtype))]
+        moved = self._take(piece.count * slot.dtype.itemsize)
+        weight = typed_view(moved.storage, 0, slot.dtype, (piece.count,)).copy_(flat)
+        return [_send(block, piece, weight, moved)]
 
 
 def _write_weight(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> list[TransferHandle]:
     """Takes a new piece of a weight home, unless it was changed where it rests."""
     home, slot = block.home, piece.slot
     assert home is not None
-    if not block.travels or (home.memory is not None and not block.is_here):
+    is_there = home.memory_at(block.update_device) is not None
+    if not block.travels or (is_there and (block.updates_on_host or not block.is_here)):
         return []
     return [_write(home, slot.offset_bytes, piece, weight)]
 
 
-def _write_masters(
-    block: BlockWeights, piece: UpdatePiece, master: torch.Tensor, noise: RoundingNoise | None
-) -> list[TransferHandle]:
-    """Takes a new piece of a master home, and the weight rounded from it to wherever weights are."""
-    masters, home, slot = block.master_home, block.home, piece.slot
-    assert masters is not None and home is not None
-    leaving = [] if masters.memory is not None else [_write(masters, slot.master_offset_bytes, piece, master)]
-    flat = master.as_strided((piece.count,), (1,))
-    if noise is not None and slot.dtype is torch.bfloat16:
-        flat = round_stochastically(flat, noise.bits(f"{slot.name}/weight", piece.first, piece.count, flat.device))
+def _write_rounded(block: BlockWeights, piece: UpdatePiece, flat: torch.Tensor) -> list[TransferHandle]:
+    """Rounds a new piece of a weight to wherever weights are."""
+    home, slot = block.home, piece.slot
+    assert home is not None
     place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
     weight = flat.to(slot.dtype) if place is None else place.copy_(flat)
-    if block.travels:
-        leaving.append(_write(home, slot.offset_bytes, piece, weight))
+    return [_write(home, slot.offset_bytes, piece, weight)] if block.travels else []
+
+
+def _send(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor, moved: RingPiece) -> TransferHandle:
+    """A new piece of a weight that lives on the device leaves the pinned memory that it lies in."""
+    assert block.home is not None
+    leaving = _write(block.home, piece.slot.offset_bytes, piece, weight)
+    assert isinstance(leaving, CopyTicket)
+    moved.busy = leaving
     return leaving
 
 

@@ -10,6 +10,14 @@ fetches that block only after waiting for the ticket. Autograd meanwhile works o
 threads, so the worker computes on one and leaves the others to backward; updates that need whole parameters (they contain reductions) run with the
 main thread's count, because the order of a reduction follows it. Where nothing is waited for, a worker beside backward only takes one of its cores, and
 the other cores wait for the slower one: then each update runs at once, on all of them.
+
+[Note: updates on the host]
+Beside an accelerator the host's cores may update a block at its homes (`BlockPlan.update_on`). Four things order them with the device. An *event* behind all
+that the caller has enqueued when it asks for the update: the gradient's copy home, the visit that came from the weight's home, kernels that read the weights.
+The host waits for it before it changes a byte, and the stream on which new weights go up waits for it too: that stream is one of the updates' own, so that
+nothing of the backward below is waited for. A weight that comes down is read by the host when its copy is done, not when a stream is ordered behind it. Whoever
+waits for the update's ticket is ordered behind what went up. Pinned pieces are used again when their copies are done (`homes.pinned_ring`). In between the device
+goes on: visits of such a block end, and its device gradients go, without waiting for the update.
 """
 
 from __future__ import annotations
@@ -59,10 +67,16 @@ class UpdateTicket:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._sent: tuple[torch.device, torch.Event] | None = None
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Called by the worker."""
-        self._error = error
+    def finish(self, error: BaseException | None = None, sent: tuple[torch.device, torch.Event] | None = None) -> None:
+        """Called by the worker.
+
+        Args:
+            error: that ended it.
+            sent: a device and the event behind what an update on the host has sent to it.
+        """
+        self._error, self._sent = error, sent
         self._done.set()
 
     @property
@@ -77,6 +91,10 @@ class UpdateTicket:
         except BaseException:
             self._done.wait()
             raise
+        if self._sent is not None:
+            # The worker's copies went to a stream of the updates' own: what is enqueued next must see the new weights.
+            device, event = self._sent
+            devices.of(device).current_stream(device).wait_event(event)
         if self._error is not None:
             raise self._error
 
@@ -93,6 +111,8 @@ class UpdateWorker:
 
     def __init__(self, pieces: PieceUpdates, *, is_beside: bool = True) -> None:
         self._pieces = pieces
+        # Of updates on the host: behind what they wait for, and nothing else.
+        self._host_stream: torch.Stream | None = None
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_beside = is_beside
@@ -110,7 +130,9 @@ class UpdateWorker:
             block: whose gradients are complete.
             after: nothing of the block is changed before this is done; what the update reads comes meanwhile. An error of it is the update's.
         """
-        job = _SubmittedUpdate(self._pieces, block, after)
+        if block.updates_on_host and self._host_stream is None:
+            self._host_stream = devices.of(block.device).new_stream(block.device)
+        job = _SubmittedUpdate(self._pieces, block, after, self._host_stream)
         if not job.is_left:
             job.ticket.finish()
             return job.ticket
@@ -138,7 +160,13 @@ class UpdateWorker:
 class _SubmittedUpdate:
     """The update of one block: pieces that are still to come, and what leaves."""
 
-    def __init__(self, pieces: PieceUpdates, block: BlockWeights, after: TransferHandle) -> None:
+    def __init__(
+        self,
+        pieces: PieceUpdates,
+        block: BlockWeights,
+        after: TransferHandle,
+        host_stream: torch.Stream | None = None,
+    ) -> None:
         self.ticket = UpdateTicket()
         self._pieces = pieces
         self._block = block
@@ -147,6 +175,11 @@ class _SubmittedUpdate:
         # reads the weights next goes there too.
         device = block.device
         self._stream = devices.of(device).current_stream(device) if devices.is_accelerator(device) else None
+        # Behind the gradient's way home and all that reads the weights, wherever they lie. See [Note: updates on the host].
+        self._behind: torch.Event | None = None
+        if block.updates_on_host:
+            assert self._stream is not None and host_stream is not None
+            self._behind, self._stream = self._stream.record_event(), host_stream
         self._left = deque(pieces.cut(block))
         self._begun = 0
         self._leaving: list[TransferHandle] = []
@@ -164,6 +197,9 @@ class _SubmittedUpdate:
         """The next piece begins to come; None if that fails, which is the end of the update."""
         try:
             with self._in_order():
+                if self._behind is not None and self._stream is not None and not self._begun:
+                    # Before a weight comes down from the device, or a new one goes up to it: kernels still read there.
+                    self._stream.wait_event(self._behind)
                 coming = self._pieces.begin(self._block, self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
             self._end(error)
@@ -178,6 +214,9 @@ class _SubmittedUpdate:
         try:
             with self._in_order():
                 self._after.wait()
+                if self._behind is not None:
+                    # The host is about to read the gradient's home and to write the weight's: copies from and to them are done then.
+                    self._behind.synchronize()
                 # The piece before goes home and the next ones come while this one is computed.
                 before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
                 Tickets(before).wait()
@@ -199,7 +238,10 @@ class _SubmittedUpdate:
         except BaseException as other:  # noqa: BLE001, as above
             error = error or other
         self._leaving = []
-        self.ticket.finish(error)
+        sent = None
+        if self._behind is not None and self._stream is not None:
+            sent = self._block.device, self._stream.record_event()
+        self.ticket.finish(error, sent)
 
 
 class _Line:

@@ -77,6 +77,9 @@ class BlockWeights:
         name: of the block.
         parameters: by name, dense.
         compute_dtype: of what visits.
+
+    Attributes:
+        updates_on_host: updates run on the host's cores, beside an accelerator: they work at the homes and touch nothing of a visit.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class BlockWeights:
         self.index = index
         self.name = name
         self.has_masters = compute_dtype.has_masters
+        self.updates_on_host = False
         dtypes = [_stored_dtypes(p.dtype, compute_dtype) for _, p in parameters]
         sizes = [
             (p.numel() * own.itemsize, p.numel() * full.itemsize)
@@ -127,6 +131,11 @@ class BlockWeights:
     def device(self) -> torch.device:
         """Where the weights visit."""
         return self.slots[0].parameter.device
+
+    @property
+    def update_device(self) -> torch.device:
+        """Where the optimizer works on the block's pieces."""
+        return torch.device("cpu") if self.updates_on_host else self.device
 
     @property
     def storage(self) -> torch.UntypedStorage:

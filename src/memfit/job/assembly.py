@@ -32,6 +32,7 @@ from memfit.files.matching import Matched
 from memfit.homes import ByteHome
 from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names
+from memfit.homes.pinned_ring import PinnedRing
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
@@ -186,7 +187,11 @@ class Assembly:
         is_beside = machine.device.type != "cpu" or self.house.uses_disk or is_journaled
         self._running.enter_context(casting_inputs(parts.casts, cast_dtype(self.plan.compute_dtype)))
         noise = self.noise if self.plan.drops_masters else None
-        pieces = PieceUpdates(parts.driver, self.states, self.house.gradients, noise=noise)
+        moved = None
+        if devices.is_accelerator(machine.device):
+            moved = PinnedRing(machine.device, ledger=machine.host_ledger)
+            self._running.callback(moved.close)
+        pieces = PieceUpdates(parts.driver, self.states, self.house.gradients, noise=noise, moved=moved)
         self.updates = UpdateWorker(pieces, is_beside=is_beside)
         self._running.callback(self.updates.close)
         self.frames = CallFrames(parts.plan, self.blocks, self.house.pools(), device=machine.device)

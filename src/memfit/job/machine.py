@@ -37,10 +37,12 @@ from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job.room import Room
+from memfit.optimizers.elsewhere import probe_updates
 from memfit.store import probe_disk
 from memfit.tensors.guard import is_away
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, PhaseRecord, Phases, ProcessMeter
 
+_HOST = torch.device("cpu")
 _PROBE_DISK_S = 0.6
 _PROBE_FILE_BYTES = 64 * MIB
 _PROBE_SIZE = 768
@@ -325,7 +327,7 @@ class Machine:
     ) -> Hardware:
         """Measures what plans are priced with: matrix products and the disk, and what else is asked for. About a second; rough on a busy machine.
 
-        The rate of updates is not measured: it is `Hardware`'s default.
+        The rates of updates are measured beside an accelerator only; where the processor is the device they are `Hardware`'s default.
 
         Args:
             directory: on the disk that homes would use; the temporary directory's if None.
@@ -342,6 +344,13 @@ class Machine:
             host[Tier.HOST] = TierSpec(nbytes=host_bytes, link=self._probe_host_link())
         disk_limit = self.limits.of(Tier.DISK)
         codecs = {"codec_elements_per_s": probe_codecs(self.device)} if probes_codecs else {}
+        if accelerator is not None:
+            codecs |= {
+                "update_elements_per_s": probe_updates(self.device),
+                "host_update_elements_per_s": probe_updates(_HOST),
+            }
+            if probes_codecs:
+                codecs["host_codec_elements_per_s"] = probe_codecs(_HOST)
         flops_per_s = _probe_flops(self.device, torch.float32)
         bf16_flops_per_s = _probe_flops(self.device, torch.bfloat16) if probes_bf16 else None
         if isinstance(self.meter, AcceleratorMeter):

@@ -20,8 +20,6 @@ from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 
 def check_tiers(plan: Plan, machine: Machine) -> None:
     """Raises `PlanError` where the plan lets something rest in a tier that the machine does not have."""
-    if any(block.updates_on_host(machine.device.type) for block in plan.blocks.values()):
-        raise PlanError("update_on='host' is not carried out yet beside an accelerator: say update_on='device'")
     lacking = lacking_tier(plan, machine)
     if lacking is Tier.HOST:
         raise PlanError(
@@ -36,6 +34,13 @@ def check_tiers(plan: Plan, machine: Machine) -> None:
 def lacking_tier(plan: Plan, machine: Machine) -> Tier | None:
     """The first tier of the plan that the machine does not have; None if it has them all."""
     return next((tier for tier in plan.tiers if tier not in machine.tiers), None)
+
+
+def _check_updates(plan: Plan, profile: Profile) -> None:
+    if profile.host_update_obstacle and any(block.update_on is Tier.HOST for block in plan.blocks.values()):
+        raise PlanError(
+            f"the plan updates blocks on the host, and {profile.host_update_obstacle}; or say update_on='device'"
+        )
 
 
 def other_sums(before: Plan, after: Plan) -> str | None:
@@ -79,6 +84,7 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
         _check_order(plan, profile)
         _check_tail(plan, profile)
     _check_written(plan, profile, is_committed=is_committed)
+    _check_updates(plan, profile)
     _check_spanning(plan, profile)
     _check_read_gradients(plan, profile)
     for trace in profile.traces.values():

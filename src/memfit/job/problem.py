@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import devices
 from memfit.allocator import install
 from memfit.batches.batch import RowPlaces, UncuttableError
 from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, ways_of
@@ -209,7 +210,14 @@ class Problem:
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 found = profile_step(*arguments, **options)
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
-        return replace(found, updates=updates, state_home_bytes=at_home, counts_losses=first.is_counted)
+        found = replace(found, updates=updates, state_home_bytes=at_home, counts_losses=first.is_counted)
+        if not devices.is_accelerator(device_of(self.model)):
+            return replace(found, agrees_on_host=True)  # the same processor
+        master = _master_dtype(compute)
+        stays = self.driver.on_host.obstacle(master)
+        return replace(
+            found, host_update_obstacle=stays, agrees_on_host=not stays and self.driver.on_host.agrees(master)
+        )
 
     def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
         """The same profile, with states that rest in a format."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.optimizers import structure_checks as structure
 from memfit.optimizers.detect import detect
+from memfit.optimizers.elsewhere import HostUpdates
 from memfit.optimizers.interception import Interception, OwnerCallbacks
 from memfit.optimizers.kinds import UpdateKind, Verdict, known_verdict, narrowed
 from memfit.optimizers.shadow import Part, Shadow, State
@@ -42,6 +43,9 @@ class OptimizerDriver:
     Threads: `begin_step`, `end_step` and everything about the user's object on the main thread;
     `update` on one thread at a time (a lock sees to it), which may be another one, while the main
     thread runs autograd.
+
+    Attributes:
+        on_host: tells whether updates of parameters on an accelerator can run on the host.
     """
 
     def __init__(self, optimizer: Optimizer, named_parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -64,6 +68,7 @@ class OptimizerDriver:
         known = {i: known_verdict(type(optimizer), group) for i, group in enumerate(optimizer.param_groups)}
         decided = {i: verdict for i, verdict in known.items() if verdict is not None}
         self._verdicts: dict[int, Verdict] = decided or detect(optimizer, list(self._entries.values()))
+        self.on_host = HostUpdates(optimizer, list(self._entries.values()), self._verdicts)
         self._master_dtype: torch.dtype | None = None
         self._layouts: dict[tuple[str, torch.dtype], tuple[StateTensor, ...]] = {}
         self._scratch: dict[tuple[Any, ...], float] = {}

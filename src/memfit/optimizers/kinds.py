@@ -72,7 +72,7 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 _PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 
 
-_SIXTEEN_BIT = frozenset({torch.float16, torch.bfloat16})
+SIXTEEN_BIT = frozenset({torch.float16, torch.bfloat16})
 
 
 def narrowed(verdict: Verdict, dtype: torch.dtype, device_type: str) -> Verdict:
@@ -84,7 +84,7 @@ def narrowed(verdict: Verdict, dtype: torch.dtype, device_type: str) -> Verdict:
     weight depends on the number of threads, and only the whole tensor meets its tails where plain
     torch does.
     """
-    if verdict.kind is UpdateKind.ELEMENTWISE and device_type == "cpu" and dtype in _SIXTEEN_BIT:
+    if verdict.kind is UpdateKind.ELEMENTWISE and device_type == "cpu" and dtype in SIXTEEN_BIT:
         return Verdict(
             kind=UpdateKind.PER_PARAMETER,
             piece_multiple=1,

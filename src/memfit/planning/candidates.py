@@ -11,6 +11,7 @@ In: `Profile`, the tiers there are. Out: `Candidate`s, simplest first.
 | prefetch     | 1; with everything away also 0 and 3                                                                   |
 | tail         | with several microbatches, layer-major: the calls after the last repeated one                          |
 | update       | in backward, unless the norm of all gradients must be known first, or hooks read others' gradients     |
+| updates      | on the device; beside an accelerator, where states and gradients are on the host, also on the host's cores |
 | masters      | where there are any: whole, or split (what the bf16 weight does not say), where states go; none, if    |
 |              | stochastic rounding is allowed                                                                         |
 """
@@ -50,6 +51,7 @@ class _Homes:
     moves_gradients: bool = False
     moves_weights: bool = False
     prefetch: int = 1
+    updates_on_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ def list_candidates(
     compute: ComputeDtype | None = None,
     has_journal: bool = False,
     like: Plan | None = None,
+    may_update_on_host: bool = False,
 ) -> Iterator[Candidate]:
     """All candidates for one number of microbatches, simplest first.
 
@@ -85,6 +88,7 @@ def list_candidates(
         compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
         has_journal: the run keeps a journal: only what rests on disk, with gradients there too.
         like: of such a run that goes on, its plan.
+        may_update_on_host: the host's cores may run the optimizer, beside an accelerator.
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
@@ -113,7 +117,9 @@ def list_candidates(
                 for c in trace.calls
             )
             seen: list[Plan] = []
-            for homes in _homes(tiers, gradients_wait=waits and not profile.read_gradients):
+            gradients_wait = waits and not profile.read_gradients
+            on_host = may_update_on_host and not profile.read_gradients  # which have to stay on the device
+            for homes in _homes(tiers, gradients_wait=gradients_wait, may_update_on_host=on_host):
                 is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
                 plan = Plan(
                     microbatches=microbatches,
@@ -170,7 +176,7 @@ def _fates(trace: TraceProfile, chosen: frozenset[int], tiers: tuple[Tier, ...])
     return fates
 
 
-def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool) -> list[_Homes]:
+def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool, may_update_on_host: bool = False) -> list[_Homes]:
     homes = [_Homes(name="all on the device")]
     for tier in tiers:
         homes.append(_Homes(name=f"states on {tier}", tier=tier))
@@ -178,6 +184,17 @@ def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool) -> list[_Homes]:
             homes.append(_Homes(name=f"states and gradients on {tier}", tier=tier, moves_gradients=True))
         everything = _Homes(name=f"everything on {tier}", tier=tier, moves_gradients=gradients_wait, moves_weights=True)
         homes += [everything] + [replace(everything, prefetch=prefetch) for prefetch in (3, 0)]
+        if tier is Tier.HOST and may_update_on_host:
+            states = _Homes(
+                name=f"states and gradients on {tier}, updated there",
+                tier=tier,
+                moves_gradients=True,
+                updates_on_host=True,
+            )
+            there = replace(
+                everything, name=f"everything on {tier}, updated there", moves_gradients=True, updates_on_host=True
+            )
+            homes += [states, there] + [replace(there, prefetch=prefetch) for prefetch in (3, 0)]
     return homes
 
 
@@ -189,6 +206,7 @@ def _blocks(profile: Profile, homes: _Homes) -> dict[str, BlockPlan]:
             weight_home=homes.tier if homes.moves_weights and not b.is_spanning else Tier.DEVICE,
             gradient_home=homes.tier if homes.moves_gradients else Tier.DEVICE,
             state_home=homes.tier,
+            update_on=Tier.HOST if homes.updates_on_host and b.trains else Tier.DEVICE,
         )
         for b in profile.blocks
         if b.weight_bytes >= SMALL_BLOCK_BYTES

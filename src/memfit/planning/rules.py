@@ -30,7 +30,7 @@ from memfit.core.precision import WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.shape import describe_step
-from memfit.core.tiers import Tier
+from memfit.core.tiers import Tier, is_processor
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.bounds import PeakBounds, commit_seconds, compute_seconds, update_seconds
@@ -311,6 +311,7 @@ def _price_all(
     profile: Profile, question: _Question, tiers: tuple[Tier, ...], *, may_split: bool, decided: Mapping[str, Any]
 ) -> list[_Priced]:
     priced: list[_Priced] = []
+    may_update_on_host = not is_processor(question.hardware.device) and not profile.host_update_obstacle
     count = 1
     while count <= (max(1, profile.batch_rows) if may_split else 1):
         if -(-profile.batch_rows // count) in profile.traces:
@@ -323,6 +324,7 @@ def _price_all(
                 compute=question.compute,
                 has_journal=question.scheme == "journal",
                 like=question.like,
+                may_update_on_host=may_update_on_host,
             ):
                 whole = replace(candidate, plan=replace(candidate.plan, **decided))
                 priced.append(_price(len(priced), whole, profile, question))
