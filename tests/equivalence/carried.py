@@ -30,7 +30,7 @@ from equivalence.plain import adamw
 from equivalence.random_modules import ModelSpec, make_case
 from equivalence.with_memfit import Traces, fit_with, profile_by_name, traced_once
 from memfit.activations import Offloader
-from memfit.core.plan import Plan, UpdateTime
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
 
 AWAY = (Tier.DISK, Tier.HOST)
@@ -61,19 +61,28 @@ def on_device(case: zoo.Case, device: torch.device) -> zoo.Case:
 
 
 def rehomed(plan: Plan, tiers: tuple[Tier, ...]) -> Plan:
-    """The plan with the given tiers, by turns, wherever it says disk (an atomic step's weights and states stay there: they need its spare slots)."""
-    turns = cycle(tiers)
+    """The plan with the given tiers, by turns, wherever it says disk (an atomic step's weights and states stay there: they need its spare slots).
+
+    Where host memory is among the tiers, every other block whose gradients and states are away is updated on the host's cores.
+    """
+    turns, processors = cycle(tiers), cycle((Tier.HOST, Tier.DEVICE))
     stays = plan.is_atomic
 
     def other(tier: Tier) -> Tier:
         return next(turns) if tier is Tier.DISK else tier
 
+    def updated(block: BlockPlan) -> BlockPlan:
+        away = block.gradient_home is not Tier.DEVICE and block.state_home is not Tier.DEVICE
+        return replace(block, update_on=next(processors)) if away and Tier.HOST in tiers else block
+
     blocks = {
-        name: replace(
-            b,
-            weight_home=b.weight_home if stays else other(b.weight_home),
-            gradient_home=other(b.gradient_home),
-            state_home=b.state_home if stays else other(b.state_home),
+        name: updated(
+            replace(
+                b,
+                weight_home=b.weight_home if stays else other(b.weight_home),
+                gradient_home=other(b.gradient_home),
+                state_home=b.state_home if stays else other(b.state_home),
+            )
         )
         for name, b in plan.blocks.items()
     }
