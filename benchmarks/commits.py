@@ -68,7 +68,7 @@ def step_of_committed(store: CommittedStore, memory: Memory, commits: list[float
         began = time.perf_counter()
         store.end_step(step, transfer(store.disk, memory))
         sealing = time.perf_counter()
-        if store.seal({**STATE, "step": step}):
+        if store.commit({**STATE, "step": step}):
             commits.append(time.perf_counter() - sealing)
         return time.perf_counter() - began
 
@@ -121,7 +121,7 @@ def step_of_journaled(
                 waited += time.perf_counter() - moving
             commits.append(waited)
         store.end_step(step)
-        store.seal({**STATE, "step": step})
+        store.commit({**STATE, "step": step})
         return time.perf_counter() - began
 
     return run

@@ -35,7 +35,7 @@ def traced_once(known: Known) -> Iterator[None]:
             found = trace(problem, batch, counts, **settings)
             known[key] = found, problem.caches.use
         found, problem.caches.use = known[key]
-        problem.caches.is_settled = True
+        problem.caches.is_decided = True
         return found
 
     Problem.profile = profile  # type: ignore[method-assign]

@@ -55,7 +55,9 @@ def allocated(device: torch.device) -> int:
 def staging(device: torch.device, where: Path) -> Iterator[tuple[ScratchPool, Staging]]:
     io = DiskIO()
     scratch = ScratchFile(where, io=io)
-    pieces = Staging(device, stream=devices.of(device).new_stream(device), piece_bytes=NUMBERS)  # a quarter of a parcel
+    pieces = Staging(
+        device, stream=devices.of(device).new_stream(device), piece_bytes=NUMBERS
+    )  # a quarter of a moved storage
     try:
         yield ScratchPool(scratch, pieces), pieces
     finally:
@@ -157,17 +159,17 @@ def test_a_saved_tensor_leaves_the_device_and_comes_back(device: torch.device) -
     base = allocated(device)
     made = numbers(1, device)
     made += 2
-    parcel = offloader.register(made, Tier.HOST, place="here")
-    assert parcel is not None
-    parcel.leave()
+    moved = offloader.register(made, Tier.HOST, place="here")
+    assert moved is not None
+    moved.leave()
     del made
-    parcel.drop()
+    moved.drop()
     assert allocated(device) == base
     other = numbers(9, device)  # the same memory
-    parcel.reload()
-    back = torch.empty(0, device=device).set_(parcel.bring(), 0, (NUMBERS,))  # type: ignore[call-overload]
+    moved.reload()
+    back = torch.empty(0, device=device).set_(moved.bring(), 0, (NUMBERS,))  # type: ignore[call-overload]
     assert back.sum().item() == 3 * NUMBERS and other.sum().item() == 9 * NUMBERS
-    del back, parcel
+    del back, moved
     store.close()
 
 
@@ -203,14 +205,14 @@ def test_a_saved_tensor_that_nobody_needs_any_more_ends_its_transfer_first(
 
     offloader = Offloader({Tier.HOST: Pool()}, device=device)
     made = numbers(1, device)
-    parcel = offloader.register(made, Tier.HOST, place="here")
-    assert parcel is not None
-    parcel.leave()
+    moved = offloader.register(made, Tier.HOST, place="here")
+    assert moved is not None
+    moved.leave()
     if direction == "back":
         del made
-        parcel.drop()
-        parcel.reload()
-    del parcel
+        moved.drop()
+        moved.reload()
+    del moved
     gc.collect()
     assert ended[-1:] == [direction]
 

@@ -156,4 +156,4 @@ def test_losses_gradients_and_buffers_are_those_of_plain_pytorch(name: str, poli
     plain = run_plain(case.model, case.loss)
     driver = Driver(case.model, case.sites, POLICIES[policy], offloader=offloader, copies_inputs=case.copies_inputs)
     run_driven(case.model, case.loss, driver).assert_equal(plain)
-    assert not offloader.live_parcels()
+    assert not offloader.live_storages()

@@ -197,7 +197,7 @@ def test_everything_dies_by_reference_counting(policy: str, runs_backward: bool,
             host.close()
             held_bytes = live.live_bytes([values, *_parameters_and_gradients(model)])
         assert all(reference() is None for reference in references)
-        assert not offloader.live_parcels()
+        assert not offloader.live_storages()
         assert held_bytes == 0
     finally:
         gc.enable()
@@ -211,7 +211,7 @@ def test_under_no_grad_nothing_is_held(offloader: Offloader) -> None:
             assert [frame.held_bytes() for frame in driver.frames] == [0] * 3
 
 
-# ---- parcels
+# ---- moved storages
 
 
 def test_a_storage_saved_by_several_calls_and_views_leaves_once_and_comes_back_once(offloader: Offloader) -> None:
@@ -246,7 +246,7 @@ def test_memory_that_was_given_up_and_reused_is_not_taken_for_the_old(offloader:
             total = total + model(values * scale).sum()
             driver.end_forward()  # frees storages, whose addresses the next round is likely to get
             expected += scale * (1 - torch.tanh(values.detach() * scale) ** 2)
-        assert len({id(p) for p in offloader.live_parcels()}) == 5
+        assert len({id(p) for p in offloader.live_storages()}) == 5
         driver.backward(total)
     assert values.grad is not None
     torch.testing.assert_close(values.grad, expected)
@@ -267,7 +267,7 @@ def test_small_and_special_tensors_stay(tmp_path: Path) -> None:
 # ---- tiers
 
 
-def test_the_host_never_reserves_more_than_parcels_once_needed_at_the_same_time() -> None:
+def test_the_host_never_reserves_more_than_moved_storages_once_needed_at_the_same_time() -> None:
     host = HostPool(CPU)
     for kibs in ([3, 5], [3, 5], [8], [1, 2, 4], [5, 3]):
         storages = [torch.UntypedStorage(kib * 1024) for kib in kibs]
@@ -356,5 +356,5 @@ def test_a_failing_tier_is_an_error_and_leaves_nothing_behind(fails_at: str) -> 
             with pytest.raises(StoreError, match="gone"):
                 driver.backward(loss)
         del loss
-    assert not offloader.live_parcels()
+    assert not offloader.live_storages()
     assert pool.live_bytes == 0

@@ -118,7 +118,7 @@ def test_a_saved_tensor_that_is_changed_past_its_version_counter_is_refused(
                 driver.backward(loss)
 
 
-def test_two_counters_at_one_version_make_two_parcels(offloader: Offloader) -> None:
+def test_two_counters_at_one_version_make_two_moved_storages(offloader: Offloader) -> None:
     class Saves(nn.Module):
         def forward(self, values: torch.Tensor) -> torch.Tensor:
             return values * values
@@ -130,7 +130,7 @@ def test_two_counters_at_one_version_make_two_parcels(offloader: Offloader) -> N
     def run(leave: Callable[[], None]) -> torch.Tensor:
         first = values * 1
         second = _by_unsafe_view(first)
-        kept.append(model[0](first))  # the loss does not need it, but it holds its parcel
+        kept.append(model[0](first))  # the loss does not need it, but it holds its moved storage
         leave()
         with torch.no_grad():
             second.data.add_(1)

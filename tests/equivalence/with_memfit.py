@@ -92,7 +92,7 @@ def traced_once(name: object, known: Traces = _known) -> Iterator[None]:
             )
             known[key] = traced, problem.caches.use
         found, problem.caches.use = known[key]
-        problem.caches.is_settled = True
+        problem.caches.is_decided = True
         return found
 
     trace = Problem.profile

@@ -94,7 +94,7 @@ class Story:
             store.region(name).write(0, nbytes, filled(self.content(0, name)), slot="current")
         store.end_step(0)
         disk.attempt(0)
-        store.seal(self.state(0))
+        store.commit(self.state(0))
         disk.promise(0)
         return store
 
@@ -113,9 +113,9 @@ class Story:
         """A whole step; True if it was committed."""
         self.write(store, step)
         store.end_step(step, self.changes(step))
-        return self.seal(store, step, disk)
+        return self.commit(store, step, disk)
 
-    def seal(self, store: CommittedStore, step: int, disk: RecordedDisk | None = None) -> bool:
+    def commit(self, store: CommittedStore, step: int, disk: RecordedDisk | None = None) -> bool:
         """Commits if it is due, and notes it."""
 
         def state() -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Story:
                 disk.attempt(step)
             return self.state(step)
 
-        is_committed = store.seal(state)
+        is_committed = store.commit(state)
         if is_committed and disk is not None:
             disk.promise(step)
         return is_committed

@@ -96,7 +96,7 @@ class JournalStory:
             store.region(name).write(0, self.specs[name].nbytes, filled(self.other(0, name)), slot="current").wait()
         store.end_step(0)
         disk.attempt(0)
-        store.seal(self.state(0))
+        store.commit(self.state(0))
         disk.promise(0)
         return store
 
@@ -125,7 +125,7 @@ class JournalStory:
             _mark(marks, 2 * step - 1, lambda: journal.begin(step, self.record(step, 0), ["buffers"]))
         self.update(store, journal)
         store.end_step(step)
-        _mark(marks, 2 * step, lambda: store.seal(self.state(step)))
+        _mark(marks, 2 * step, lambda: store.commit(self.state(step)))
 
     def update(self, store: CommittedStore, journal: Journal) -> int:
         """What a step that is decided still needs; how many blocks that were."""

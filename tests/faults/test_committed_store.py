@@ -52,7 +52,7 @@ def committed(directory: Path, io: DiskIO, *, steps: int = 3, story: Story = TWO
         for name, nbytes in story.sizes.items():
             store.region(name).write(0, nbytes, filled(story.content(0, name)), slot="current")
         store.end_step(0)
-        store.seal(story.state(0))
+        store.commit(story.state(0))
         for step in range(1, steps + 1):
             story.step(store, step)
     return directory
@@ -93,8 +93,8 @@ def test_each_durability_commits_when_it_says(tmp_path: Path, io: DiskIO) -> Non
                     called.append(step)
                     return TWO_BLOCKS.state(step)
 
-                assert store.seal(state) == (step in steps)
-                assert not store.seal(state), "nothing has ended since"
+                assert store.commit(state) == (step in steps)
+                assert not store.commit(state), "nothing has ended since"
                 assert store.step == step
                 for name in TWO_BLOCKS.sizes:
                     memory = aligned_memory(TWO_BLOCKS.sizes[name])
@@ -135,7 +135,7 @@ def test_rolling_back_goes_to_the_last_commit_and_the_step_can_be_made_again(tmp
 
 def test_the_same_step_can_be_sealed_again_with_another_state(tmp_path: Path, io: DiskIO) -> None:
     with TWO_BLOCKS.open(committed(tmp_path / "s", io), io) as store:
-        assert store.seal({"lr": 0.5}, force=True)
+        assert store.commit({"lr": 0.5}, force=True)
         assert (store.committed_step, store.read_state()) == (3, {"lr": 0.5})
 
 
@@ -160,7 +160,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, io: DiskIO) -> None
             DiskStore.create(tmp_path / "s", {"w": RegionSpec(nbytes=100, slots=2, tensors=tensors)}, identity={})
     assert not (tmp_path / "s").exists()
     with TWO_BLOCKS.create(WithoutSyncs(), tmp_path / "s", io=io) as store, pytest.raises(UsageError, match="nothing"):
-        store.seal({}, force=True)
+        store.commit({}, force=True)
     with pytest.raises(StoreError, match="never committed"):
         CommittedStore.open(tmp_path / "s")
     with (
@@ -194,7 +194,7 @@ def test_tensors_come_back_by_name_whatever_the_cuts_they_were_written_in(tmp_pa
     ) as store:
         region = store.region("b")
         store.end_step(0)
-        store.seal({})
+        store.commit({})
         assert torch.equal(store.read_tensor("b", "weight"), torch.zeros(700, 3)), "zeros, and known to be"
         for step in range(1, 9):
             cuts = sorted({0, 20_000, *draw.sample(range(20_000), 6)})
@@ -203,7 +203,7 @@ def test_tensors_come_back_by_name_whatever_the_cuts_they_were_written_in(tmp_pa
             for start, end in parts:
                 region.write(start, end - start, filled(bytes(content[start:end])))
             store.end_step(step, ["b"])
-            store.seal({})
+            store.commit({})
             assert torch.equal(store.read_tensor("b", "weight"), weight)
             assert torch.equal(store.read_tensor("b", "bias"), bias)
         with pytest.raises(UsageError, match="no tensor 'head'"):
@@ -383,13 +383,13 @@ def test_all_room_is_claimed_when_the_store_is_made_and_steps_need_no_more(tmp_p
                 slot = "spare" if step else "current"
                 store.region(name).write(0, TWO_BLOCKS.sizes[name], filled(TWO_BLOCKS.content(step, name)), slot=slot)
             store.end_step(step, TWO_BLOCKS.sizes if step else ())
-            store.seal(TWO_BLOCKS.state(step))
+            store.commit(TWO_BLOCKS.state(step))
         assert [(path.stat().st_size, path.stat().st_blocks) for path in files] == before
         with pytest.raises(StoreError, match=r"write the state .*the step before is whole and current.*disk is full"):
-            store.seal({"much": torch.zeros(100_000)}, force=True)
+            store.commit({"much": torch.zeros(100_000)}, force=True)
         assert store.read_state()["step"] == 4
         disk.is_full = False
-        store.seal({"much": torch.zeros(100_000)}, force=True)
+        store.commit({"much": torch.zeros(100_000)}, force=True)
         assert store.read_state()["much"].numel() == 100_000
 
 
@@ -652,7 +652,7 @@ def test_a_new_manifest_that_is_a_link_is_not_followed(tmp_path: Path, io: DiskI
         with pytest.raises(StoreError, match="symbolic link"):
             TWO_BLOCKS.step(store, 4)
         (directory / "manifest.json.new").unlink()
-        assert TWO_BLOCKS.seal(store, 4)
+        assert TWO_BLOCKS.commit(store, 4)
     (directory / "manifest.json.new").symlink_to(tmp_path / "mine")
     with pytest.raises(StoreError, match="symbolic link"):
         TWO_BLOCKS.open(directory, io)

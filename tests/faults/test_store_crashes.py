@@ -211,7 +211,7 @@ def start_again_after_a_kill(
 def test_the_enumeration_finds_a_store_that_trusts_what_it_sees_after_a_kill(
     tmp_path: Path, io: DiskIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.store.disk_store.settle", lambda *arguments, **settings: None)
+    monkeypatch.setattr("memfit.store.disk_store.make_durable", lambda *arguments, **settings: None)
     finder, failures = Finder(TWO_BLOCKS, tmp_path, io), 0
     for call in range(8, 16):
         try:
@@ -295,7 +295,7 @@ def test_a_directory_that_is_removed_or_replaced_is_told_at_the_next_commit(tmp_
         assert store.committed_step == 0
         if change == "removed":
             (tmp_path / f"{change} away").rename(tmp_path / change)
-            assert TWO_BLOCKS.seal(store, 1), "back in its place, the run goes on"
+            assert TWO_BLOCKS.commit(store, 1), "back in its place, the run goes on"
         store.close()
 
 

@@ -192,4 +192,4 @@ def test_any_module_under_any_policy_trains_as_in_plain_pytorch(data: st.DataObj
     sites = [f"layers.{i}" for i in range(len(layers))]
     driver = Driver(model, sites, plan, offloader=offloader, reloads=draw(st.booleans()))
     run_driven(model, loss, driver, steps=1).assert_equal(plain)
-    assert not offloader.live_parcels()
+    assert not offloader.live_storages()

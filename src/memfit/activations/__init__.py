@@ -1,4 +1,4 @@
-"""What autograd saves inside a call: kept, recomputed, selected or offloaded.
+"""Handles what autograd saves inside a call: kept, recomputed, selected or offloaded.
 
 In: a `CallPlan` for each call, and the call itself (`CallSite`, args, kwargs).
 Out: a `Frame`, entered before the call and left after it, that gives backward the same tensors bit

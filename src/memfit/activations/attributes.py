@@ -19,7 +19,7 @@ import torch
 
 from memfit.activations.call_arguments import non_leaf
 from memfit.activations.reads import ReadWatcher
-from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, Stays, plain_storage
+from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY, Stays, plain_storage
 from memfit.activations.structure import direct_tensors
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
@@ -61,7 +61,7 @@ class HeldAttributes:
         addresses = {address for entry in self._entries for address in entry.addresses}
         return ReadWatcher(addresses, self._read.add) if addresses else None
 
-    def settle(self) -> None:
+    def end_of_call(self) -> None:
         """Called when the call is over: holds what it reads and has changed, without the past."""
         self._entries = [e for e in self._entries if not self._read.isdisjoint(e.addresses) and e.has_changed]
         for entry in self._entries:
@@ -78,7 +78,7 @@ class HeldAttributes:
             if any(watched.has_changed for watched in entry.watched):
                 raise UnsupportedError(
                     f"{self._place} reads a tensor that it keeps on itself ({entry.name!r}) and changes it in place, so the call cannot be "
-                    f"run again; {TRY_ANOTHER_FATE}"
+                    f"run again; {TRY_ANOTHER_POLICY}"
                 )
             vars(entry.owner)[entry.name] = entry.made_again()
         yield

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from memfit.activations.offload import Offloader, Parcel
+from memfit.activations.offload import MovedStorage, Offloader
 from memfit.activations.reads import ReadWatcher
-from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, AstrayError, Geometry, Stays, plain_storage, version_of
+from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY, AstrayError, Geometry, Stays, plain_storage, version_of
 from memfit.activations.structure import Placeholder, direct_tensors, replace_tensors
 from memfit.activations.writes import Watched, Writes
 from memfit.core.errors import UnsupportedError
@@ -35,7 +35,7 @@ Position = tuple[int, int]
 class _Held:
     """One argument tensor.
 
-    One of `tensor`, `parcel` and `made_by` says where its value is, unless it `is_unread`.
+    One of `tensor`, `moved` and `made_by` says where its value is, unless it `is_unread`.
     """
 
     tensor: torch.Tensor | None
@@ -46,7 +46,7 @@ class _Held:
     device: torch.device
     geometry: Geometry | None = None
     is_unread: bool = False
-    parcel: Parcel | None = None
+    moved: MovedStorage | None = None
     made_by: Position | None = None
     copy: torch.Tensor | None = None
     watched: Watched | None = None
@@ -131,7 +131,7 @@ class HeldArguments:
 
     def _refuse_read(self, address: int) -> None:
         raise AstrayError(
-            f"{self._place} reads a tensor inside an object that it was given, which it did not read at first; {TRY_ANOTHER_FATE}"
+            f"{self._place} reads a tensor inside an object that it was given, which it did not read at first; {TRY_ANOTHER_POLICY}"
         )
 
     def _hold(self, tensor: torch.Tensor, made_by: Position | None) -> _Held:
@@ -164,7 +164,7 @@ class HeldArguments:
         """Outputs of earlier calls that this call takes."""
         return {held.made_by for held in self._held if held.made_by is not None}
 
-    def settle(self) -> None:
+    def end_of_call(self) -> None:
         """Called when the call is over: keeps the copies of arguments that it changed, and only
         those.
 
@@ -180,7 +180,7 @@ class HeldArguments:
             if any(other is not held and _share_memory(other, held) for other in self._held):
                 raise UnsupportedError(
                     f"{self._place} changes an argument in place that shares its memory with another argument, "
-                    f"so it cannot be run again from copies; {TRY_ANOTHER_FATE}"
+                    f"so it cannot be run again from copies; {TRY_ANOTHER_POLICY}"
                 )
             if held.copy is not None:
                 held.tensor, held.version, held.geometry = held.copy, version_of(held.copy), Geometry.of(held.copy)
@@ -194,17 +194,17 @@ class HeldArguments:
                     held.tensor, held.is_unread = None, True
         self._inside_objects, self._read = [], None
 
-    def register(self, offloader: Offloader, home: Tier) -> list[Parcel]:
-        """Hands all that may leave to the offloader; returns their parcels."""
-        parcels: list[Parcel] = []
+    def register(self, offloader: Offloader, home: Tier) -> list[MovedStorage]:
+        """Hands all that may leave to the offloader; returns their moved storages."""
+        moved_storages: list[MovedStorage] = []
         for held in self._held:
             if held.tensor is None or held.is_passed_as_given or held.was_changed:
                 continue
-            parcel = offloader.register(held.tensor, home, place=self._place)
-            if parcel is not None:
-                held.tensor, held.parcel = None, parcel
-                parcels.append(parcel)
-        return parcels
+            moved = offloader.register(held.tensor, home, place=self._place)
+            if moved is not None:
+                held.tensor, held.moved = None, moved
+                moved_storages.append(moved)
+        return moved_storages
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Storages that it holds on the device (for accounting; what stays is not among them)."""
@@ -233,7 +233,7 @@ class HeldArguments:
         if held.was_changed or (not held.is_passed_as_given and held.made_by is None and held.has_changed):
             shape = "" if held.geometry is None else f" ({held.geometry.dtype} {list(held.geometry.shape)})"
             raise UnsupportedError(
-                f"an argument of {self._place}{shape} was changed in place after the call began, so the call cannot be run again from it; {TRY_ANOTHER_FATE}"
+                f"an argument of {self._place}{shape} was changed in place after the call began, so the call cannot be run again from it; {TRY_ANOTHER_POLICY}"
             )
         if held.is_unread:
             assert held.geometry is not None
@@ -243,9 +243,9 @@ class HeldArguments:
             self._hollow.append(value)
         elif held.made_by is not None:
             value = made[held.made_by].detach()
-        elif held.parcel is not None:
+        elif held.moved is not None:
             assert held.geometry is not None
-            value = held.geometry.over(held.parcel.bring())
+            value = held.geometry.over(held.moved.bring())
         else:
             assert held.tensor is not None
             value = held.tensor

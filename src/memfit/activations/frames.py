@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from memfit.activations.attributes import HeldAttributes
 from memfit.activations.call_arguments import HeldArguments
 from memfit.activations.handles import KeptHandle, RemadeHandle, unpack
-from memfit.activations.offload import MovedHandle, Offloader, Parcel
+from memfit.activations.offload import MovedHandle, MovedStorage, Offloader
 from memfit.activations.reads import is_compiled
 from memfit.activations.recompute import ReplayedCall, SegmentGroup, pack_for_recompute
 from memfit.activations.saved_tensors import Stays, plain_storage
@@ -58,7 +58,7 @@ _default_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAcces
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """What is the same for every call of a module.
+    """Properties of a module that are the same for all of its calls.
 
     Attributes:
         name: dotted name, for messages.
@@ -192,7 +192,7 @@ class RecomputedFrame(_HookedFrame):
         self._is_alone = group is None
         self._segment = SegmentGroup() if group is None else group
         self._record: ReplayedCall | None = None
-        self._parcels: list[weakref.ref[Parcel]] = []
+        self._moved_storages: list[weakref.ref[MovedStorage]] = []
 
     def enter(self) -> None:
         """See `Frame`. Takes copies of changeable arguments and buffers, generators and switches.
@@ -257,26 +257,26 @@ class RecomputedFrame(_HookedFrame):
         if outputs is None:
             # It raised, or returned nothing that could carry a gradient on; a handle that side
             # outputs hold still finds its segment.
-            self._settle(record)
+            self._end_of_call(record)
             return
-        self._settle(record)
+        self._end_of_call(record)
         if self._is_alone and not any(record.live_handles()):
             record.let_go()  # nothing was saved: there will be nothing to make again
         elif not self._is_alone:
             self._segment.note_outputs(outputs)
 
-    def _settle(self, record: ReplayedCall) -> None:
+    def _end_of_call(self, record: ReplayedCall) -> None:
         assert record.surroundings is not None
         assert record.arguments is not None
-        record.surroundings.settle()
-        record.arguments.settle()
+        record.surroundings.end_of_call()
+        record.arguments.end_of_call()
         assert record.attributes is not None
-        record.attributes.settle()
+        record.attributes.end_of_call()
         if record.selection is not None:
-            record.selection.settle(runs_to_the_end=not self._is_alone)
+            record.selection.end_of_call(runs_to_the_end=not self._is_alone)
         if self._home is not Tier.DEVICE:
             assert self._offloader is not None
-            self._parcels = [weakref.ref(p) for p in record.arguments.register(self._offloader, self._home)]
+            self._moved_storages = [weakref.ref(p) for p in record.arguments.register(self._offloader, self._home)]
 
     def _pack(self, tensor: torch.Tensor) -> KeptHandle | RemadeHandle:
         assert self._record is not None
@@ -284,21 +284,21 @@ class RecomputedFrame(_HookedFrame):
 
     def offload(self) -> None:
         """See `Frame`: the arguments leave, if the policy gives them a home."""
-        _each(self._parcels, Parcel.leave)
+        _each(self._moved_storages, MovedStorage.leave)
 
     def drop(self) -> None:
         """See `Frame`."""
-        _each(self._parcels, Parcel.drop)
+        _each(self._moved_storages, MovedStorage.drop)
 
     def reload(self) -> None:
         """See `Frame`."""
-        _each(self._parcels, Parcel.reload)
+        _each(self._moved_storages, MovedStorage.reload)
 
     def finish(self) -> None:
         """See `Frame`."""
         record, self._record = self._record, None
         self._given = None
-        self._parcels = []
+        self._moved_storages = []
         if record is not None:
             record.let_go()
             for _, handle in record.live_handles():
@@ -309,7 +309,7 @@ class RecomputedFrame(_HookedFrame):
         if self._record is None:
             return 0
         surroundings = self._record.surroundings
-        storages = [*self._record.storages(), *_storages_of(self._parcels)]
+        storages = [*self._record.storages(), *_storages_of(self._moved_storages)]
         return _distinct_bytes(storages) + (0 if surroundings is None else surroundings.held_bytes)
 
 
@@ -340,11 +340,11 @@ class OffloadedFrame(_HookedFrame):
 
     def _pack(self, tensor: torch.Tensor) -> KeptHandle | MovedHandle:
         if not self._stays(tensor):
-            parcel = self._offloader.register(tensor, self._home, place=self._site.name)
-            if parcel is not None:
-                moved = MovedHandle(tensor, parcel, self._site.name)
-                self._handles.append(weakref.ref(moved))
-                return moved
+            moved = self._offloader.register(tensor, self._home, place=self._site.name)
+            if moved is not None:
+                handle = MovedHandle(tensor, moved, self._site.name)
+                self._handles.append(weakref.ref(handle))
+                return handle
             kept = KeptHandle(tensor, self._site.name)
             self._small.append(weakref.ref(kept))
             return kept
@@ -352,15 +352,15 @@ class OffloadedFrame(_HookedFrame):
 
     def offload(self) -> None:
         """See `Frame`."""
-        _each(self._parcels(), Parcel.leave)
+        _each(self._moved_storages(), MovedStorage.leave)
 
     def drop(self) -> None:
         """See `Frame`."""
-        _each(self._parcels(), Parcel.drop)
+        _each(self._moved_storages(), MovedStorage.drop)
 
     def reload(self) -> None:
         """See `Frame`."""
-        _each(self._parcels(), Parcel.reload)
+        _each(self._moved_storages(), MovedStorage.reload)
 
     def finish(self) -> None:
         """See `Frame`."""
@@ -373,12 +373,12 @@ class OffloadedFrame(_HookedFrame):
     def held_bytes(self) -> int:
         """See `Frame`: what is not away, and what is too small to leave."""
         small = [handle.tensor.untyped_storage() for ref in self._small if (handle := ref()) is not None]
-        return _distinct_bytes([*_storages_of(self._parcels()), *small])
+        return _distinct_bytes([*_storages_of(self._moved_storages()), *small])
 
-    def _parcels(self) -> list[weakref.ref[Parcel]]:
+    def _moved_storages(self) -> list[weakref.ref[MovedStorage]]:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
-        # Each parcel once, in the order of saving.
-        return [weakref.ref(p) for p in dict.fromkeys(h.parcel for h in handles if h.parcel is not None)]
+        # Each moved storage once, in the order of saving.
+        return [weakref.ref(p) for p in dict.fromkeys(h.moved for h in handles if h.moved is not None)]
 
 
 def make_frame(
@@ -393,7 +393,7 @@ def make_frame(
     """The frame for one call. See [Note: how the engine uses a frame].
 
     Args:
-        policy: the fate of what the call saves.
+        policy: treatment of what the call saves.
         site: of the call.
         args: as the module is called.
         kwargs: as the module is called.
@@ -449,16 +449,16 @@ def _unbalanced(place: str, what: str) -> UnsupportedError:
     return UnsupportedError(f"{place} returned with a {what} of its own still active; it must remove what it pushes")
 
 
-def _each(parcels: Iterable[weakref.ref[Parcel]], action: Callable[[Parcel], None]) -> None:
-    for reference in parcels:
-        parcel = reference()
-        if parcel is not None:
-            action(parcel)
+def _each(moved_storages: Iterable[weakref.ref[MovedStorage]], action: Callable[[MovedStorage], None]) -> None:
+    for reference in moved_storages:
+        moved = reference()
+        if moved is not None:
+            action(moved)
 
 
-def _storages_of(parcels: Iterable[weakref.ref[Parcel]]) -> list[torch.UntypedStorage]:
-    alive = [parcel for reference in parcels if (parcel := reference()) is not None]
-    return [storage for parcel in alive if (storage := parcel.storage) is not None]
+def _storages_of(moved_storages: Iterable[weakref.ref[MovedStorage]]) -> list[torch.UntypedStorage]:
+    alive = [moved for reference in moved_storages if (moved := reference()) is not None]
+    return [storage for moved in alive if (storage := moved.storage) is not None]
 
 
 def _distinct_bytes(storages: Iterable[torch.UntypedStorage]) -> int:

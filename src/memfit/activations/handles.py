@@ -1,14 +1,14 @@
-"""What autograd holds in place of a tensor it saved.
+"""Handles that autograd holds in place of tensors it saved.
 
 In: one saved tensor. Out: an object with `unpack`, which gives it back.
 
 [Note: who holds whom]
 Everything here dies by reference counting, as plain autograd's saved tensors do. Autograd's node
 holds a handle and the function `unpack` below, which is nobody's method. A handle holds what can
-make its tensor again (a segment, or a parcel). These know their handles by weak reference only, and
-never hold an output of the call or a tensor with a graph. So when a node lets go of what it saved,
-the handle dies, and with it the one strong reference to the tensor: memory falls at the same
-instant as in plain PyTorch.
+make its tensor again (a segment, or a moved storage). These know their handles by weak reference
+only, and never hold an output of the call or a tensor with a graph. So when a node lets go of what
+it saved, the handle dies, and with it the one strong reference to the tensor: memory falls at the
+same instant as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class KeptHandle:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is kept."""
+        """The tensor that is kept."""
         return self._tensor
 
     def unpack(self) -> torch.Tensor:
@@ -71,7 +71,7 @@ class KeptHandle:
 
 
 class Remade(Protocol):
-    """What fills the handles of a recomputed call."""
+    """Source that fills the handles of a recomputed call."""
 
     def refill(self) -> None:
         """Runs the calls again and fills every handle that is alive."""
@@ -144,5 +144,5 @@ Description = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 def describe(tensor: torch.Tensor) -> Description:
-    """What must be equal when a tensor is made again."""
+    """Properties that must be equal when a tensor is made again."""
     return tuple(tensor.shape), tensor.dtype, tensor.device

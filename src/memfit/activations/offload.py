@@ -3,9 +3,9 @@
 In: tensors to register, and the actions offload, drop and reload. Out: the same bytes when backward
 asks.
 
-[Note: parcels]
-A parcel is one storage at one version. Autograd saves many views of few storages, some of them in
-several calls: each is moved once. Its life:
+[Note: moved storages]
+A moved storage is one storage at one version. Autograd saves many views of few storages, some of
+them in several calls: each is moved once. Its life:
     here      the device holds the bytes; nothing was asked for
     leaving   the home is being written; the device still holds the bytes
     away      `drop` waited for the write and gave up the storage (others who hold it keep it
@@ -13,10 +13,10 @@ several calls: each is moved once. Its life:
     coming    `reload` made a fresh storage, which is being filled
     back      the first unpack waited for that
 
-The parcel is held by the handles in autograd's graph (or by held arguments) and by nobody else.
-When the last handle dies, the parcel dies, and with it the fresh storage and the room at home. A
-parcel's handle refuses what was written over its elements after it was saved; see [Note: writes are
-known by storage].
+The moved storage is held by the handles in autograd's graph (or by held arguments) and by nobody
+else. When the last handle dies, the moved storage dies, and with it the fresh storage and the room
+at home. A moved storage's handle refuses what was written over its elements after it was saved; see
+[Note: writes are known by storage].
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from memfit.homes.offloaded import HomePool, OffloadedStorage
 from memfit.tensors.trees import new_storage
 
 
-class Parcel:
-    """One storage that may leave. See [Note: parcels].
+class MovedStorage:
+    """One storage that may leave. See [Note: moved storages].
 
     Attributes:
         nbytes: of the whole storage.
@@ -62,7 +62,7 @@ class Parcel:
         self._place = place
         self._rest: OffloadedStorage | None = None
         self._free: weakref.finalize[Any, Any] | None = None
-        self._ticket: TransferHandle | None = None
+        self._transfer: TransferHandle | None = None
         self._storage: torch.UntypedStorage | None = None
         self._lock = threading.RLock()
 
@@ -103,13 +103,13 @@ class Parcel:
             self._source = None
 
     def reload(self) -> None:
-        """Starts reading into fresh memory. Does nothing unless the parcel is away."""
+        """Starts reading into fresh memory. Does nothing unless the moved storage is away."""
         with self._lock:
             if not self.is_away:
                 return
             storage = new_storage(self.nbytes, self._device)
             assert self._rest is not None
-            self._ticket = self._rest.begin_read(storage)
+            self._transfer = self._rest.begin_read(storage)
             self._storage = storage
             self._count("read_bytes")
 
@@ -130,9 +130,9 @@ class Parcel:
             if self.is_away:
                 self._count("demand_reloads", 1)
                 self.reload()
-            if self._ticket is not None:
-                self._ticket.wait()
-                self._ticket = None
+            if self._transfer is not None:
+                self._transfer.wait()
+                self._transfer = None
             assert self._storage is not None
             return self._storage
 
@@ -154,36 +154,36 @@ class Parcel:
         # abandoned step is one under way. If it failed, nobody needs the bytes any more, and a
         # finalizer has nobody to tell.
         with contextlib.suppress(MemfitError):
-            if self._ticket is not None:
-                self._ticket.wait()
+            if self._transfer is not None:
+                self._transfer.wait()
             elif self._source is not None and self._rest is not None:
                 self._rest.wait()
 
 
 class MovedHandle:
-    """A saved tensor as a view of a parcel.
+    """A saved tensor as a view of a moved storage.
 
     Args:
         tensor: as autograd packed it.
-        parcel: of its storage.
+        moved storage: of its storage.
         place: the site, for messages.
     """
 
-    __slots__ = ("__weakref__", "_geometry", "_parcel", "_place")
+    __slots__ = ("__weakref__", "_geometry", "_moved", "_place")
 
-    def __init__(self, tensor: torch.Tensor, parcel: Parcel, place: str) -> None:
+    def __init__(self, tensor: torch.Tensor, moved: MovedStorage, place: str) -> None:
         self._geometry = Geometry.of(tensor)
-        self._parcel: Parcel | None = parcel
+        self._moved: MovedStorage | None = moved
         self._place = place
 
     @property
-    def parcel(self) -> Parcel | None:
-        """The parcel, until `close`."""
-        return self._parcel
+    def moved(self) -> MovedStorage | None:
+        """The moved storage, until `close`."""
+        return self._moved
 
     def close(self) -> None:
         """Gives the tensor up for good."""
-        self._parcel = None
+        self._moved = None
 
     def unpack(self) -> torch.Tensor:
         """See `Handle`.
@@ -192,14 +192,14 @@ class MovedHandle:
             UnsupportedError: the call's backward is over.
             RuntimeError: it was changed in place after it was saved.
         """
-        if self._parcel is None:
+        if self._moved is None:
             raise refuse_again(self._place)
-        self._parcel.watched(self._geometry).check_saved(self._place)
-        return self._geometry.over(self._parcel.bring())
+        self._moved.watched(self._geometry).check_saved(self._place)
+        return self._geometry.over(self._moved.bring())
 
 
 class Offloader:
-    """All parcels of a job.
+    """All moved storages of a job.
 
     Args:
         pools: make the homes, by tier.
@@ -208,7 +208,7 @@ class Offloader:
         writes: of the job's forwards.
 
     Attributes:
-        demand_reloads: parcels that backward asked for before their reload was issued.
+        demand_reloads: moved storages that backward asked for before their reload was issued.
         written_bytes, read_bytes: moved so far.
     """
 
@@ -225,15 +225,16 @@ class Offloader:
         # Tensors always name their GPU by number.
         self._device = torch.empty(0, device=device).device
         self._minimum_bytes = minimum_bytes
-        self._parcels: weakref.WeakValueDictionary[tuple[int, int, int], Parcel] = weakref.WeakValueDictionary()
+        self._moved_storages: weakref.WeakValueDictionary[tuple[int, int, int], MovedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.Lock()
         self.demand_reloads = 0
         self.written_bytes = 0
         self.read_bytes = 0
 
-    def register(self, tensor: torch.Tensor, home: Tier, *, place: str) -> Parcel | None:
-        """The parcel of a tensor's storage at its present version; None if it is too small or too
-        special to move.
+    def register(self, tensor: torch.Tensor, home: Tier, *, place: str) -> MovedStorage | None:
+        """Registers a tensor's storage at its present version; None if it cannot be moved.
 
         Args:
             tensor: any.
@@ -255,20 +256,20 @@ class Offloader:
                 f"{place}: saved tensors shall go to {home}, but the job has homes in {[*map(str, self._pools)]} only"
             )
         # Its version may be that of another counter over the same storage: what was written since
-        # makes another parcel.
+        # makes another moved storage.
         written = self._writes.of(storage)
         key = (storage._cdata, version_of(tensor), written.mark())
         with self._lock:
-            parcel = self._parcels.get(key)
-            if parcel is None:
-                parcel = self._parcels[key] = Parcel(tensor, self._pools[home], self, place, written)
-            return parcel
+            moved = self._moved_storages.get(key)
+            if moved is None:
+                moved = self._moved_storages[key] = MovedStorage(tensor, self._pools[home], self, place, written)
+            return moved
 
     def count(self, name: str, amount: int) -> None:
         """Adds to one of the counters."""
         with self._lock:
             setattr(self, name, getattr(self, name) + amount)
 
-    def live_parcels(self) -> list[Parcel]:
-        """Parcels that somebody still needs."""
-        return list(self._parcels.values())
+    def live_storages(self) -> list[MovedStorage]:
+        """Moved storages that somebody still needs."""
+        return list(self._moved_storages.values())

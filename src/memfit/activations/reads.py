@@ -54,7 +54,7 @@ class ReadWatcher(TorchDispatchMode):
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether it or a module inside has a compiled forward.
+    """Tells whether the module or one inside has a compiled forward.
 
     Under a dispatch mode compiled code would run eagerly, with other roundings.
     """

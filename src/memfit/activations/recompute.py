@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.activations.attributes import HeldAttributes
 from memfit.activations.call_arguments import HeldArguments, Position
 from memfit.activations.handles import KeptHandle, RemadeHandle, describe, refuse_again
-from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, AstrayError, sample_of, version_of
+from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY, AstrayError, sample_of, version_of
 from memfit.activations.select import Selection
 from memfit.activations.structure import tensors_in
 from memfit.activations.surroundings import Surroundings
@@ -52,7 +52,7 @@ class _EnoughError(BaseException):
 
 @dataclass(kw_only=True, slots=True)
 class ReplayedCall:
-    """What is needed to run one call again.
+    """Everything needed to run one call again.
 
     Attributes:
         place: the site.
@@ -121,7 +121,7 @@ class SegmentGroup:
         return self._was_run
 
     def made_by(self, tensor: torch.Tensor) -> Position | None:
-        """Which output of an earlier call this tensor is, unchanged since; None if it is none."""
+        """Finds the output of an earlier call that this tensor is, unchanged since, or None."""
         for reference, version, watched, position in reversed(self._outputs):
             if reference() is tensor and version_of(tensor) == version and not (watched and watched.has_changed):
                 return position
@@ -216,7 +216,7 @@ class _Capture:
         if self.error is not None:
             raise UnsupportedError(
                 f"{self._place} does not do the same when it is recomputed: {self.error}. It depends on something "
-                f"outside its arguments (a number that other code changes, a counter, a cache, a random generator of its own); {TRY_ANOTHER_FATE}"
+                f"outside its arguments (a number that other code changes, a counter, a cache, a random generator of its own); {TRY_ANOTHER_POLICY}"
             )
 
     def _fail(self, error: str) -> None:
@@ -276,7 +276,7 @@ def run_again(
     if _compilations() != compilations:
         raise UnsupportedError(
             f"{record.place} was compiled anew by torch.compile when it was recomputed, and other code may save other tensors. Its guards failed, or it "
-            f"was compiled for too many shapes (TORCH_LOGS=recompiles tells why; torch._dynamo.config.recompile_limit); {TRY_ANOTHER_FATE}"
+            f"was compiled for too many shapes (TORCH_LOGS=recompiles tells why; torch._dynamo.config.recompile_limit); {TRY_ANOTHER_POLICY}"
         )
     capture.check()
     return outputs
@@ -307,7 +307,7 @@ def _sample(tensor: torch.Tensor, writes: Writes) -> bytes | None:
 def pack_for_recompute(
     segment: SegmentGroup, record: ReplayedCall, tensor: torch.Tensor, *, stays: bool
 ) -> KeptHandle | RemadeHandle:
-    """What autograd gets for a tensor of a recomputed call: the tensor itself if it stays anyway,
+    """Returns what autograd gets for a tensor of a recomputed call: itself if it stays anyway,
     else a handle.
     """
     if stays:

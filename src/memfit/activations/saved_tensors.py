@@ -15,7 +15,7 @@ import torch
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
 
-TRY_ANOTHER_FATE = "plan saved='keep' or 'offload' for this call"
+TRY_ANOTHER_POLICY = "plan saved='keep' or 'offload' for this call"
 """How messages end that tell why a call cannot be run again."""
 
 

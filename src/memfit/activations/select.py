@@ -28,7 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.activations.saved_tensors import TRY_ANOTHER_FATE, AstrayError, storage_of, version_of
+from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY, AstrayError, storage_of, version_of
 from memfit.activations.writes import Writes, are_plain
 from memfit.core.operators import is_selected
 
@@ -102,7 +102,7 @@ class Selection:
         self._position = 0
         return _Using(self._take)
 
-    def settle(self, *, runs_to_the_end: bool) -> None:
+    def end_of_call(self, *, runs_to_the_end: bool) -> None:
         """Called when the call is over: lets go of results that cannot or will not be used.
 
         Args:
@@ -132,7 +132,7 @@ class Selection:
             )
             raise AstrayError(
                 f"{self._place} runs other operations when it is recomputed: {operation} came where the first run had "
-                f"{expected}. Its control flow depends on something outside its arguments; {TRY_ANOTHER_FATE}"
+                f"{expected}. Its control flow depends on something outside its arguments; {TRY_ANOTHER_POLICY}"
             )
         kept = self._kept[self._position]
         self._position += 1

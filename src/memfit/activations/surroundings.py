@@ -1,4 +1,4 @@
-"""What a call's result depends on beyond its arguments and weights: switches, random numbers,
+"""State that a call's result depends on beyond its arguments and weights: switches, random numbers,
 buffers, what modules note on themselves.
 
 In: the state of the thread and the module when the call begins. Out: the same state around the call
@@ -120,7 +120,7 @@ class RandomNumbers:
     thousandth step. About 0.1 ms a call.
 
     Memory: 5 KiB for torch's CPU generator, 16 bytes for an accelerator's, about 20 KiB for
-        Python's; nothing once `settle` saw no use of them.
+        Python's; nothing once `end_of_call` saw no use of them.
     """
 
     __slots__ = ("_device", "_states")
@@ -129,7 +129,7 @@ class RandomNumbers:
         self._device = device
         self._states: dict[str, Any] = _random_states(device)
 
-    def settle(self) -> None:
+    def end_of_call(self) -> None:
         """Called when the call is over: generators that it did not use are forgotten."""
         now = _random_states(self._device)
         self._states = {name: state for name, state in self._states.items() if not _is_same(state, now[name])}
@@ -221,7 +221,7 @@ class Buffers:
         """Bytes of the copies."""
         return sum(copy.nbytes for _, _, _, copy, _ in self._entries)
 
-    def settle(self) -> None:
+    def end_of_call(self) -> None:
         """Called when the call is over: buffers that it did not change are forgotten."""
         self._entries = [entry for entry in self._entries if _may_have_changed(*entry)]
 
@@ -284,7 +284,7 @@ class Attributes:
         ]
         self._names = [frozenset(vars(owner)) for owner in self._modules]
 
-    def settle(self) -> None:
+    def end_of_call(self) -> None:
         """Called when the call is over: attributes that it did not change are forgotten."""
         for index, owner in enumerate(self._modules):
             now, entry = vars(owner), self._entries[index]
@@ -360,11 +360,11 @@ class Surroundings:
         """Device bytes held: copies of changed buffers."""
         return self._buffers.held_bytes
 
-    def settle(self) -> None:
+    def end_of_call(self) -> None:
         """Called when the call is over: forgets what it did not use."""
-        self._random.settle()
-        self._buffers.settle()
-        self._attributes.settle()
+        self._random.end_of_call()
+        self._buffers.end_of_call()
+        self._attributes.end_of_call()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls with the context variables as they were.

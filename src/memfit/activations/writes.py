@@ -69,7 +69,7 @@ class ByteRange:
         return self.begin + sum(stride * (size - 1) for stride, size in self.dims) + self.width
 
     def overlaps(self, other: ByteRange) -> bool:
-        """Whether they have an element in common.
+        """Tells whether they have an element in common.
 
         May be True where they only interlock in some irregular way.
         """
@@ -90,7 +90,7 @@ class ByteRange:
 
 
 class Written:
-    """What has been written in one storage since somebody first asked for this object, which must
+    """Record of writes to one storage since somebody first asked for this object, which must
     be held to go on.
     """
 
@@ -111,7 +111,7 @@ class Written:
         self._log.append((extent, is_certain))
 
     def since(self, mark: int, extent: ByteRange | None = None, *, doubts: bool = False) -> bool:
-        """Whether something has been written since a mark.
+        """Tells whether something has been written since a mark.
 
         Args:
             mark: see `mark`.
@@ -165,7 +165,7 @@ class Writes:
         self.last_operation = ""
 
     def of(self, storage: torch.UntypedStorage) -> Written:
-        """What is noted of a storage."""
+        """Notes on one storage."""
         found = self._written.get(storage._cdata)
         if found is None:
             found = self._written[storage._cdata] = Written(storage)
@@ -238,5 +238,5 @@ _NO_OPERATIONS: Any = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009 
 
 @cache
 def are_plain(types: tuple[type, ...]) -> bool:
-    """Whether tensors of these types have no operations of their own, below autograd."""
+    """Tells whether tensors of these types have no operations of their own, below autograd."""
     return all(getattr(kind, "__torch_dispatch__", None) is _NO_OPERATIONS for kind in types)

@@ -113,7 +113,7 @@ def _cache_directory() -> Path | None:
 
 
 def _is_ours(path: Path, is_kind: object) -> bool:
-    """Whether `path` is of the kind, no link, owned by this user, and closed to writing by everyone
+    """Tells whether `path` is of the kind, no link, owned by this user, not writable by everyone
     else.
     """
     try:

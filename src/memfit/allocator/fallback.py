@@ -79,7 +79,7 @@ class FallbackAllocator:
         return cls(base_bytes=base_bytes, unlimited=resource.getrlimit(resource.RLIMIT_DATA))
 
     def stats(self, ledger: str = "device") -> AllocatorStats:
-        """What the process holds above the base (about 60 us)."""
+        """Returns the bytes that the process holds above the base (about 60 us)."""
         _only_device(ledger)
         status = procfs.read_status()
         live_bytes = max(0, status.anonymous_bytes + status.shared_bytes - self._base_bytes)

@@ -27,7 +27,7 @@ import torch
 from memfit.allocator import procfs
 
 _TEXTS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "bad allocation")
-"""Of torch's `RuntimeError`: its own allocator's, that of a failed system call, and C++'s
+"""Text of torch's `RuntimeError`: its own allocator's, that of a failed system call, and C++'s
 `std::bad_alloc`.
 """
 _IN_MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs", "devtmpfs"))

@@ -1,4 +1,4 @@
-"""What the Linux kernel says about a process: resident bytes, peaks, swap, shares of shared pages,
+"""Reads the kernel's figures about a process: resident bytes, peaks, swap, shared pages,
 and the reset of the peak.
 
 In: a process id. Out: integers of bytes from `/proc/<pid>/status` and `smaps_rollup`. Source:
@@ -54,7 +54,7 @@ class ProcessStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class PageShares:
-    """What of shared pages belongs to a process. Mapped files are left out.
+    """A process's part of shared pages. Mapped files are left out.
 
     Attributes:
         share_bytes: Pss_Anon + Pss_Shmem: each page counts by 1 / (processes that map it).

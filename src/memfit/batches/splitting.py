@@ -1,4 +1,4 @@
-"""What the parts of a batch count for, and that a loss adds up over them.
+"""Weights of the parts of a batch, and the check that a loss adds up over them.
 
 In: a batch and a way to cut it. Out: the parts' shares of the loss, and the proof (on the first
 batch) that they add up.
@@ -63,7 +63,7 @@ def signature_of(batch: Any, cut: Cut, microbatches: int) -> Signature:
 
 
 def shares(batch: Any, parts: Sequence[Any], cut: Cut, weight: Weigh | None) -> list[float] | None:
-    """What each microbatch's loss is multiplied with: its weight over the sum of weights; None for
+    """Loss weight of each microbatch: its weight over the sum of weights; None for
     a single one.
 
     Raises:

@@ -271,7 +271,7 @@ class RunCheckpointer(Checkpointer):
 
     def commit(self) -> None:
         """See `Checkpointer.commit`."""
-        if self.run.committed.has_unsealed:
+        if self.run.committed.has_uncommitted:
             with self._phase("commit"):
                 self._commit()
 
@@ -292,7 +292,7 @@ class RunCheckpointer(Checkpointer):
             flips = self.copies.write()
             if is_first:
                 self.run.committed.end_step(self._house.step)
-            self.run.committed.seal(self._state, flips=flips, force=True)
+            self.run.committed.commit(self._state, flips=flips, force=True)
         except REFUSALS as error:
             if not is_refusal(error):
                 raise

@@ -190,7 +190,7 @@ class RunStore:
         if is_new:
             self.committed.end_step(step, changed)
         else:
-            self.committed.amend(changed)
+            self.committed.advance(changed)
 
     def published_since(self, step: int) -> int | None:
         """See `homes.regions.RegionStore`."""

@@ -1,4 +1,4 @@
-"""Models that are bigger than memory from birth.
+"""Builds models that are bigger than memory without their weights (deferred initialization).
 
 In: a function that builds a model; perhaps a directory of safetensors files. Out: the model whose
 large weights have no bytes, and sources that give each weight its values when its block moves in:

@@ -16,13 +16,13 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.deferred.program import Program, RegionPlace
 from memfit.deferred.recording import LEAST_BYTES, BuildRecorder
-from memfit.tensors.guard import mark_present, mark_unborn
+from memfit.tensors.guard import mark_deferred, mark_present
 
 _ATTRIBUTE = "_memfit_origin"
 
 
 class Origin:
-    """What gives the weights of a model that was built empty their values.
+    """Source of the values of a model that was built empty.
 
     Held by the model itself.
 
@@ -39,11 +39,11 @@ class Origin:
         self._program = program
         self._model = weakref.ref(model)
         object.__setattr__(model, _ATTRIBUTE, self)
-        self._unborn: dict[int, list[tuple[nn.Parameter, RegionPlace]]] = {}
+        self._deferred: dict[int, list[tuple[nn.Parameter, RegionPlace]]] = {}
         self._keys: dict[int, int] = {}
         self._given: dict[int, tuple[nn.Parameter, RegionPlace]] = {}
         for parameter, place in places:
-            self._unborn.setdefault(place.key, []).append((parameter, place))
+            self._deferred.setdefault(place.key, []).append((parameter, place))
             self._keys[id(parameter)] = place.key
 
     def bring(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -78,10 +78,10 @@ class Origin:
         for parameter in parameters:
             key = self._keys.pop(id(parameter), None)
             if key is not None:
-                self._given |= {id(member[0]): member for member in self._unborn[key] if member[0] is parameter}
-                self._unborn[key] = [member for member in self._unborn[key] if member[0] is not parameter]
-                if not self._unborn[key]:
-                    del self._unborn[key]
+                self._given |= {id(member[0]): member for member in self._deferred[key] if member[0] is parameter}
+                self._deferred[key] = [member for member in self._deferred[key] if member[0] is not parameter]
+                if not self._deferred[key]:
+                    del self._deferred[key]
         self._end()
 
     def take_back(self, name: str, parameter: nn.Parameter) -> bool:
@@ -107,8 +107,8 @@ class Origin:
         mark_present(parameter)
         parameter.data = place.view(storage)
         storage.resize_(0)
-        mark_unborn(parameter, name)
-        self._unborn.setdefault(place.key, []).append(member)
+        mark_deferred(parameter, name)
+        self._deferred.setdefault(place.key, []).append(member)
         self._keys[id(parameter)] = place.key
         model = self._model()
         if model is not None:
@@ -116,7 +116,7 @@ class Origin:
         return True
 
     def _give(self, key: int, storage: torch.UntypedStorage) -> None:
-        for parameter, place in self._unborn.pop(key):
+        for parameter, place in self._deferred.pop(key):
             mark_present(parameter)
             parameter.data = place.view(storage)
             del self._keys[id(parameter)]
@@ -125,7 +125,7 @@ class Origin:
 
     def _end(self) -> None:
         model = self._model()
-        if not self._unborn and model is not None and _ATTRIBUTE in model.__dict__:
+        if not self._deferred and model is not None and _ATTRIBUTE in model.__dict__:
             del model.__dict__[_ATTRIBUTE]
 
 
@@ -160,11 +160,11 @@ def build_empty(build: Callable[[], nn.Module], *, draws: bool, least_bytes: int
     for key, members in places.items():
         recorder.storages[key].resize_(0)
         for name, parameter, _ in members:
-            mark_unborn(parameter, name)
+            mark_deferred(parameter, name)
     recorder.program.keep(places.keys())
     if places:
-        unborn = [(parameter, place) for members in places.values() for _, parameter, place in members]
-        Origin(recorder.program, unborn, model)
+        deferred = [(parameter, place) for members in places.values() for _, parameter, place in members]
+        Origin(recorder.program, deferred, model)
     return model
 
 

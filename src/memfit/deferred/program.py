@@ -240,9 +240,9 @@ class Program:
             if not touched:
                 continue
             chosen.append(index)
-            settled = operation.overwrites | operation.made
-            live -= settled
-            for key in (touched - settled) | operation.reads:
+            replaced = operation.overwrites | operation.made
+            live -= replaced
+            for key in (touched - replaced) | operation.reads:
                 ask(key, index)
         return chosen[::-1]
 

@@ -237,7 +237,7 @@ def _untouch(storage: torch.UntypedStorage) -> None:
 
 
 def _makes_large(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], least_bytes: int) -> bool:
-    """Whether an operation without tensors as arguments makes a large one."""
+    """Tells whether an operation without tensors as arguments makes a large one."""
     if "device" not in {argument.name for argument in func._schema.arguments}:
         return False
     device = _device_of(kwargs)

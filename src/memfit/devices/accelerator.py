@@ -1,4 +1,4 @@
-"""What memfit asks of an accelerator, in torch's generic terms.
+"""The interface to an accelerator, in torch's generic terms.
 
 [Note: never without the device]
 `torch.accelerator.current_stream()` is the current stream of the *thread's current device*. A model

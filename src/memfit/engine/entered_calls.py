@@ -15,7 +15,7 @@ import torch
 
 from memfit.activations import Frame
 from memfit.activations.frames import RecomputedFrame
-from memfit.activations.saved_tensors import TRY_ANOTHER_FATE
+from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY
 from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Forward, Schedule
 from memfit.engine.backward import BackwardPasses
@@ -206,7 +206,7 @@ class StepCalls:
         if frame is not None:
             self._frames.add(call, coroutine.microbatch, frame)
             if not is_own and isinstance(frame, RecomputedFrame) and torch.is_grad_enabled():
-                raise _refused_substitutes(name, f"running it again would compute with its own; {TRY_ANOTHER_FATE}")
+                raise _refused_substitutes(name, f"running it again would compute with its own; {TRY_ANOTHER_POLICY}")
             frame.enter()
         replaced = self._put_leaves(site)
         if self._passes.is_in_tail(call):

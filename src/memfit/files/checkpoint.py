@@ -36,13 +36,13 @@ The first that is there is taken.
 """
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ROOM_OF_ANY_SIZE = b"\nbytearray\n"
-"""What torch's restricted reader would call with any number, and have that many bytes filled with
-zeros.
+"""Functions that torch's restricted reader would call with any number, which fill that many bytes
+with zeros.
 """
 _OBJECTS_PER_BYTE = 64
 """Bytes of memory for one of the pickle, at most: an empty container."""
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
+"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
 
 
 class CheckpointFile(TensorFile):

@@ -24,7 +24,7 @@ def weight_file_names(source: Path, known: re.Pattern[str], *, single: str = "mo
         single: the one of all weights; its index is called after it.
 
     Raises:
-        StoreError: the index is none, or names other files.
+        StoreError: the index is invalid, or names other files.
     """
     index = source / f"{single}.index.json"
     if not index.exists() and not index.is_symlink():
@@ -41,5 +41,5 @@ def weight_file_names(source: Path, known: re.Pattern[str], *, single: str = "mo
     for name in names:
         # A name with directories in it would read files from elsewhere.
         if not isinstance(name, str) or Path(name).name != name or not known.fullmatch(name):
-            raise StoreError(f"{index} names the file {str(name)[:80]!r}, which is none of a save; take another save")
+            raise StoreError(f"{index} names the file {str(name)[:80]!r}, which no save has; take another save")
     return names

@@ -60,7 +60,7 @@ def encode_value(value: Any, where: str) -> Any:
 
 
 def decode_value(value: Any, where: str, *, device: torch.device | None = None) -> Any:
-    """What `encode_value` was given.
+    """Returns the value that `encode_value` was given.
 
     Args:
         value: of a JSON file that anybody may have written.

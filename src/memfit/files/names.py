@@ -1,4 +1,4 @@
-"""What of a model is saved, under which names and in which files.
+"""Decides which tensors of a model are saved, under which names and in which files.
 
 In: a model, its weights here or away. Out: names and tensors as `state_dict` gives them, each tied
 tensor once; shards.
@@ -107,7 +107,7 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _tied_patterns(model: nn.Module) -> list[re.Pattern[str]]:
-    """What transformers' models declare as names that are filled from another one on loading."""
+    """Returns the names that a transformers model fills from others on loading."""
     found: set[str] = set(getattr(model, "all_tied_weights_keys", None) or ())
     for prefix, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or ()

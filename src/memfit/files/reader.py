@@ -40,7 +40,7 @@ class TensorFile(ClosesAtExit):
         path: a regular file, or a link to one.
 
     Raises:
-        StoreError: it cannot be opened, or its header is none or lies.
+        StoreError: it cannot be opened, or its header is missing or wrong.
     """
 
     def __init__(self, path: Path) -> None:

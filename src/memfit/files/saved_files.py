@@ -36,7 +36,7 @@ class SaveFile:
     sources: Mapping[str, TensorSource]
 
 
-def settle(blocks: Sequence[BlockWeights]) -> None:
+def wait_for_updates(blocks: Sequence[BlockWeights]) -> None:
     """Nothing is on its way any more: not to a block, and on CUDA not in a stream."""
     for block in blocks:
         if block.is_here:
@@ -167,7 +167,7 @@ def pack_states(sources: Mapping[str, TensorSource]) -> SaveFile:
 def trained_slots(
     blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]
 ) -> Iterator[tuple[BlockStates, ParameterSlot]]:
-    """What has a state by now: states, and the slots of the parameters."""
+    """Returns the states that exist by now, and the slots of the parameters."""
     for block in blocks:
         own = states.get(block.index)
         for slot in block.slots if own is not None else ():

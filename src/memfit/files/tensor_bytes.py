@@ -30,7 +30,8 @@ class TensorSource(Protocol):
         """Begins to copy elements [first, first + count), row-major, to a byte offset of a host
         storage.
 
-        Calls come in ascending order of `first`; the storage must live until the ticket is done.
+        Calls come in ascending order of `first`; the storage must live until the transfer has
+        ended.
         """
         ...
 
@@ -139,20 +140,20 @@ class JoinedSource:
 
     def read(self, first: int, count: int, into: torch.UntypedStorage, into_offset: int) -> TransferHandle:
         """See `TensorSource`."""
-        tickets: list[TransferHandle] = []
+        transfers: list[TransferHandle] = []
         begin = 0
         try:
             for source, start, length in self._parts:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:
                     offset = into_offset + (low - first) * self.dtype.itemsize
-                    tickets.append(source.read(start + low - begin, high - low, into, offset))
+                    transfers.append(source.read(start + low - begin, high - low, into, offset))
                 begin += length
         except BaseException:
             # nothing may be on its way into memory that the caller gives up
-            Tickets(tickets).wait()
+            Tickets(transfers).wait()
             raise
-        return tickets[0] if len(tickets) == 1 else Tickets(tickets)
+        return transfers[0] if len(transfers) == 1 else Tickets(transfers)
 
 
 def row_major_parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -33,7 +33,7 @@ OLD_FILE_NAME = "trainer_state.json"
 # Numbers of a hundred thousand parameters; what is larger was not written by memfit.
 _LIMIT_BYTES = 256 * MIB
 _COPIES = 2
-"""Of the values: as JSON has them, and as they were."""
+"""Depth of the values: as JSON has them, and as they were."""
 _HEAD_BYTES = 64 << 10
 """Holds the names by which the files of two programs are told apart: memfit writes its own first,
 and `Trainer` sorts its entries, the long one last but few.

@@ -25,7 +25,7 @@ from memfit.tensors.container import Header
 from memfit.tensors.trees import new_storage
 
 PIECE_BYTES = 8 * MIB
-"""Of one of the two buffers, alignment included."""
+"""Size of one of the two buffers, alignment included."""
 
 
 class FilePieces:
@@ -119,7 +119,7 @@ class _Filling:
         raw = self._header.raw[start:stop]
         if raw:
             memory_of_storage(storage, base, len(raw)).view()[:] = raw
-        tickets: list[TransferHandle] = []
+        transfers: list[TransferHandle] = []
         try:
             while self._waiting and self._waiting[0].begin < stop:
                 entry = self._waiting[0]
@@ -128,13 +128,13 @@ class _Filling:
                 source = self._sources[entry.name]
                 # Pieces begin and end on pages, tensors at multiples of their element's size: no
                 # element is ever cut.
-                tickets.append(
+                transfers.append(
                     source.read((first - entry.begin) // size, (last - first) // size, storage, base + first - start)
                 )
                 if entry.end > stop:
                     break
                 self._waiting.popleft()
         except BaseException:
-            Tickets(tickets).wait()
+            Tickets(transfers).wait()
             raise
-        return Tickets(tickets)
+        return Tickets(transfers)

@@ -141,8 +141,8 @@ class BlockFormat(NumberFormat):
 
         No values, no blocks.
 
-        The scale of a block is its largest magnitude as fp32, rounded up where it is none, so that
-        no value leaves the range.
+        The scale of a block is its largest magnitude as fp32, rounded up where fp32 does not have
+        it, so that no value leaves the range.
 
         Raises:
             UsageError: a value is not finite, above fp32's range, or negative where all levels are

@@ -23,7 +23,7 @@ from memfit.formats.rounding import NEAREST_EVEN, TOWARD_ZERO, Rounding, round_m
 
 
 class Specials(Enum):
-    """What the codes with the largest exponent stand for."""
+    """Meaning of the codes with the largest exponent."""
 
     IEEE = "infinities and NaNs"
     """None of them is finite: mantissa zero is an infinity, the others are NaNs."""
@@ -34,7 +34,7 @@ class Specials(Enum):
 
 
 class Overflow(Enum):
-    """What becomes of a value too large for the format, infinities included.
+    """Treatment of values too large for the format, infinities included.
 
     A finite value too large is rounded as if exponents had no end, and overflows if that is above
     `largest`; so `TOWARD_ZERO` never overflows (IEEE 754-2019, section 7.4) and stochastic rounding
@@ -87,7 +87,7 @@ class FloatFormat(NumberFormat):
 
     @property
     def bias(self) -> int:
-        """What the exponent field is above the exponent of a normal value."""
+        """Amount by which the exponent field is above the exponent of a normal value."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
@@ -132,7 +132,7 @@ class FloatFormat(NumberFormat):
         return self.epsilon / 2
 
     def relative_error_bound(self, rounding: Rounding = NEAREST_EVEN) -> Fraction:
-        """What the relative error stays under, for magnitudes from `smallest_normal` to `largest`.
+        """Bound of the relative error, for magnitudes from `smallest_normal` to `largest`.
 
         Subnormals have no such bound.
         """

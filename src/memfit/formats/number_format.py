@@ -1,4 +1,4 @@
-"""What every number format has, and how values come in."""
+"""The interface of number formats, and the conversion of values that come in."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class NumberFormat(ABC):
         return rounding.error_in_gaps * self.gap(value)
 
     def covers(self, value: Number) -> bool:
-        """Whether a value is finite and between `lowest` and `largest`."""
+        """Tells whether a value is finite and between `lowest` and `largest`."""
         return is_finite(value) and self.lowest <= Fraction(value) <= self.largest
 
     def split(self, code: int) -> tuple[str, ...]:

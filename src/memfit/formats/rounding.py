@@ -27,7 +27,7 @@ class Rounding(ABC):
 
     @abstractmethod
     def rounds_away(self, remainder: int, divisor: int, *, is_odd: bool) -> bool:
-        """Whether the value goes to the neighbour that is farther from zero.
+        """Tells whether the value goes to the neighbour that is farther from zero.
 
         Args:
             remainder: with `divisor` the distance from the neighbour nearer to zero: `remainder /

@@ -1,4 +1,4 @@
-"""What a person may change on the machine, and what it would bring.
+"""Advice: settings of the machine that a person may change, and the gain to expect.
 
 In: `Host`, its settings, and measurements where there are any. Out: `SettingChange`s, the ones that
 matter most first. memfit does none of them: they need other rights, another command, or a decision.

@@ -1,4 +1,4 @@
-"""What a container or a service manager allows: processor quota and memory limit, cgroup v1 and v2.
+"""Limits of a container or a service manager: processor quota and memory, cgroup v1 and v2.
 
 In: /proc/self/cgroup, /proc/self/mountinfo and the files of the groups. Out: `Cgroup`. A group is
 bound by its parents too, so each figure is the least one on the way up. Source: cgroups(7); Linux,

@@ -1,4 +1,4 @@
-"""What was found, in words.
+"""Describes the host in words.
 
 In: `Host`. Out: lines of (what, found).
 """

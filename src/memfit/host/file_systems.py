@@ -41,7 +41,7 @@ class BlockDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """What homes in `directory` would rest on.
+    """Describes the device under `directory`.
 
     Attributes:
         directory: absolute, links followed.
@@ -65,12 +65,12 @@ class Disk:
 
     @property
     def is_memory(self) -> bool:
-        """What is written here stays in memory, and counts as such."""
+        """True if files here stay in memory, and count as such."""
         return self.file_system in _IN_MEMORY
 
     @property
     def is_remote(self) -> bool:
-        """What is written here goes over a network."""
+        """True if files here go over a network."""
         return self.file_system in _REMOTE
 
 

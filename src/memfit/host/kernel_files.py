@@ -14,7 +14,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def read_text(path: Path) -> str | None:
-    """What a file holds, stripped; None where it cannot be read.
+    """Returns a file's content, stripped; None where it cannot be read.
 
     Kernels and containers differ in which of these files they have and show, and reading one that
     is there may still be refused (ENODEV, EINVAL, EACCES): to every reader here that is the same as

@@ -1,4 +1,4 @@
-"""What the settings bring on this machine, measured within one run.
+"""Measures the effect of settings on this machine, within one run.
 
 In: `Host`. Out: `Measurements`: seconds and rates side by side. Everything runs in child processes,
 so that neither memory nor threads of the caller are touched; what is compared takes turns, so that
@@ -107,7 +107,7 @@ class DiskRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What was measured.
+    """Results of the measurements.
 
     Attributes:
         waiting: passive waiting beside what there was.

@@ -1,4 +1,4 @@
-"""What the machine gives a process, before any tensor is made.
+"""Reads what the machine gives a process, before any tensor is made.
 
 In: /proc, /sys, the environment; a directory, where its disk matters. Out: `Host`. A few
 milliseconds; nothing is changed, and torch is not needed.

@@ -89,7 +89,7 @@ def choose_settings(host: Host) -> tuple[Setting, ...]:
 
 
 def own_waiting(host: Host) -> str | None:
-    """What the user has waiting threads do, where that is not to sleep: "OMP_WAIT_POLICY=ACTIVE".
+    """Returns the user's setting that waiting threads shall spin: "OMP_WAIT_POLICY=ACTIVE".
     None: nothing, or to sleep.
     """
     own = [f"{name}={host.environment[name]}" for name in WAITING_NAMES if _is_users(host, name)]

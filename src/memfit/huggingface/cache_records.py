@@ -28,7 +28,7 @@ from memfit.homes.offloaded import HomePool, OffloadedStorage
 from memfit.tensors.trees import new_storage, typed_view
 
 PAGE_BYTES = 256 << 10
-"""Of rows at home; see [Note: rows at home].
+"""Size of a page of rows at home; see [Note: rows at home].
 
 Smaller pages write less again, larger ones are fewer to read.
 """

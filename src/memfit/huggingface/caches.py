@@ -69,7 +69,7 @@ class OffloadedCaches:
 
     @property
     def least_bytes(self) -> int:
-        """What is here whatever the limit: the caches of the two layers that have most."""
+        """Bytes on the device whatever the limit: the caches of the two layers that have most."""
         return sum(sorted((record.whole_bytes for record in self._all), reverse=True)[:2])
 
     def look_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

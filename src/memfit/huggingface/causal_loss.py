@@ -4,12 +4,12 @@ In: hidden states, the head's weight, target tokens. Out: the cross-entropy and 
 the logits of `chunk_tokens` tokens alive at a time. The sums are taken chunk by chunk, so the
 result is *reordered* against the whole loss (equal up to rounding), never approximate.
 
-[Note: slopes that wait]
+[Note: gradients of the logits that wait]
 The weight's gradient is a product over tokens. Made chunk by chunk in the weight's dtype, 16 bits
 wide, its sum would lose digits with every chunk (bf16: 1.2e-2 of it at 128 chunks; 1.7e-3 of one
-product, which rounds once). So where the weight is narrow, the *slopes* (gradients of the logits,
-as wide as the weight) of as many tokens as take 128 MiB wait for one product; where there are more
-tokens than that, products are added in fp32, some rows at a time.
+product, which rounds once). So where the weight is narrow, the *gradients of the logits* (as wide
+as the weight) of as many tokens as take 128 MiB wait for one product; where there are more tokens
+than that, products are added in fp32, some rows at a time.
 
 torch 2.13 has `linear_cross_entropy` for this; it is not used because 2.11 lacks it and a plan must
 mean the same bytes on both.
@@ -38,8 +38,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     only once.
 
     Memory: logits of one chunk twice; the gradient of the hidden states and of the weight, from
-    forward to backward. For a narrow weight also the slopes that wait (128 MiB at most, or one
-    chunk's) and, where they are more, 4 bytes an element of the weight while forward runs.
+    forward to backward. For a narrow weight also gradients of the logits that wait (128 MiB at
+    most, or one chunk's) and, where they are more, 4 bytes an element of the weight while forward
+    runs.
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 3
     (the idea of never storing logits).
     """
@@ -80,18 +81,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # softmax minus one-hot, in place of the logits
-            slope = logits.sub_(log_sum).exp_()
-            slope.scatter_add_(1, safe, torch.full_like(safe, smoothing - 1.0, dtype=slope.dtype))
+            logit_gradient = logits.sub_(log_sum).exp_()
+            logit_gradient.scatter_add_(1, safe, torch.full_like(safe, smoothing - 1.0, dtype=logit_gradient.dtype))
             if smoothing:
-                slope.sub_(smoothing / logits.shape[1])
-            slope.mul_(is_counted.unsqueeze(1)).div_(count)
-            slope = slope.to(hidden.dtype)
+                logit_gradient.sub_(smoothing / logits.shape[1])
+            logit_gradient.mul_(is_counted.unsqueeze(1)).div_(count)
+            logit_gradient = logit_gradient.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(slope, weight, out=grad_hidden[rows])
+                torch.mm(logit_gradient, weight, out=grad_hidden[rows])
             if products is not None:
-                products.add(first, slope)
+                products.add(first, logit_gradient)
             if grad_bias is not None:
-                grad_bias += slope.sum(dim=0, dtype=grad_bias.dtype)
+                grad_bias += logit_gradient.sum(dim=0, dtype=grad_bias.dtype)
         grad_weight = None if products is None else products.finish()
         ctx.gradients = (
             grad_hidden,
@@ -109,9 +110,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _WeightProducts:
-    """The gradient of the head's weight, from the slopes of chunk after chunk.
+    """The gradient of the head's weight, from the gradients of the logits of chunk after chunk.
 
-    See [Note: slopes that wait].
+    See [Note: gradients of the logits that wait].
     """
 
     def __init__(self, weight: Tensor, hidden: Tensor, chunk_tokens: int) -> None:
@@ -126,16 +127,18 @@ class _WeightProducts:
             self._sum = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         self._waiting: Tensor | None = None
 
-    def add(self, first: int, slope: Tensor) -> None:
-        """Slopes of the tokens from `first` on; chunks come in order."""
-        end = first + len(slope)
+    def add(self, first: int, logit_gradient: Tensor) -> None:
+        """Adds the gradients of the logits of the tokens from `first` on; chunks come in order."""
+        end = first + len(logit_gradient)
         if not self._is_narrow:
-            self._sum.addmm_(slope.t(), self._hidden[first:end])
+            self._sum.addmm_(logit_gradient.t(), self._hidden[first:end])
             return
         begin = first // self._group * self._group
         if self._waiting is None:
-            self._waiting = slope.new_empty(min(self._group, len(self._hidden) - begin), slope.shape[1])
-        self._waiting[first - begin : end - begin] = slope
+            self._waiting = logit_gradient.new_empty(
+                min(self._group, len(self._hidden) - begin), logit_gradient.shape[1]
+            )
+        self._waiting[first - begin : end - begin] = logit_gradient
         if end - begin < len(self._waiting):
             return
         waiting, self._waiting = self._waiting, None
@@ -172,7 +175,7 @@ def chunked_cross_entropy(
         count: what the sum is divided by; the number of counted tokens if None.
         chunk_tokens: tokens whose logits are alive at once: 2 x chunk_tokens x vocabulary x 4
             bytes.
-        ignored: a class that is none.
+        ignored: a class index that does not count.
         smoothing: share of each target that is spread over all classes.
 
     Returns:

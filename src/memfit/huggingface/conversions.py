@@ -48,7 +48,7 @@ class Conversion:
 def loading_conversions(
     model: nn.Module, names: Iterable[str], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[list[Conversion], list[str]]:
-    """What the tensors of files become in a model.
+    """Rules by which tensors of files become those of a model.
 
     Args:
         model: its weights may be away.
@@ -107,7 +107,7 @@ class FileTensor:
 
 
 def file_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, FileTensor]:
-    """What the files of a model hold, by name, as `save_pretrained` lays it out.
+    """Returns the contents of a model's files, by name, as `save_pretrained` lays them out.
 
     Where the library's own layout takes more than moving ranges of elements (turned axes,
     interleaved rows), files hold the model's tensors under the model's names; the library loads

@@ -39,7 +39,7 @@ class MovedPiece:
         start: first index in the input, an axis each.
         sizes: of the box, along the input's axes.
         axes: the result's axis for each axis of the input; None where that axis has size 1 in the
-            box and is none of the result's.
+            box and is not the result's.
         at: first index in the result, an axis each.
     """
 
@@ -66,7 +66,7 @@ class MovedPiece:
         return view
 
     def length(self, axis: int) -> int:
-        """Of the box along an axis of the result."""
+        """Index of the box along an axis of the result."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
 

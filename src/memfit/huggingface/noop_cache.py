@@ -34,9 +34,9 @@ from memfit.core.errors import UnsupportedError
 
 
 class CacheUse(Enum):
-    """What becomes of the caches that a model makes in training."""
+    """Treatment of the caches that a model makes in training."""
 
-    NO_OP = "forgetful"
+    NO_OP = "no-op"
     OFF = "off"
     REAL = "real"
 
@@ -47,14 +47,14 @@ class HandedBackError(UnsupportedError):
 
 @dataclass
 class CacheChoice:
-    """What was found to go with a model: once, at its first trace."""
+    """Treatment that was found to work with a model: once, at its first trace."""
 
     use: CacheUse = CacheUse.NO_OP
-    is_settled: bool = False
+    is_decided: bool = False
 
 
 class _Making(threading.local):
-    """Whether this thread makes caches that forget, and how many it has made."""
+    """Counts this thread's nested contexts of no-op caches, and the caches made in them."""
 
     depth = 0
     made = 0
@@ -102,7 +102,7 @@ def asks_for_caches(model: nn.Module) -> bool:
 
 @dataclass
 class Noted:
-    """What a loss was seen to do with caches.
+    """Observations of what a loss does with caches.
 
     Attributes:
         made: caches that keep nothing.

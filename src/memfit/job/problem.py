@@ -155,7 +155,7 @@ class Problem:
         traced = partial(
             self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute, checks_repeat=checks_repeat
         )
-        if self.caches.is_settled or not asks_for_caches(self.model):
+        if self.caches.is_decided or not asks_for_caches(self.model):
             return traced(self.loss)
         noted = Noted()
         try:
@@ -172,7 +172,7 @@ class Problem:
         if found is None or use is not self.caches.use:
             self.caches.use = use
             found = traced(self.loss)
-        self.caches.is_settled = True
+        self.caches.is_decided = True
         return found
 
     def _profile(

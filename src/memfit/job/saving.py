@@ -52,8 +52,8 @@ from memfit.files.saved_files import (
     OPTIMIZER_NAME,
     SaveFile,
     optimizer_file,
-    settle,
     trained_slots,
+    wait_for_updates,
     weight_files,
 )
 from memfit.files.trainer import (
@@ -157,7 +157,7 @@ def save_job(
     began = time.perf_counter()
     used = FileOperations() if operations is None else operations
     target = Path(directory).expanduser().resolve()
-    settle(blocks)
+    wait_for_updates(blocks)
     weights, index = weight_files(model, blocks, parse_bytes(max_shard_bytes))
     files = [*weights, optimizer_file(blocks, states)]
     trainer = write_text(

@@ -273,7 +273,7 @@ def _cut_run(shadow: Shadow, sample: Sample, cut: int, whole: _Run) -> _Run:
 
 
 def _same(one: _Run, other: _Run) -> bool:
-    """Whether weight and states are equal bit by bit (NaN equals itself, 0.0 differs from -0.0)."""
+    """Compares weight and states bit by bit (NaN equals itself, 0.0 differs from -0.0)."""
     if one.state.keys() != other.state.keys() or not _same_bits(one.weight, other.weight):
         return False
     return all(_same_value(value, other.state[key]) for key, value in one.state.items())

@@ -131,8 +131,9 @@ class OptimizerDriver:
         return self._layouts[key]
 
     def scratch_bytes(self, name: str, elements: int, dtype: torch.dtype | None = None) -> int:
-        """What the class makes for itself while `elements` of this parameter are updated at once,
-        beside weight, gradient and states.
+        """Returns the bytes that the class allocates for an update of `elements` of this parameter.
+
+        Weight, gradient and states are not counted.
 
         Args:
             name: of the parameter.
@@ -359,7 +360,7 @@ class OptimizerDriver:
             self._adopted_shapes.clear()
 
     def _dtype_of(self, entry: Entry) -> torch.dtype:
-        """Of what is updated: only floating parameters are."""
+        """Returns the dtype of what is updated: the master's for floating parameters."""
         return self._master_dtype or entry.parameter.dtype
 
     def _entry(self, name: str) -> Entry:

@@ -36,7 +36,7 @@ class OwnerCallbacks:
     """
 
     gather_state: Callable[[str], State]
-    """Name to the parameter's whole state in its own shapes, as copies that the caller may keep; `{}`
+    """Name to the parameter's whole state in its shapes, as copies that the caller may keep; `{}`
     before its first step."""
     scatter_state: Callable[[str, State], None]
     """Takes a loaded state into the homes.
@@ -102,7 +102,7 @@ class _RefusedStep:
 
 
 def _telling_step(optimizer: Optimizer) -> Callable[..., object]:
-    """What `LRScheduler` puts over `step` (torch/optim/lr_scheduler.py): says that it was called,
+    """Does what `LRScheduler` puts over `step` (torch/optim/lr_scheduler.py): notes the call,
     then calls it.
     """
 

@@ -39,7 +39,7 @@ class UpdateKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What may be cut, for one param group."""
+    """Smallest unit of an update, for one parameter group."""
 
     kind: UpdateKind
     piece_multiple: int
@@ -104,7 +104,7 @@ def known_classes() -> dict[type[torch.optim.Optimizer], UpdateKind]:
 
 
 def known_verdict(optimizer_class: type, group: dict[str, Any]) -> Verdict | None:
-    """What the table says of one group of an optimizer of exactly this class; None if the class is
+    """Looks one group of an optimizer of exactly this class up in the table; None if the class is
     not in the table.
     """
     kind = known_classes().get(optimizer_class)

@@ -31,7 +31,7 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.tensors.guard import as_present
 
 State = dict[str, Any]
-"""What torch keeps in `optimizer.state[parameter]`: names to tensors, numbers or None."""
+"""State that torch keeps in `optimizer.state[parameter]`: names to tensors, numbers or None."""
 
 INTERCEPTED_METHODS = ("step", "state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
 """Names that may lie in the live instance's `__dict__` (put there by us or by an LR scheduler) and
@@ -49,7 +49,7 @@ _HOOK_ATTRIBUTES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one parameter lends to a step: memory, and the live parameter whose attributes the class
+    """Memory that one parameter lends to a step, and the live parameter whose attributes the class
     may ask for.
     """
 
@@ -84,7 +84,7 @@ def bare_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]
 
 
 def has_hooked_base_step(optimizer_class: type[Optimizer]) -> bool:
-    """Whether `super().step()` inside this class's step would pass through torch's hook wrapper of
+    """Tells whether `super().step()` inside this step would pass through torch's hook wrapper of
     a base class.
 
     torch wraps `step` in the class of the first instance, inherited or not: only another function
@@ -205,7 +205,7 @@ class Shadow:
                         "would lose it."
                     )
                 return [
-                    _settle(part, proxy, instance.state.get(proxy, {}))
+                    _copy_back(part, proxy, instance.state.get(proxy, {}))
                     for part, proxy in zip(parts, proxies, strict=True)
                 ]
         finally:
@@ -250,7 +250,7 @@ def _proxy(part: Part) -> torch.nn.Parameter:
     return proxy
 
 
-def _settle(part: Part, proxy: torch.nn.Parameter, new: State) -> State:
+def _copy_back(part: Part, proxy: torch.nn.Parameter, new: State) -> State:
     """Brings what the class left elsewhere into the lent memory.
 
     Returns the state, made of lent tensors.

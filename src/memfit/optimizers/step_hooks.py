@@ -1,4 +1,4 @@
-"""What a step of the user's optimizer sets off beside the update: step hooks, global hooks, LR
+"""Side effects of a step of the user's optimizer: step hooks, global hooks, LR
 schedulers.
 
 In: the live optimizer, before and after an update that was made elsewhere. Out: the same calls, in
@@ -64,7 +64,9 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 
 def _is_plain_call(result: Any, optimizer: Optimizer) -> bool:
-    """Whether a pre-hook's answer is the call that memfit makes anyway: `step()` without arguments."""
+    """Tells whether a pre-hook's answer is the call that memfit makes anyway: `step()` without
+    arguments.
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         return False
     args, kwargs = result

@@ -1,4 +1,4 @@
-"""What the homes and the cuts rest on, checked against what the optimizer and the engine do.
+"""Checks the assumptions of homes and cuts against what the optimizer and the engine do.
 
 In: the live groups, loaded or returned states, pieces. Out: nothing, or an error that says what no
 longer matches.
@@ -86,7 +86,7 @@ def check_piece(
 
 
 def check_alignment(entry: Entry, verdict: Verdict, weight: torch.Tensor, *, last: bool) -> None:
-    """Raises `UsageError` for a piece that would put a fused kernel's vector boundaries elsewhere."""
+    """Raises `UsageError` for a piece that would move a fused kernel's vector boundaries."""
     if not last and weight.numel() % verdict.piece_multiple:
         raise UsageError(
             f"A piece of {entry.name!r} has {weight.numel()} elements; all but the last need a multiple of "
@@ -120,7 +120,7 @@ def check_whole_state(what: str, name: str, layout: Sequence[StateTensor], state
 
 
 def same_scalars(before: State, now: State) -> bool:
-    """Whether two pieces of one step met the same scalars.
+    """Tells whether two pieces of one step met the same scalars.
 
     Those on an accelerator count as equal, unread.
     """

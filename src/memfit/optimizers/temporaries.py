@@ -1,4 +1,4 @@
-"""What one step of an optimizer's class makes for itself, beside the memory that it is lent.
+"""Temporary memory of one step of an optimizer's class, beside the memory that it is lent.
 
 In: an optimizer, one of its parameters, the layout of its states. Out: bytes an element of what is
 updated at once.
@@ -134,6 +134,6 @@ class _Counting(TorchDispatchMode):
         self._bytes -= self._made.pop(key)[0]
 
     def bytes_of(self, values: Iterable[Any]) -> int:
-        """Of what was made, the part that lives on in these."""
+        """Returns the bytes of what was made that live on in these."""
         keys = {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
         return sum(self._made[key][0] for key in keys if key in self._made)

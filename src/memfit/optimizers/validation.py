@@ -1,4 +1,4 @@
-"""What memfit refuses of an optimizer before it runs anything, and why.
+"""Refuses optimizers that memfit cannot run, before anything runs.
 
 In: the user's optimizer and the model's named parameters. Out: one `Entry` per optimized parameter,
 or a clear error.

@@ -5,8 +5,8 @@ changed.
 
 [Note: how blocks are found]
 1. Sites are the members of the outermost ModuleList, Sequential or ModuleDict met on the way down
-   from the root: transformer layers, residual stages. A member without parameters is none. A member
-   that alone holds more than half of all parameters and has such containers inside is opened
+   from the root: transformer layers, residual stages. A member without parameters does not count. A
+   member that alone holds more than half of all parameters and has such containers inside is opened
    instead (a whole backbone in a Sequential), and so is one that cannot be called (a list of
    lists). A model without containers has its children as sites, opened by the same rule of one
    half.
@@ -225,7 +225,7 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _is_closed(module: nn.Module) -> bool:
-    """Whether the parts of a module do not run by their own calls (rule 3)."""
+    """Tells whether the parts of a module do not run by their own calls (rule 3)."""
     if isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module):
         return True
     if hasattr(module, "_orig_mod"):

@@ -28,7 +28,7 @@ def operation_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
 
 
 def _attention_flops(args: Sequence[Any], _: Any) -> int:
-    """Of queries (batch, heads, length, width), keys and values, which may have fewer heads:
+    """Counts attention of queries (batch, heads, length, width), keys and values (fewer heads):
     scores, and their products with values.
     """
     query, key, value = args[:3]

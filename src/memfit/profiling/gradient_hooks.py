@@ -1,12 +1,16 @@
-"""Hooks of the user's program on the gradients of parameters, and whether they read other parameters' gradients.
+"""Hooks of the user's program on the gradients of parameters, and whether they read other
+parameters' gradients.
 
-In: a parameter. Out: its hooks, without memfit's own; while a trace runs backward, the names of parameters whose `.grad` is read.
+In: a parameter. Out: its hooks, without memfit's own; while a trace runs backward, the names of
+parameters whose `.grad` is read.
 
 [Note: gradients that others read]
-A hook that runs while backward does may read `.grad` of another parameter: the norm of all, a balance of two layers. In plain PyTorch each gradient stays until the
-program drops it; a plan that updates inside of backward, or sends gradients home, has dropped it by then, and the hook would compute with nothing, in silence. So a
-trace notes such reads, and gradients that are read stay where they are until all updates are made after backward. For the time of a backward `torch.Tensor` has a
-property `grad` of its own, which asks who reads; a parameter's own hooks may read its own.
+A hook that runs while backward does may read `.grad` of another parameter: the norm of all, a
+balance of two layers. In plain PyTorch each gradient stays until the program drops it; a plan that
+updates inside of backward, or sends gradients home, has dropped it by then, and the hook would
+compute with nothing, in silence. So a trace notes such reads, and gradients that are read stay
+where they are until all updates are made after backward. For the time of a backward `torch.Tensor`
+has a property `grad` of its own, which asks who reads; a parameter's own hooks may read its own.
 """
 
 from __future__ import annotations
@@ -91,7 +95,9 @@ class GradientReads:
 
 
 def _is_torchs_own(place: str) -> bool:
-    """The code asks for itself, and for nobody's program: memfit's, and what makes and copies fake tensors."""
+    """The code asks for itself, and for nobody's program: memfit's, and what makes and copies fake
+    tensors.
+    """
     return place.startswith(("memfit.", "torch._subclasses", "torch._dynamo"))
 
 

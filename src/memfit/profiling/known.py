@@ -285,7 +285,7 @@ class KnownOperations:
             torch._C._set_neg(made, True)  # noqa: FBT003, torch's own signature
         return made
 
-    # -- notes -------------------------------------------------------------------------------------------------
+    # -- notes ----------
 
     def _note(self, kind: Kind, key: Any, tensors: Sequence[torch.Tensor], out: Any, facts: Facts) -> None:
         container = type(out) if type(out) in (tuple, list) else None

@@ -39,7 +39,7 @@ _WITHOUT_VALUE = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empt
 
 
 def is_small_enough(tensor: torch.Tensor) -> bool:
-    """Whether values of such a tensor are kept."""
+    """Tells whether values of such a tensor are kept."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.numel() <= _MOST_FLOATS
     return tensor.numel() <= _MOST_ELEMENTS
@@ -142,7 +142,9 @@ class Values:
             return self._likely(tensor).expand(tuple(tensor.shape)).clone()
 
     def _guess(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation that reads numbers gives for likely ones; None if that cannot be said."""
+        """Returns the result of an operation that reads numbers for likely ones; None if it cannot
+        be known.
+        """
         if torch.Tag.dynamic_output_shape in func.tags:
             return None
         try:

@@ -64,7 +64,7 @@ _NEVER_SMALLER = {aten._fft_c2r}
 
 @dataclass(frozen=True)
 class _Law:
-    """What an operation takes inside itself by the bytes of its largest argument or result, from
+    """Scratch memory of an operation by the bytes of its largest argument or result, from
     one or two runs.
 
     Attributes:
@@ -88,7 +88,7 @@ class _Law:
 
 
 class Workspaces:
-    """What operations take inside themselves, from the table or else measured, each kind once.
+    """Scratch memory of operations, from the table or else measured, each kind once.
 
     See [Note: small runs].
 
@@ -134,7 +134,7 @@ class Workspaces:
     def _law(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]
     ) -> _Law | None:
-        """What runs tell, those of this kind that were made before or new ones; None if there can
+        """Returns what runs of this kind measured, earlier or new ones; None if there can
         be none.
         """
         if len(self._laws) >= _MOST_LAWS:
@@ -229,7 +229,7 @@ def _halved(tensors: Sequence[torch.Tensor], most_bytes: int, halve: Callable[[I
 
 
 def _described(item: Any, sizes: Sizes) -> Any:
-    """What a run depends on, hashable."""
+    """Key of a run: all that its result depends on."""
     if isinstance(item, torch.Tensor):
         return (*_layout(item, sizes), item.dtype)
     if isinstance(item, list | tuple):

@@ -32,7 +32,8 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_
 
 
 def _recurrent_reserve_bytes(x: torch.Tensor, hidden: torch.Tensor) -> int:
-    """What oneDNN's LSTM layer keeps for backward, an output whose fake version is empty.
+    """Returns the workspace that oneDNN's LSTM layer keeps for backward, an output whose fake
+    version is empty.
 
     Fitted to seven real sizes (torch 2.13), from exact to 4 % too high: gates and states for each
     step and one more, widths rounded to 16.
@@ -52,7 +53,7 @@ def _grouped_result(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tens
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the operation draws random numbers."""
+    """Tells whether the operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     # Attention kernels carry the tag for their dropout, which is mostly off.
@@ -60,7 +61,7 @@ def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def reads_batch_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the operation is a batch norm that computes its statistics from the batch."""
+    """Tells whether the operation is a batch norm that computes its statistics from the batch."""
     name = func._overloadpacket.__name__
     if "batch_norm" not in name or "backward" in name:
         return False

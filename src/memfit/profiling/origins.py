@@ -149,7 +149,7 @@ class Origins:
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], set[int]]:
-    """Ids of the tensors that an operation writes without having looked, and of all that it writes."""
+    """Ids of the tensors that an operation writes without reading, and of all that it writes."""
     changed = {id(t) for t in operator_tensors(written_arguments(func, args, kwargs))}
     if not changed or func._overloadpacket in _OVERWRITING:
         return changed, changed

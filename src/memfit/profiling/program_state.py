@@ -1,4 +1,4 @@
-"""What a function of the user's program keeps from one of its calls to the next, beside the model:
+"""State that a user's function keeps from one call to the next, beside the model:
 counters, baselines, logs.
 
 In: the loss. Out: `ProgramState`, which gives everything back that a trial has changed, and tells
@@ -43,7 +43,7 @@ _ABSENT = object()
 
 @dataclass
 class _Found:
-    """What was met on the walk."""
+    """Objects met on the walk."""
 
     cells: list[tuple[str, CellType, Any]] = field(default_factory=list[Any])
     # attributes, globals
@@ -55,7 +55,7 @@ class _Found:
 
 
 class ProgramState:
-    """What a function names, as it is now.
+    """Returns the objects that a function names, as they are now.
 
     Memory: shallow copies of containers, and of tensors up to 1 MiB each.
 

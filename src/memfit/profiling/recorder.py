@@ -86,7 +86,7 @@ class TraceRecorder(TorchDispatchMode):
         self._origins = Origins()
         self._known = known
 
-    # -- what is known before the step -------------------------------------------------------------------------
+    # -- what is known before the step ----------
 
     def register(self, tensor: torch.Tensor, role: Role, block: str = "", *, is_batch: bool = False) -> None:
         """Declares a weight or an input.
@@ -150,7 +150,7 @@ class TraceRecorder(TorchDispatchMode):
         uses = uses_of_leaves(loss)
         self.shared_weights = tuple(name for name, weight in weights.items() if uses[id(weight)] > 1)
 
-    # -- operations --------------------------------------------------------------------------------------------
+    # -- operations ----------
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -304,7 +304,7 @@ class TraceRecorder(TorchDispatchMode):
         self.values = None
         self._active = None
 
-    # -- modules -----------------------------------------------------------------------------------------------
+    # -- modules ----------
 
     def enter_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
         """A module begins: a call begins if it is a site and no call is running."""
@@ -353,7 +353,7 @@ class TraceRecorder(TorchDispatchMode):
         call.output_bytes = sum(r.nbytes for r in returned.values() if r.role is Role.MADE and r.segment == call.index)
         return call
 
-    # -- backward ----------------------------------------------------------------------------------------------
+    # -- backward ----------
 
     def begin_backward(self, call: CallRecord | None = None) -> None:
         """Starts a segment of backward: the first gradient reaches an output of `call`, or, without

@@ -65,7 +65,7 @@ class StorageLog:
     def begin_operation(self) -> None:
         """Ends what the operation before has left open."""
         # Only the engine's own sum can release its operand before the next operation: a sum still
-        # pending was none.
+        # pending was not one.
         self._pending_sum = None
 
     def forget(self) -> None:

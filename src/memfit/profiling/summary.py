@@ -108,13 +108,13 @@ def _call(
 _SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.ARRIVED: 0}
 _UNTIL_ARRIVED = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: 0, TraceEvent.ARRIVED: -1}
 Weigh = Callable[[TraceEvent, StorageRecord], int]
-"""What an event of a storage does to the bytes that are counted: 1 they come, -1 they go, 0
+"""Change of an event of a storage to the bytes that are counted: 1 they come, -1 they go, 0
 nothing.
 """
 
 
 def _activations(event: TraceEvent, record: StorageRecord) -> int:
-    """Gradients of parameters too, as long as they are none: some functions make them in their
+    """Gradients of parameters too, before they are known as such: some functions make them in their
     forward already.
     """
     if record.role is Role.GRADIENT and not record.is_backward:

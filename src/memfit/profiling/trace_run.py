@@ -50,7 +50,7 @@ _BACKWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSetting:
-    """What the runs of one trace have in common: `parts` are the microbatches by their number of
+    """Arguments that the runs of one trace share: `parts` are the microbatches by their number of
     rows.
     """
 

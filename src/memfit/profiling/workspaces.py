@@ -1,4 +1,4 @@
-"""What operations allocate and free inside themselves, where no dispatch trace sees it: additions
+"""Memory that operations allocate and free inside, where no dispatch trace sees it: additions
 to the peaks, on CPU.
 
 In: an operation with its arguments and result (metadata only). Out: bytes alive for a moment above
@@ -142,7 +142,7 @@ def _product(args: Sequence[Any], out: torch.Tensor) -> int | None:
 
 
 def _is_dense(matrix: torch.Tensor) -> bool:
-    """A matrix (or a batch of them) as BLAS takes it: by rows or by columns, one after the other."""
+    """Tells whether BLAS takes a matrix (or a batch) as it is: by rows or columns, without gaps."""
     rows, columns = matrix.shape[-2:]
     down, across = matrix.stride()[-2:]
     lies_so = (across == 1 and down >= columns) or (down == 1 and across >= rows)
@@ -187,7 +187,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _is_first(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes a convolution for the first of a network: few channels, which it then
+    """Tells whether oneDNN takes a convolution for a network's first: few channels, which it then
     reads as they are.
     """
     return weight.shape[1] <= 4 and prod(weight.shape[2:]) > 1

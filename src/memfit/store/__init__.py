@@ -1,7 +1,7 @@
 """Disk homes: files that weights, states, gradients and activations rest in, moved without the page
 cache.
 
-In: a directory, what shall live there, and memory to move. Out: tickets to wait for, and a
+In: a directory, what shall live there, and memory to move. Out: transfers to wait for, and a
 directory that always holds the last committed step, whole.
 Parts: `DiskIO` (threads and direct I/O), `DiskStore` (regions and commits), `CommittedStore` (what
 a run continues from), `verify`, `ScratchFile` (room inside one step), `probe_disk`.
@@ -9,6 +9,7 @@ a run continues from), `verify`, `ScratchFile` (room inside one step), `probe_di
 
 from memfit.store.committed import CommittedStore, Durability
 from memfit.store.disk_store import DiskStore
+from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.file_operations import FileHandle, FileOperations, open_file
 from memfit.store.io import DiskIO, IOStatistics, IOTraffic
 from memfit.store.memory_ranges import Memory, aligned_memory, memory_of_storage, memory_of_tensor
@@ -17,7 +18,6 @@ from memfit.store.probe import DiskSpeed, probe_disk
 from memfit.store.region import PieceDamage, Region
 from memfit.store.scratch import Extent, ScratchFile, ScratchStatistics
 from memfit.store.tensor_tables import TensorPlace, dtype_name
-from memfit.store.ticket import DiskTransfer
 from memfit.store.verify import BlockReport, StoreReport, verify
 
 __all__ = [

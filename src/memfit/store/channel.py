@@ -1,13 +1,13 @@
-"""One direction of the disk: a queue of tickets and the threads that serve it, piece by piece.
+"""One direction of the disk: a queue of transfers and the threads that serve it, piece by piece.
 
-In: tickets. Out: the same, ended. The threads know the channel, never the `DiskIO` in front of it,
-so that dropping that object ends them.
+In: transfers. Out: the same, ended. The threads know the channel, never the `DiskIO` in front of
+it, so that dropping that object ends them.
 
 [Note: order]
-Threads take pieces from the ticket at the head of the queue until it is used up, then go on with
-the next: first in, first out, several threads on one big ticket, urgent tickets before the others
-at the next piece. A ticket may have to come after others, in either direction; it enters the queue
-when the last of them has ended. Tickets only ever wait for older ones: no cycles.
+Threads take pieces from the transfer at the head of the queue until it is used up, then go on with
+the next: first in, first out, several threads on one big transfer, urgent transfers before the
+others at the next piece. A transfer may have to come after others, in either direction; it enters
+the queue when the last of them has ended. Transfers only ever wait for older ones: no cycles.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass
 
 from memfit.core.errors import StoreError
 from memfit.core.units import round_up
+from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory, aligned_memory
 from memfit.store.os_errors import explain, store_error
-from memfit.store.ticket import DiskTransfer
 from memfit.store.transfer import ShortReadError, move
 
 
 @dataclass(slots=True)
 class ChannelTraffic:
-    """What went through a channel for one purpose."""
+    """Counters of a channel for one purpose."""
 
     moved_bytes: int = 0
     cached_bytes: int = 0
     busy_s: float = 0.0
-    tickets: int = 0
-    failed_tickets: int = 0
+    transfers: int = 0
+    failed_transfers: int = 0
 
 
 class Channel:
-    """Tickets of one direction and the threads that serve them.
+    """Transfers of one direction and the threads that serve them.
 
     Args:
         is_write: the direction.
@@ -87,8 +87,8 @@ class Channel:
 
     # ---- for the owner
 
-    def submit(self, ticket: DiskTransfer, after: tuple[DiskTransfer, ...]) -> None:
-        """Takes a ticket, to be served after others have ended.
+    def submit(self, transfer: DiskTransfer, after: tuple[DiskTransfer, ...]) -> None:
+        """Takes a transfer, to be served after others have ended.
 
         Its handle is acquired; its end releases it.
 
@@ -98,33 +98,33 @@ class Channel:
         """
         if os.getpid() != self._pid:
             raise store_error(
-                f"disk transfer of {ticket.label} in a forked process: the worker threads live in process {self._pid}; "
+                f"disk transfer of {transfer.label} in a forked process: the worker threads live in process {self._pid}; "
                 "open the store in the process that uses it"
             )
         with self._condition:
             if self._is_closing:
-                raise store_error(f"disk transfer of {ticket.label} after the disk was closed; make a new DiskIO")
+                raise store_error(f"disk transfer of {transfer.label} after the disk was closed; make a new DiskIO")
             self._unfinished += 1
-            # One blocker more than there are: the ticket must not start before all of them are
+            # One blocker more than there are: the transfer must not start before all of them are
             # counted.
-            ticket.blockers = len(after) + 1
+            transfer.blockers = len(after) + 1
         for other in after:
-            other.call_when_done(functools.partial(self._unblock, ticket))
-        self._unblock(ticket, None)
+            other.call_when_done(functools.partial(self._unblock, transfer))
+        self._unblock(transfer, None)
 
-    def cancel(self, ticket: DiskTransfer) -> bool:
-        """Gives up what has not been started of a ticket; True if there was something."""
+    def cancel(self, transfer: DiskTransfer) -> bool:
+        """Gives up what has not been started of a transfer; True if there was something."""
         with self._condition:
-            if ticket.is_over or ticket.has_failed or ticket.cursor == ticket.nbytes:
+            if transfer.is_over or transfer.has_failed or transfer.cursor == transfer.nbytes:
                 return False
-            ticket.fail(_cancelled(ticket))
-            is_over = self._is_over(ticket)
+            transfer.fail(_cancelled(transfer))
+            is_over = self._is_over(transfer)
         if is_over:
-            ticket.finish()
+            transfer.finish()
         return True
 
     def request_end(self, *, cancel: bool) -> None:
-        """Tells the threads to end: after all tickets, or, with `cancel`, after the pieces under
+        """Tells the threads to end: after all transfers, or, with `cancel`, after the pieces under
         way.
         """
         if os.getpid() != self._pid:
@@ -153,57 +153,57 @@ class Channel:
                     moved_bytes=found.moved_bytes,
                     cached_bytes=found.cached_bytes,
                     busy_s=found.busy_s,
-                    tickets=found.tickets,
-                    failed_tickets=found.failed_tickets,
+                    transfers=found.transfers,
+                    failed_transfers=found.failed_transfers,
                 )
                 for tag, found in self._traffic.items()
             }
 
-    # ---- the life of a ticket
+    # ---- the life of a transfer
 
-    def _unblock(self, ticket: DiskTransfer, earlier: DiskTransfer | None) -> None:
-        """Counts one ticket that had to come first as ended.
+    def _unblock(self, transfer: DiskTransfer, earlier: DiskTransfer | None) -> None:
+        """Counts one transfer that had to come first as ended.
 
-        The last one lets this ticket into the queue.
+        The last one lets this transfer into the queue.
 
-        It ends no ticket itself, not even one that has failed: it runs inside the end of another
-        ticket, and a long row of tickets that wait for each other would nest as deep.
+        It ends no transfer itself, not even one that has failed: it runs inside the end of another
+        transfer, and a long row of transfers that wait for each other would nest as deep.
         """
         with self._condition:
-            ticket.blockers -= 1
-            if ticket.is_over or ticket.has_failed:
+            transfer.blockers -= 1
+            if transfer.is_over or transfer.has_failed:
                 return
-            if earlier is not None and earlier.is_write and not ticket.is_write and earlier.has_failed:
+            if earlier is not None and earlier.is_write and not transfer.is_write and earlier.has_failed:
                 # A read of what was not written would give old bytes as new ones. A write may
                 # follow anything.
-                ticket.fail(store_error(f"{ticket.label} was not read because it was not written: {earlier.failure}"))
-            elif ticket.blockers:
+                transfer.fail(
+                    store_error(f"{transfer.label} was not read because it was not written: {earlier.failure}")
+                )
+            elif transfer.blockers:
                 return
-            (self._urgent if ticket.is_urgent else self._background).append(ticket)
+            (self._urgent if transfer.is_urgent else self._background).append(transfer)
             # All: a waiter that an exception of a signal handler took away would swallow the
             # wake-up that was meant for another.
             self._condition.notify_all()
 
-    def _is_over(self, ticket: DiskTransfer) -> bool:
+    def _is_over(self, transfer: DiskTransfer) -> bool:
         """With the lock held: nothing is left to do or under way.
 
-        True once only: who sees it finishes the ticket.
+        True once only: who sees it finishes the transfer.
         """
-        if ticket.is_over or ticket.in_flight or (ticket.cursor < ticket.nbytes and not ticket.has_failed):
+        if transfer.is_over or transfer.in_flight or (transfer.cursor < transfer.nbytes and not transfer.has_failed):
             return False
-        ticket.is_over = True
+        transfer.is_over = True
         self._unfinished -= 1
-        counted = self._traffic.setdefault(ticket.tag, ChannelTraffic())
-        counted.tickets += 1
-        counted.failed_tickets += ticket.has_failed
+        counted = self._traffic.setdefault(transfer.tag, ChannelTraffic())
+        counted.transfers += 1
+        counted.failed_transfers += transfer.has_failed
         if self._is_closing:
             self._condition.notify_all()
         return True
 
     def _take(self) -> tuple[DiskTransfer, int, int] | None:
-        """The next piece (ticket, position, length), when there is one; None when the thread shall
-        end.
-        """
+        """Returns the next piece (transfer, position, length); None when the thread shall end."""
         while True:
             with self._condition:
                 while not self._urgent and not self._background:
@@ -211,70 +211,70 @@ class Channel:
                         return None
                     self._condition.wait()
                 queue = self._urgent or self._background
-                ticket = queue[0]
+                transfer = queue[0]
                 if self._is_cancelling:
-                    ticket.fail(_cancelled(ticket))
-                if not ticket.has_failed and ticket.cursor < ticket.nbytes:
-                    start = ticket.cursor
+                    transfer.fail(_cancelled(transfer))
+                if not transfer.has_failed and transfer.cursor < transfer.nbytes:
+                    start = transfer.cursor
                     # Pieces end on blocks of the file, so that only the first and the last can have
                     # edges.
-                    end = (ticket.offset + start + self._piece_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-                    ticket.cursor = min(ticket.nbytes, end - ticket.offset)
-                    ticket.in_flight += 1
-                    if ticket.cursor == ticket.nbytes:
+                    end = (transfer.offset + start + self._piece_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    transfer.cursor = min(transfer.nbytes, end - transfer.offset)
+                    transfer.in_flight += 1
+                    if transfer.cursor == transfer.nbytes:
                         queue.popleft()
-                    return ticket, start, ticket.cursor - start
+                    return transfer, start, transfer.cursor - start
                 queue.popleft()
-                is_over = self._is_over(ticket)
-            # Outside of the lock: the tickets that wait for this one may belong to the other
+                is_over = self._is_over(transfer)
+            # Outside of the lock: the transfers that wait for this one may belong to the other
             # channel, which has a lock of its own.
             if is_over:
-                ticket.finish()
-            # This thread may now wait for work, and must not keep the ticket alive meanwhile.
-            del ticket, queue
+                transfer.finish()
+            # This thread may now wait for work, and must not keep the transfer alive meanwhile.
+            del transfer, queue
 
     def _serve(self, staging: Memory) -> None:
         while (work := self._take()) is not None:
             self._perform(*work, staging)
-            # While this thread waits for work it must not keep the last ticket alive.
+            # While this thread waits for work it must not keep the last transfer alive.
             del work
 
-    def _perform(self, ticket: DiskTransfer, position: int, nbytes: int, staging: Memory) -> None:
+    def _perform(self, transfer: DiskTransfer, position: int, nbytes: int, staging: Memory) -> None:
         started_s = time.perf_counter()
-        ticket.note_start()
+        transfer.note_start()
         failure: StoreError | None = None
         try:
             move(
-                ticket.handle,
+                transfer.handle,
                 is_write=self._is_write,
-                offset=ticket.offset + position,
-                address=ticket.memory.address + position,
+                offset=transfer.offset + position,
+                address=transfer.memory.address + position,
                 nbytes=nbytes,
                 staging=staging,
-                pads=ticket.pads and position + nbytes == ticket.nbytes,
+                pads=transfer.pads and position + nbytes == transfer.nbytes,
             )
-            if ticket.watcher is not None:
-                ticket.watcher(position, ticket.memory.address + position, nbytes)
+            if transfer.watcher is not None:
+                transfer.watcher(position, transfer.memory.address + position, nbytes)
         except BaseException as error:  # noqa: BLE001
-            # Whatever happens is raised where the ticket is waited for; the thread must live on for
-            # the next one.
-            failure = _explain_transfer(error, ticket, position, nbytes)
+            # Whatever happens is raised where the transfer is waited for; the thread must live on
+            # for the next one.
+            failure = _explain_transfer(error, transfer, position, nbytes)
         with self._condition:
-            counted = self._traffic.setdefault(ticket.tag, ChannelTraffic())
+            counted = self._traffic.setdefault(transfer.tag, ChannelTraffic())
             counted.busy_s += time.perf_counter() - started_s
             if failure is None:
                 counted.moved_bytes += nbytes
-                counted.cached_bytes += 0 if ticket.handle.is_direct else nbytes
+                counted.cached_bytes += 0 if transfer.handle.is_direct else nbytes
             else:
-                ticket.fail(failure)
-            ticket.in_flight -= 1
-            is_over = self._is_over(ticket)
+                transfer.fail(failure)
+            transfer.in_flight -= 1
+            is_over = self._is_over(transfer)
         if is_over:
-            ticket.finish()
+            transfer.finish()
 
 
 def check_sizes(*, threads: int, piece_bytes: int, staging_bytes: int) -> str | None:
-    """What is wrong with the sizes of a channel, in words; None if nothing is."""
+    """Returns the problem with the sizes of a channel, in words, or None."""
     if threads < 1 or threads > 64:
         return f"threads must be 1 to 64, not {threads}"
     for name, size in (("piece_bytes", piece_bytes), ("staging_bytes", staging_bytes)):
@@ -283,31 +283,33 @@ def check_sizes(*, threads: int, piece_bytes: int, staging_bytes: int) -> str | 
     return None
 
 
-def _cancelled(ticket: DiskTransfer) -> StoreError:
-    return store_error(f"the {'write' if ticket.is_write else 'read'} of {ticket.label} in {ticket.path} was cancelled")
+def _cancelled(transfer: DiskTransfer) -> StoreError:
+    return store_error(
+        f"the {'write' if transfer.is_write else 'read'} of {transfer.label} in {transfer.path} was cancelled"
+    )
 
 
-def _explain_transfer(error: BaseException, ticket: DiskTransfer, position: int, nbytes: int) -> StoreError:
+def _explain_transfer(error: BaseException, transfer: DiskTransfer, position: int, nbytes: int) -> StoreError:
     """A `StoreError` that names the block, the file and the range."""
     if isinstance(error, StoreError):
-        # A watcher's own words; frames of this thread would keep the ticket and its memory alive.
+        # A watcher's own words; frames of this thread would keep the transfer and its memory alive.
         return error.with_traceback(None)
-    start = ticket.offset + position
-    verb = "write" if ticket.is_write else "read"
-    doing = f"{verb} {ticket.label} (bytes {start} to {start + nbytes} of the file)"
+    start = transfer.offset + position
+    verb = "write" if transfer.is_write else "read"
+    doing = f"{verb} {transfer.label} (bytes {start} to {start + nbytes} of the file)"
     if isinstance(error, ShortReadError):
         failure = store_error(
-            f"could not {doing} at {ticket.path}: the file ends {error.missing_bytes} bytes too early; it was cut or "
+            f"could not {doing} at {transfer.path}: the file ends {error.missing_bytes} bytes too early; it was cut or "
             "replaced from outside: go back to a saved state, or start the store anew",
             error.errno,
         )
     elif isinstance(error, OSError):
-        failure = explain(error, doing=doing, path=ticket.path)
+        failure = explain(error, doing=doing, path=transfer.path)
     else:
         failure = store_error(
-            f"could not {doing} at {ticket.path}: {type(error).__name__}: {error}; this is a bug of memfit"
+            f"could not {doing} at {transfer.path}: {type(error).__name__}: {error}; this is a bug of memfit"
         )
-    # Frames of this thread would keep the ticket and its memory alive.
+    # Frames of this thread would keep the transfer and its memory alive.
     failure.__cause__ = error.with_traceback(None)
     error.__context__ = None
     return failure

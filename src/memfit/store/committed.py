@@ -6,7 +6,7 @@ instant, checked by checksums.
 
 The life of a step: its new versions are written to spare slots; `end_step` lets reads see them;
 when control comes back to memfit, and what a user does after a step (a scheduler, an average) is
-done too, `seal` commits them with the state.
+done too, `commit` commits them with the state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from memfit.store.verify import StoreReport, check_store
 Durability = Literal["step", "exit"] | int
 """How often a step is committed.
 
-- "step": when `seal` returns, the step survives a kill and a power cut.
+- "step": when `commit` returns, the step survives a kill and a power cut.
 - a number N: every N-th step does; a crash goes back to the last of them, at most N steps. Between
   them steps write over each other in the spare slots, without syncs.
 - "exit": only the first version and what `close` is given do; a crash goes back to where the store
@@ -87,7 +87,7 @@ class CommittedStore(ClosesAtExit):
         in hour 7.
 
         Regions with two slots hold zeros until they are written. Fill them by `Region.write(...,
-        slot="current")`, then `end_step` and `seal`: that is the first commit, under every
+        slot="current")`, then `end_step` and `commit`: that is the first commit, under every
         durability.
 
         Args:
@@ -184,7 +184,7 @@ class CommittedStore(ClosesAtExit):
 
     @property
     def committed_step(self) -> int | None:
-        """What a crash now goes back to; None before the first commit."""
+        """Step that a crash now goes back to; None before the first commit."""
         return self.disk.step
 
     @property
@@ -240,7 +240,7 @@ class CommittedStore(ClosesAtExit):
         return found.view(tensor.torch_dtype).view(tensor.shape)
 
     def end_step(self, step: int, flips: Iterable[str] = ()) -> None:
-        """Lets reads see the new versions of a step. It is not committed before `seal`.
+        """Lets reads see the new versions of a step. It is not committed before `commit`.
 
         Args:
             step: its number; any, so that training can go back to an earlier one.
@@ -255,7 +255,7 @@ class CommittedStore(ClosesAtExit):
         self._ended = step
         self._steps_since += 1
 
-    def amend(self, flips: Iterable[str]) -> None:
+    def advance(self, flips: Iterable[str]) -> None:
         """Lets reads see versions that were written between two steps: they belong to the step that
         ended last.
 
@@ -271,7 +271,7 @@ class CommittedStore(ClosesAtExit):
         self.disk.advance(flips)
         self._ended = self.step
 
-    def seal(self, state: State | Callable[[], State], *, flips: Iterable[str] = (), force: bool = False) -> bool:
+    def commit(self, state: State | Callable[[], State], *, flips: Iterable[str] = (), force: bool = False) -> bool:
         """Commits the ended step with its state, if the durability asks for it.
 
         See [Note: commit] in `publish`.
@@ -288,7 +288,7 @@ class CommittedStore(ClosesAtExit):
         Raises:
             UnsupportedError: the state holds what cannot be kept.
             StoreError: the disk; unless the message says otherwise the step committed before is
-                whole and current, what was written is kept, and sealing can be repeated.
+                whole and current, what was written is kept, and committing can be repeated.
         """
         if not force and not self.is_due:
             return False
@@ -301,8 +301,8 @@ class CommittedStore(ClosesAtExit):
         return True
 
     @property
-    def has_unsealed(self) -> bool:
-        """A step has ended, or was amended, that is not committed yet."""
+    def has_uncommitted(self) -> bool:
+        """A step has ended, or was written to since, that is not committed yet."""
         return self._ended is not None
 
     @property
@@ -342,14 +342,14 @@ class CommittedStore(ClosesAtExit):
         """
         try:
             if state is not None and self._ended is not None:
-                self.seal(state, force=True)
+                self.commit(state, force=True)
         finally:
             self._ended = None
             self.disk.close()
 
 
 def check_durability(durability: object) -> None:
-    """Refuses what is none. Raises `UsageError`."""
+    """Raises `UsageError` if the durability is invalid."""
     is_number = type(durability) is int and durability >= 1
     if durability not in ("step", "exit") and not is_number:
         raise UsageError(f'durability is "step", "exit" or a number of steps from 1, not {durability!r:.80}')

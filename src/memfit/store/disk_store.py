@@ -33,12 +33,12 @@ from memfit.store.manifest import (
     check_step,
     write_manifest,
 )
+from memfit.store.next_commit import JournalNote, check_in_place, complete_sums, next_manifest
 from memfit.store.os_errors import explain, store_error
 from memfit.store.placement import RegionSpec, lay_out, lay_out_moving
-from memfit.store.publish import DoubtError, publish, settle, sync_files
+from memfit.store.publish import DoubtError, make_durable, publish, sync_files
 from memfit.store.region import Region
 from memfit.store.region_table import RegionTable
-from memfit.store.sealing import JournalNote, check_in_place, complete_sums, next_manifest
 from memfit.store.state_files import read_state, write_state
 from memfit.store.tensor_tables import differences, in_words
 
@@ -216,7 +216,7 @@ class DiskStore(ClosesAtExit):
             handles = open_files(where, manifest, operations=used, reads_only=reads_only)
             if durable and not reads_only:
                 try:
-                    settle(where, handles, manifest, operations=used)
+                    make_durable(where, handles, manifest, operations=used)
                 except StoreError:
                     for handle in handles:
                         handle.close()
@@ -280,7 +280,7 @@ class DiskStore(ClosesAtExit):
 
     @property
     def regions(self) -> Mapping[str, RegionSpec]:
-        """What the store holds."""
+        """Specifications of the regions by name."""
         return {name: state.spec for name, state in self._regions.items()}
 
     def region(self, name: str) -> Region:
@@ -406,7 +406,7 @@ class DiskStore(ClosesAtExit):
             self._regions.adopt(manifest, flipped)
 
     def forget_writes(self, names: Iterable[str]) -> None:
-        """What was written to regions with one slot that are not committed is no version: writes
+        """Drops what was written to uncommitted regions with one slot: writes
         that failed are not asked for any more.
 
         Raises:
@@ -420,7 +420,7 @@ class DiskStore(ClosesAtExit):
 
         Repeating it does nothing.
 
-        What was not committed is lost, as after a crash; failures stay in their tickets.
+        What was not committed is lost, as after a crash; failures stay in their transfers.
 
         Args:
             delete: also remove the store's files, and the directory if `create` made it and nothing

@@ -1,7 +1,7 @@
 """Asynchronous disk transfers: worker threads that move memory to and from files without the page
 cache.
 
-In: open files, file ranges, memory ranges. Out: tickets to wait for, and counters of what was
+In: open files, file ranges, memory ranges. Out: transfers to wait for, and counters of what was
 moved.
 
 Memory: the bounce buffers, `(read_threads + write_threads) * staging_bytes`, held from construction
@@ -22,31 +22,31 @@ from typing import Self
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.units import MIB
 from memfit.store.channel import Channel, ChannelTraffic, check_sizes
+from memfit.store.disk_transfer import DiskTransfer, Watcher
 from memfit.store.file_operations import FileHandle
 from memfit.store.memory_ranges import Memory
 from memfit.store.os_errors import store_error
-from memfit.store.ticket import DiskTransfer, Watcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IOTraffic:
-    """What was moved for one purpose, or in all."""
+    """Bytes and seconds of transfers for one purpose, or in all."""
 
     read_bytes: int = 0
     """Bytes that arrived in memory; the blocks around unaligned edges are not counted."""
     written_bytes: int = 0
     """Bytes that arrived in files."""
     cached_bytes: int = 0
-    """Of both, those that went through the page cache because the file system refused direct I/O.
+    """Bytes of both that went through the page cache because the file system refused direct I/O.
     """
     read_busy_s: float = 0.0
     """Seconds that threads spent reading, added over the threads."""
     write_busy_s: float = 0.0
     """Seconds that threads spent writing, added over the threads."""
-    tickets: int = 0
+    transfers: int = 0
     """Transfers that ended."""
-    failed_tickets: int = 0
-    """Of these, those that failed or were cancelled."""
+    failed_transfers: int = 0
+    """Transfers of these that failed or were cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ class DiskIO:
         Args:
             handle: the file.
             file_offset: first byte in the file.
-            memory: where the bytes go; must not be touched, freed or resized until the ticket is
+            memory: where the bytes go; must not be touched, freed or resized until the transfer is
                 done.
             nbytes: length; all of `memory` by default.
             tag: purpose, for the counters: "weight", "state", "gradient", "activation".
@@ -213,7 +213,7 @@ class DiskIO:
         except ValueError as error:
             raise store_error(f"could not start the transfer of {name}: {error}; open the store again") from error
         try:
-            ticket = DiskTransfer(
+            transfer = DiskTransfer(
                 handle=handle,
                 offset=file_offset,
                 memory=part,
@@ -225,11 +225,11 @@ class DiskIO:
                 watcher=watcher,
                 pads=pads,
             )
-            channel.submit(ticket, tuple(after))
+            channel.submit(transfer, tuple(after))
         except BaseException:
             handle.release()
             raise
-        return ticket
+        return transfer
 
     @property
     def staging_bytes(self) -> int:
@@ -254,7 +254,7 @@ class DiskIO:
 
         Args:
             cancel: give up what is not under way; by default all transfers are brought to their
-                end. Failures stay in the tickets.
+                end. Failures stay in the transfers.
         """
         if self._is_closed:
             return
@@ -280,8 +280,8 @@ def _merged(reads: Iterable[ChannelTraffic], writes: Iterable[ChannelTraffic]) -
         cached_bytes=sum(found.cached_bytes for found in read + written),
         read_busy_s=sum(found.busy_s for found in read),
         write_busy_s=sum(found.busy_s for found in written),
-        tickets=sum(found.tickets for found in read + written),
-        failed_tickets=sum(found.failed_tickets for found in read + written),
+        transfers=sum(found.transfers for found in read + written),
+        failed_transfers=sum(found.failed_transfers for found in read + written),
     )
 
 

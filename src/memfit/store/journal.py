@@ -27,10 +27,10 @@ slot has the number of its step, so that what is left to do is what has another 
 record: a replay after a crash makes those updates and no others, from old versions that no write
 has touched, and a crash in a replay changes nothing of this.
 
-The step and the small state of the store stay, until the step is sealed: what the program did after
-it (a scheduler, an average) is not known before. A run that crashed between (2) and that seal goes
-on one step earlier, finds the tensors of the step in the store, and takes what else `job.step`
-gives from the record, instead of computing it again (`job.journaling`).
+The step and the small state of the store stay, until the step is committed: what the program did
+after it (a scheduler, an average) is not known before. A run that crashed between (2) and that
+commit goes on one step earlier, finds the tensors of the step in the store, and takes what else
+`job.step` gives from the record, instead of computing it again (`job.journaling`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from memfit.core.units import format_bytes, round_up
 from memfit.store.disk_store import DiskStore
 from memfit.store.manifest import STATE_LIMIT_BYTES
 from memfit.store.memory_ranges import Memory, aligned_memory
+from memfit.store.next_commit import JournalNote
 from memfit.store.os_errors import store_error
 from memfit.store.placement import RegionSpec
 from memfit.store.region import Region
-from memfit.store.sealing import JournalNote
 from memfit.store.state import decode_state, encode_state
 
 RECORD = "journal"
@@ -62,7 +62,7 @@ def record_region(nbytes: int) -> RegionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnderWay:
-    """A step that is decided and not sealed."""
+    """A step that is decided and not committed."""
 
     step: int
     pending: tuple[str, ...]
@@ -72,7 +72,7 @@ class UnderWay:
 
 
 def under_way(disk: DiskStore) -> UnderWay | None:
-    """What a store with a journal has under way; None if nothing is, or it has none.
+    """Returns the step under way in a store with a journal, or None.
 
     Raises:
         StoreError: the record cannot be read, or is damaged.
@@ -108,9 +108,9 @@ class Journal:
 
     @property
     def step(self) -> int | None:
-        """The step that is decided and not sealed yet; None if there is none."""
-        decided, sealed = self._disk.region(RECORD).step, self._disk.step
-        return decided if decided is not None and sealed is not None and decided > sealed else None
+        """The step that is decided and not committed yet; None if there is none."""
+        decided, committed = self._disk.region(RECORD).step, self._disk.step
+        return decided if decided is not None and committed is not None and decided > committed else None
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Journal:
 
     def begin_step(self) -> None:
         """Before the gradients of a step are written: those of a step that failed before it was
-        decided are none.
+        decided are void.
 
         Raises:
             UsageError: a step is under way.
@@ -184,14 +184,14 @@ class Journal:
             StoreError: the disk, or a record that is longer than its region. Unless the message
                 says otherwise the step is not decided, and this may be repeated.
         """
-        sealed = self._disk.step
-        if sealed is None or step != sealed + 1 or self.step is not None:
+        committed = self._disk.step
+        if committed is None or step != committed + 1 or self.step is not None:
             raise UsageError(
-                f"step {step} cannot be decided: step {sealed} is the store's, and step {self.step} is under way"
+                f"step {step} cannot be decided: step {committed} is the store's, and step {self.step} is under way"
             )
         self._write(record)
         note = JournalNote(step=step, fills=frozenset(self._gradients))
-        self._disk.commit(sealed, [RECORD, *flips], journal=note)
+        self._disk.commit(committed, [RECORD, *flips], journal=note)
 
     def moved(self, blocks: Sequence[str], record: Mapping[str, Any]) -> None:
         """Commits the new versions of blocks, whose spare slots are whole.
@@ -204,14 +204,14 @@ class Journal:
             UsageError: blocks that are not pending. UnsupportedError, StoreError: as `begin`; what
                 was written is kept, and this may be repeated.
         """
-        step, sealed, pending = self.step, self._disk.step, self.pending
-        if step is None or sealed is None or not set(blocks) <= set(pending):
+        step, committed, pending = self.step, self._disk.step, self.pending
+        if step is None or committed is None or not set(blocks) <= set(pending):
             raise UsageError(f"blocks {list(blocks)} are not to be updated in step {step}")
         self._write(record)
         is_last = set(blocks) == set(pending)
         note = JournalNote(step=step, frees=frozenset(self._gradients) if is_last else frozenset())
         flips = [region for name in blocks for region in self._blocks[name]]
-        self._disk.commit(sealed, [RECORD, *flips], journal=note)
+        self._disk.commit(committed, [RECORD, *flips], journal=note)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         region = self._disk.region(RECORD)

@@ -63,7 +63,7 @@ class LockOwner:
 
 
 def boot_id() -> str:
-    """The identifier that the kernel drew when it started; empty where there is none."""
+    """Identifier that the kernel drew when it started; empty without one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -72,7 +72,7 @@ def boot_id() -> str:
 
 def process_start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of a process (field 22 of /proc/PID/stat); None if there
-    is none.
+    is no such process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -227,7 +227,7 @@ class DirectoryLock:
 
 
 def _read_owner(descriptor: int) -> LockOwner | None:
-    """What the lock file says; None if it is empty or not ours. It only feeds messages."""
+    """Returns the content of the lock file, for messages; None if it is empty or not ours."""
     try:
         found = json.loads(os.pread(descriptor, _LIMIT_BYTES, 0))
         pid, start_time, host, boot = found["pid"], found["start_time"], found["host"], found["boot"]

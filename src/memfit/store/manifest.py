@@ -49,7 +49,7 @@ LIMIT_BYTES = 16 * MIB
 What a shorter one may take to read is bounded too: see `read_manifest`.
 """
 _COPIES = 4
-"""Of the text, at most, while its checksum is made again."""
+"""Most bytes of the text while its checksum is made again."""
 
 _LARGEST_STEP = (1 << 63) - 1
 _MOST_FILES = 1 << 16
@@ -73,7 +73,7 @@ class RegionEntry:
     spec: RegionSpec
     places: tuple[SlotPlace, ...]
     steps: tuple[int | None, ...]
-    """Of each slot, the last step committed in it; None if none was."""
+    """For each slot, the last step committed in it; None if none was."""
     current: int
     """The slot that holds the committed version."""
     sums: tuple[int, ...] | None = None
@@ -92,7 +92,7 @@ class StateEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a store holds."""
+    """Contents of a store as of one commit."""
 
     identity: Mapping[str, str]
     """Whose store it is: model, plan, whatever the maker wants to find again."""
@@ -110,7 +110,7 @@ class Manifest:
     scheme: Scheme = "generations"
 
     def keeps_sums_of(self, spec: RegionSpec) -> bool:
-        """What is committed of such a region has checksums."""
+        """True if committed versions of such a region have checksums."""
         return self.piece_bytes is not None and (spec.slots == 2 or self.scheme == "journal")
 
 
@@ -327,7 +327,7 @@ def _read_body(body: Any, path: Path, scheme: Scheme) -> Manifest:
 
 
 def _problem_of_places(file_bytes: Sequence[int], regions: Mapping[str, RegionEntry], scheme: Scheme) -> str | None:
-    """What is wrong with where slots lie; None if nothing.
+    """Returns the problem with where slots lie, or None.
 
     Slots that share room may do so in a journal, unless both are current or one region's.
     """

@@ -1,7 +1,7 @@
 """Which transfers of one slot must wait for which, and which of its bytes are fit to be read or
 committed.
 
-In: reads and writes as they are asked for. Out: the older tickets that each must follow. No
+In: reads and writes as they are asked for. Out: the older transfers that each must follow. No
 threads, no files.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memfit.core.errors import StoreError
-from memfit.store.ticket import DiskTransfer
+from memfit.store.disk_transfer import DiskTransfer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Access:
-    ticket: DiskTransfer
+    transfer: DiskTransfer
     start: int
     end: int
 
@@ -79,12 +79,12 @@ class AccessLog:
         self._failed: DiskTransfer | None = None
 
     def before_read(self, start: int, end: int) -> list[DiskTransfer]:
-        """The tickets that a read must follow.
+        """The transfers that a read must follow.
 
         Raises:
             StoreError: a write of these bytes failed; its own error.
         """
-        self._settle()
+        self._drop_ended()
         if self._damaged.overlaps(start, end):
             failure = self.failure()
             assert failure is not None
@@ -92,28 +92,28 @@ class AccessLog:
         return _overlapping(self._writes, start, end)
 
     def before_write(self, start: int, end: int) -> list[DiskTransfer]:
-        """The tickets that a write must follow."""
-        self._settle()
+        """The transfers that a write must follow."""
+        self._drop_ended()
         return _overlapping(self._reads, start, end) + _overlapping(self._writes, start, end)
 
-    def note(self, ticket: DiskTransfer, start: int, end: int) -> None:
+    def note(self, transfer: DiskTransfer, start: int, end: int) -> None:
         """Notes a transfer that was started, after `before_read` or `before_write`."""
-        if ticket.is_write:
+        if transfer.is_write:
             self._written.add(start, end)
             self._damaged.remove(start, end)
-        (self._writes if ticket.is_write else self._reads).append(_Access(ticket=ticket, start=start, end=end))
+        (self._writes if transfer.is_write else self._reads).append(_Access(transfer=transfer, start=start, end=end))
 
     def pending(self) -> list[DiskTransfer]:
-        """All tickets that have not been seen to end."""
-        return [access.ticket for access in (*self._reads, *self._writes)]
+        """All transfers that have not been seen to end."""
+        return [access.transfer for access in (*self._reads, *self._writes)]
 
     def pending_writes(self) -> list[DiskTransfer]:
         """The writes that have not been seen to end."""
-        return [access.ticket for access in self._writes]
+        return [access.transfer for access in self._writes]
 
     def failure(self) -> StoreError | None:
         """The latest error of a write whose bytes have not been written again since."""
-        self._settle()
+        self._drop_ended()
         # A fresh exception each time: one that is raised holds the frames it went through.
         return self._failed.failure if self._failed is not None and self._damaged.nbytes else None
 
@@ -125,22 +125,22 @@ class AccessLog:
     def forget_writes(self) -> None:
         """Starts a new version: nothing of it is written or damaged.
 
-        Tickets under way are still followed.
+        Transfers under way are still followed.
         """
-        self._settle()
+        self._drop_ended()
         self._written.clear()
         self._damaged.clear()
         self._failed = None
 
-    def _settle(self) -> None:
-        """Lets go of tickets that have ended, and notes what failed writes have left behind."""
-        self._reads = [access for access in self._reads if not access.ticket.done()]
+    def _drop_ended(self) -> None:
+        """Lets go of transfers that have ended, and notes what failed writes have left behind."""
+        self._reads = [access for access in self._reads if not access.transfer.done()]
         under_way: list[_Access] = []
         for number, access in enumerate(self._writes):
-            if not access.ticket.done():
+            if not access.transfer.done():
                 under_way.append(access)
-            elif access.ticket.failure is not None:
-                self._failed = access.ticket
+            elif access.transfer.failure is not None:
+                self._failed = access.transfer
                 left = ByteRanges()
                 left.add(access.start, access.end)
                 # What a later write covers is for that one to answer.
@@ -152,4 +152,4 @@ class AccessLog:
 
 
 def _overlapping(accesses: Iterable[_Access], start: int, end: int) -> list[DiskTransfer]:
-    return [access.ticket for access in accesses if access.start < end and start < access.end]
+    return [access.transfer for access in accesses if access.start < end and start < access.end]

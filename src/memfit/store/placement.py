@@ -25,7 +25,7 @@ LONGEST_NAME = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionSpec:
-    """What a region is asked to hold."""
+    """Specification of a region."""
 
     nbytes: int
     """Length in bytes, 0 allowed."""
@@ -36,7 +36,7 @@ class RegionSpec:
     tag: str = "other"
     """Purpose, for the counters: "weight", "state", "gradient", "activation"."""
     tensors: tuple[TensorPlace, ...] = ()
-    """What lies in it, as far as it shall be told by name."""
+    """Tensors that lie in it, as far as they are to be named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Layout:
     file_bytes: tuple[int, ...]
     """Length of each file, in whole blocks."""
     places: Mapping[str, tuple[SlotPlace, ...]]
-    """Of each region, its slots."""
+    """Slots by region."""
 
 
 def check_spec(name: object, spec: RegionSpec) -> None:
@@ -154,8 +154,9 @@ def store_bytes(regions: Mapping[str, RegionSpec]) -> int:
 
 
 def check_places(file_bytes: Sequence[int], ranges: Sequence[tuple[int, int, int]]) -> str | None:
-    """What is wrong with ranges (file, offset, length): off blocks, outside of files, overlapping;
-    None if nothing.
+    """Returns the problem with ranges (file, offset, length), or None.
+
+    They lie off blocks, outside of files, or overlap.
     """
     for file, offset, nbytes in ranges:
         if not 0 <= file < len(file_bytes):

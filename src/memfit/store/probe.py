@@ -15,11 +15,11 @@ from pathlib import Path
 
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.units import MIB
+from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.file_operations import FileHandle, FileOperations, open_unnamed
 from memfit.store.io import DiskIO
 from memfit.store.memory_ranges import Memory, aligned_memory
 from memfit.store.os_errors import explain, store_error
-from memfit.store.ticket import DiskTransfer
 
 PIECES_BYTES = (1 * MIB, 4 * MIB, 16 * MIB)
 THREADS = (1, 2, 4)
@@ -43,7 +43,7 @@ class DiskTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskSpeed:
-    """What a disk was measured to do.
+    """Measured rates of a disk.
 
     Bursts that a drive buffers are included: sustained writing may be slower.
     """
@@ -112,8 +112,8 @@ def probe_disk(
         with DiskIO(piece_bytes=max(pieces_bytes)) as io:
             # The first write of a claimed block also marks it as written; homes pay that once, the
             # figures should not.
-            for ticket in [io.write(handle, at, buffer) for at in range(0, size_bytes, buffer.nbytes)]:
-                ticket.wait()
+            for transfer in [io.write(handle, at, buffer) for at in range(0, size_bytes, buffer.nbytes)]:
+                transfer.wait()
         left_s = seconds - (time.perf_counter() - started_s)
         slice_s = max(0.0, left_s / (2 * len(pieces_bytes) * len(thread_counts) + 2))
         trials = tuple(
@@ -205,27 +205,27 @@ def _keep_busy(
         is_first = False
         for number, start in enumerate(ways):
             # The directions are fed apart: each goes at its own speed.
-            queues[number] = [ticket for ticket in queues[number] if not _is_done_well(ticket)]
+            queues[number] = [transfer for transfer in queues[number] if not _is_done_well(transfer)]
             while len(queues[number]) < depth:
-                ticket = start(handle, positions[number], part)
-                ticket.call_when_done(lambda _: somewhere_done.release())
-                queues[number].append(ticket)
+                transfer = start(handle, positions[number], part)
+                transfer.call_when_done(lambda _: somewhere_done.release())
+                queues[number].append(transfer)
                 next_position = positions[number] + part.nbytes
                 positions[number] = next_position if next_position + part.nbytes <= size_bytes else 0
         somewhere_done.acquire()
     for queue in queues:
-        for ticket in queue:
-            ticket.wait()
+        for transfer in queue:
+            transfer.wait()
     took_s = time.perf_counter() - started_s
     after = io.statistics().total
     return (after.read_bytes - before.read_bytes) / took_s, (after.written_bytes - before.written_bytes) / took_s
 
 
-def _is_done_well(ticket: DiskTransfer) -> bool:
+def _is_done_well(transfer: DiskTransfer) -> bool:
     """True if it has ended; raises its error if that was not well."""
-    if not ticket.done():
+    if not transfer.done():
         return False
-    ticket.wait()
+    transfer.wait()
     return True
 
 

@@ -108,7 +108,9 @@ def publish(directory: Path, content: bytes, *, step: int | None, operations: Fi
             raise _doubt(error, doing=unsure, path=directory, doubt=doubt) from error
 
 
-def settle(directory: Path, handles: Iterable[FileHandle], manifest: Manifest, *, operations: FileOperations) -> None:
+def make_durable(
+    directory: Path, handles: Iterable[FileHandle], manifest: Manifest, *, operations: FileOperations
+) -> None:
     """Makes durable what an opened store was found to hold, before anything of it is overwritten.
 
     See [Note: commit].

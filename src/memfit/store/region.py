@@ -1,6 +1,6 @@
 """A region: one tensor's home in a store, read and written by ranges.
 
-In: byte ranges of a region and memory. Out: tickets. Transfers of the same bytes happen in the
+In: byte ranges of a region and memory. Out: transfers. Transfers of the same bytes happen in the
 order in which they are asked for.
 """
 
@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from memfit.core.errors import UsageError
 from memfit.core.units import round_up
 from memfit.store.checksums import ReadCheck, SlotSums
+from memfit.store.disk_transfer import DiskTransfer, Watcher
 from memfit.store.file_operations import FileHandle
 from memfit.store.io import DiskIO
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory
@@ -22,7 +23,6 @@ from memfit.store.ordering import AccessLog
 from memfit.store.os_errors import store_error
 from memfit.store.placement import RegionSpec, SlotPlace
 from memfit.store.tensor_tables import TensorPlace, tensors_between
-from memfit.store.ticket import DiskTransfer, Watcher
 from memfit.store.transfer import padding_after
 
 Slot = Literal["current", "spare", "committed"]
@@ -39,7 +39,7 @@ class CheckUsable(Protocol):
 
 @dataclass(slots=True)
 class RegionState:
-    """What a store knows of one region while it is open."""
+    """State of one region of an open store."""
 
     spec: RegionSpec
     places: tuple[SlotPlace, ...]
@@ -49,7 +49,7 @@ class RegionState:
     piece_bytes: int | None = None
     """How many bytes a checksum covers; None if none are kept of this region."""
     under: tuple[tuple[tuple[RegionState, int], ...], ...] = ()
-    """Of each slot, the slots (region, number) of others that share room with it: only in a store
+    """For each slot, the slots (region, number) of others that share room with it: only in a store
     with a journal.
     """
     current: int = field(init=False)
@@ -57,9 +57,9 @@ class RegionState:
     committed yet.
     """
     logs: tuple[AccessLog, ...] = field(init=False)
-    """Of each slot."""
+    """Transfers by slot."""
     sums: tuple[SlotSums, ...] | None = field(init=False)
-    """Of each slot, the checksums of what is in it."""
+    """For each slot, the checksums of what is in it."""
 
     def __post_init__(self) -> None:
         self.current = self.committed
@@ -141,14 +141,14 @@ class Region:
         return self._state.sums is not None and self.step is not None
 
     def unreadable(self, piece: int, piece_bytes: int, problem: str) -> PieceDamage:
-        """What is known about a piece of the committed version that cannot be read."""
+        """Describes a piece of the committed version that cannot be read."""
         place = self._state.places[self._state.committed]
         path = self._handles[place.file].path
         return damage_of(self.name, self._state.spec, place, path, piece_bytes, piece, problem)
 
     @property
     def tensors(self) -> tuple[TensorPlace, ...]:
-        """What lies in it, by name."""
+        """Tensors of the region, in order."""
         return self._state.spec.tensors
 
     def read(
@@ -169,7 +169,7 @@ class Region:
         Args:
             offset: first byte in the region.
             nbytes: length.
-            into: at least as long; not to be touched until the ticket is done.
+            into: at least as long; not to be touched until the transfer has ended.
             slot: the current version, what has been written of the next one, or the one of the last
                 commit.
             urgent: before other reads.
@@ -187,7 +187,7 @@ class Region:
             log, place = self._state.logs[number], self._state.places[number]
             verifies = self._verifies if verify is None else verify
             after = log.before_read(offset, offset + nbytes)
-            ticket = self._io.read(
+            transfer = self._io.read(
                 self._handles[place.file],
                 place.offset + offset,
                 into,
@@ -198,8 +198,8 @@ class Region:
                 after=after,
                 watcher=self._check(number, offset, nbytes, damaged) if verifies or damaged is not None else None,
             )
-            log.note(ticket, offset, offset + nbytes)
-            return ticket
+            log.note(transfer, offset, offset + nbytes)
+            return transfer
 
     def write(
         self,
@@ -220,7 +220,7 @@ class Region:
         Args:
             offset: first byte in the region.
             nbytes: length.
-            source: at least as long; must not change until the ticket is done.
+            source: at least as long; must not change until the transfer has ended.
             slot: where to.
             urgent: before other writes.
             pads: what is left of the last block of 4096 bytes becomes zeros; it must be nobody's.
@@ -235,7 +235,7 @@ class Region:
             log, place = self._state.logs[number], self._state.places[number]
             end = self.end_of_write(offset + nbytes, pads=pads)
             after = log.before_write(offset, end)
-            ticket = self._io.write(
+            transfer = self._io.write(
                 self._handles[place.file],
                 place.offset + offset,
                 source,
@@ -247,8 +247,8 @@ class Region:
                 watcher=note_sums(self._state, number, offset, nbytes, end - offset - nbytes),
                 pads=pads,
             )
-            log.note(ticket, offset, end)
-            return ticket
+            log.note(transfer, offset, end)
+            return transfer
 
     def end_of_write(self, end: int, *, pads: bool) -> int:
         """Where a write ends in the region whose bytes end at `end`."""
@@ -366,7 +366,7 @@ class PieceDamage:
 def damage_of(
     name: str, spec: RegionSpec, place: SlotPlace, path: Path, piece_bytes: int, piece: int, problem: str
 ) -> PieceDamage:
-    """What is known about a piece that is damaged."""
+    """Describes a damaged piece."""
     start = piece * piece_bytes
     end = min(spec.nbytes, start + piece_bytes)
     return PieceDamage(

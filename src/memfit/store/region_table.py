@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from memfit.core.errors import UsageError
 from memfit.store.manifest import Manifest
+from memfit.store.next_commit import JournalNote, filled_at_first
 from memfit.store.os_errors import store_error
 from memfit.store.region import RegionState, check_complete, share_room
-from memfit.store.sealing import JournalNote, filled_at_first
 
 
 class RegionTable(Mapping[str, RegionState]):
@@ -94,8 +94,8 @@ class RegionTable(Mapping[str, RegionState]):
         # write shows only then.
         for state in self.values():
             for log in state.logs:
-                for ticket in log.pending_writes():
-                    ticket.join()
+                for transfer in log.pending_writes():
+                    transfer.join()
         for name, state in states.items():
             check_complete(name, state)
         return states
@@ -104,8 +104,8 @@ class RegionTable(Mapping[str, RegionState]):
         """Waits for all transfers, reads too; failures stay in their handles."""
         for state in self.values():
             for log in state.logs:
-                for ticket in log.pending():
-                    ticket.join()
+                for transfer in log.pending():
+                    transfer.join()
 
     def roll_back(self) -> None:
         """Lets reads see the committed slots again; what was written since is no version."""
@@ -157,6 +157,6 @@ class RegionTable(Mapping[str, RegionState]):
 def _forget(state: RegionState, slot: int) -> None:
     # A write under way would land in the next version: it must have ended before its slot counts as
     # empty.
-    for ticket in state.logs[slot].pending():
-        ticket.join()
+    for transfer in state.logs[slot].pending():
+        transfer.join()
     state.logs[slot].forget_writes()

@@ -17,11 +17,11 @@ from pathlib import Path
 from memfit.core.closing import ClosesAtExit
 from memfit.core.errors import UsageError
 from memfit.core.units import MIB, format_bytes, round_up
+from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.file_operations import FileOperations, open_unnamed
 from memfit.store.io import DiskIO
 from memfit.store.memory_ranges import ALIGNMENT_BYTES, Memory
 from memfit.store.os_errors import explain, store_error
-from memfit.store.ticket import DiskTransfer
 
 GROWTH_BYTES = 64 * MIB
 """The file grows by multiples of this, claimed from the disk at once."""
@@ -83,7 +83,7 @@ class _Return:
 
     offset: int
     allocated_bytes: int
-    tickets: tuple[DiskTransfer, ...]
+    transfers: tuple[DiskTransfer, ...]
 
 
 class Extent:
@@ -94,8 +94,8 @@ class Extent:
     Attributes:
         nbytes: length of what is held.
         offset: first byte in the file, on a block.
-        written: the ticket of the write; until it is done the memory that was put away must stay as
-            it is.
+        written: the transfer of the write; until it is done the memory that was put away must stay
+            as it is.
     """
 
     __slots__ = ("_returns", "is_freed", "nbytes", "offset", "reads", "written")
@@ -122,10 +122,10 @@ class Extent:
         if self.is_freed:
             return
         self.is_freed = True
-        # One append, which needs no lock: this may run in a finalizer, in any thread. The tickets
+        # One append, which needs no lock: this may run in a finalizer, in any thread. The transfers
         # hold no memory once they are done.
         self._returns.append(
-            _Return(offset=self.offset, allocated_bytes=self.allocated_bytes, tickets=(self.written, *self.reads))
+            _Return(offset=self.offset, allocated_bytes=self.allocated_bytes, transfers=(self.written, *self.reads))
         )
 
     def __del__(self) -> None:
@@ -233,8 +233,8 @@ class ScratchFile(ClosesAtExit):
         with self._lock:
             self._check_open()
             self._check_mine(extent)
-            extent.reads = [ticket for ticket in extent.reads if not ticket.done()]
-            ticket = self._io.read(
+            extent.reads = [transfer for transfer in extent.reads if not transfer.done()]
+            transfer = self._io.read(
                 self._handle,
                 extent.offset,
                 memory,
@@ -244,8 +244,8 @@ class ScratchFile(ClosesAtExit):
                 urgent=urgent,
                 after=(extent.written,),
             )
-            extent.reads.append(ticket)
-            return ticket
+            extent.reads.append(transfer)
+            return transfer
 
     def free(self, extent: Extent) -> None:
         """Frees an extent: its room is used again after its transfers.
@@ -297,7 +297,7 @@ class ScratchFile(ClosesAtExit):
             self._waiting.append(self._returns.popleft())
         still: list[_Return] = []
         for found in self._waiting:
-            if all(ticket.done() for ticket in found.tickets):
+            if all(transfer.done() for transfer in found.transfers):
                 self._allocator.give(found.offset, found.allocated_bytes)
                 self._live_bytes -= found.allocated_bytes
                 self._extents -= 1

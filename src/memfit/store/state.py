@@ -42,13 +42,15 @@ _LENGTH_BYTES = 8
 _TAG = "$"
 _DEEPEST = 100
 _DEEPEST_TEXT = 4 * _DEEPEST + 4
-"""Of the JSON text: a value takes up to three containers a level (an object, its items, a pair)."""
+"""Depth of the JSON text: a value takes up to three containers a level (an object, its items, a
+pair).
+"""
 _ROOM_BYTES = 256 * MIB
 """Memory for numbers, texts and containers of a state, tensors apart: some two million numbers in
 lists.
 """
 _COPIES = 2
-"""Of the values: as JSON has them, and as they were."""
+"""Depth of the values: as JSON has them, and as they were."""
 _TENSOR_BYTES = 1024
 _COUNTERS = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.int64: "I64"}
 """Dtypes of single numbers that are kept once however often they come."""
@@ -92,7 +94,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def decode_state(content: bytes) -> dict[str, Any]:
-    """What `encode_state` was given. Tensors are on the CPU.
+    """Returns the value that `encode_state` was given. Tensors are on the CPU.
 
     Memory: twice the bytes, and at most 256 MiB for numbers, texts and containers.
 
@@ -162,7 +164,7 @@ def _encode(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _encode_single(value: Any, where: _Place, tensors: dict[str, torch.Tensor]) -> Any:
-    """What is no container and has no word in JSON."""
+    """Encodes a value that is no container and that JSON cannot express."""
     kind = type(value)
     if kind is float:
         return {_TAG: "float", "value": repr(value)}

@@ -40,7 +40,7 @@ _DTYPES: dict[str, torch.dtype] = {
 _LONGEST_NAME = 512
 _MOST_DIMENSIONS = 64
 _LARGEST = 1 << 60
-"""Of a dimension, and of all of them together, zeros apart."""
+"""Most elements of a dimension, and of all together, zeros apart."""
 _SHOWN_DIFFERENCES = 10
 
 
@@ -73,7 +73,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def problem_of_tensors(tensors: Sequence[TensorPlace], region_bytes: int) -> str | None:
-    """What is wrong with the tensors of a region, in words; None if nothing is."""
+    """Returns the problem with the tensors of a region, in words, or None."""
     names: set[str] = set()
     for tensor in tensors:
         problem = _problem_of_tensor(tensor, region_bytes)

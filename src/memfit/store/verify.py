@@ -16,12 +16,12 @@ from pathlib import Path
 from memfit.core.errors import StoreError
 from memfit.core.units import MIB, format_bytes
 from memfit.store.disk_store import DiskStore
+from memfit.store.disk_transfer import DiskTransfer
 from memfit.store.file_operations import FileOperations
 from memfit.store.journal import UnderWay, under_way
 from memfit.store.memory_ranges import Memory, aligned_memory
 from memfit.store.region import PieceDamage, Region
 from memfit.store.state import decode_state
-from memfit.store.ticket import DiskTransfer
 
 _READ_BYTES = 4 * MIB
 _READS_UNDER_WAY = 4
@@ -30,7 +30,7 @@ _SHOWN_DAMAGES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockReport:
-    """What was found of one region."""
+    """Result of checking one region."""
 
     name: str
     nbytes: int
@@ -43,18 +43,16 @@ class BlockReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreReport:
-    """What was found of a store."""
+    """Result of checking a store."""
 
     directory: Path
     step: int | None
     """The committed step; None before the first commit."""
     blocks: tuple[BlockReport, ...]
     state_problem: str | None
-    """What is wrong with the small state, or with a journal's record; None if nothing is, or there
-    is none.
-    """
+    """Problem with the small state, or with a journal's record; None without one."""
     under_way: UnderWay | None = None
-    """A step of a journal that is decided and not sealed."""
+    """A step of a journal that is decided and not committed."""
 
     @property
     def is_whole(self) -> bool:
@@ -141,7 +139,7 @@ def check_store(store: DiskStore, *, on_progress: Callable[[int, int], None] | N
 
 
 def _state_of(store: DiskStore) -> tuple[str | None, UnderWay | None]:
-    """What is wrong with the state and the journal's record, and what that one says."""
+    """Checks the state and the journal's record; returns the problems and the record."""
     try:
         content = store.read_state()
         if content is not None:
@@ -157,9 +155,9 @@ def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -
     pieces = 0
     if region.has_sums:
         pieces = -(-region.nbytes // piece_bytes)
-        for start, nbytes, ticket in _reads(region, damaged, buffers):
-            ticket.join()
-            if ticket.failure is not None:
+        for start, nbytes, transfer in _reads(region, damaged, buffers):
+            transfer.join()
+            if transfer.failure is not None:
                 damaged += _unreadable(region, start, nbytes, piece_bytes)
     # A piece may be found by both readings.
     by_piece = {damage.offset: damage for damage in damaged}
@@ -175,7 +173,7 @@ def _check_region(region: Region, piece_bytes: int, buffers: Sequence[Memory]) -
 def _reads(
     region: Region, damaged: list[PieceDamage], buffers: Sequence[Memory]
 ) -> Iterator[tuple[int, int, DiskTransfer]]:
-    """Reads of whole pieces (start, bytes, ticket), a few under way at once.
+    """Reads of whole pieces (start, bytes, transfer), a few under way at once.
 
     Buffers are used again in turn.
     """
@@ -200,8 +198,8 @@ def _unreadable(region: Region, start: int, nbytes: int, piece_bytes: int) -> li
     memory = aligned_memory(piece_bytes)
     for piece in range(start // piece_bytes, -(-(start + nbytes) // piece_bytes)):
         first = piece * piece_bytes
-        ticket = region.read(first, min(piece_bytes, region.nbytes - first), memory, slot="committed", damaged=found)
-        ticket.join()
-        if ticket.failure is not None:
-            found.append(region.unreadable(piece, piece_bytes, f"cannot be read ({ticket.failure})"))
+        transfer = region.read(first, min(piece_bytes, region.nbytes - first), memory, slot="committed", damaged=found)
+        transfer.join()
+        if transfer.failure is not None:
+            found.append(region.unreadable(piece, piece_bytes, f"cannot be read ({transfer.failure})"))
     return found

@@ -73,7 +73,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file holds.
+    """Contents of a file.
 
     Attributes:
         raw: the bytes that precede the tensors, length field included.
@@ -191,7 +191,7 @@ def _entry(name: str, field: Any, base: int, path: Path) -> TensorEntry:
     if dtype is None:
         raise damaged(path, f"{name!r:.200} has a dtype {str(field['dtype'])[:40]!r} that memfit does not know")
     if not is_shape(shape):
-        raise damaged(path, f"the shape of {name!r:.200} is none: {shape!r:.200}")
+        raise damaged(path, f"the shape of {name!r:.200} is invalid: {shape!r:.200}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
         raise damaged(path, f"the offsets of {name!r:.200} are not two whole numbers from 0 on")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:

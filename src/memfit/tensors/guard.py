@@ -47,7 +47,7 @@ def mark_away(parameter: torch.nn.Parameter, name: str, block: str) -> None:
     parameter.__class__ = _away_class(kind)
 
 
-def mark_unborn(parameter: torch.nn.Parameter, name: str) -> None:
+def mark_deferred(parameter: torch.nn.Parameter, name: str) -> None:
     """The same for a parameter that has no values yet."""
     mark_away(parameter, name, "")
 

@@ -39,7 +39,7 @@ class RoundingNoise:
     step: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 _WORDS = 624
-"""Of the Mersenne Twister."""
+"""Words of the Mersenne Twister."""
 _PHILOX_WORDS = 4
 _TORCH_HEAD = struct.Struct("=QiiQ")
 """Seed, words left, whether it is seeded, position: the beginning of the state of torch's CPU
@@ -61,7 +61,7 @@ def check_numpy(state: Any) -> None:
         _check_position(position, _WORDS)
         return
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        raise TypeError("the state of NumPy's generator is none")
+        raise TypeError("invalid state for NumPy's random generator")
     name, inner = state.get("bit_generator"), state["state"]
     if name == "MT19937":
         _check_position(inner.get("pos"), _WORDS)
@@ -76,7 +76,7 @@ def check_python(state: Any) -> None:
     """
     random.Random().setstate(state)  # noqa: S311, asked whether it takes it
     if not (state[2] is None or isinstance(state[2], float)):
-        raise ValueError("Python's generator keeps a number that is none")
+        raise ValueError("invalid state for Python's random generator: not an integer")
 
 
 def _check_position(position: Any, words: int) -> None:

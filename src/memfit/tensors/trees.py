@@ -15,7 +15,7 @@ import torch
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors of a nested value, depth first.
 
-    An object that is none of the known containers is not looked into.
+    An object that is not one of the known containers is not looked into.
     """
     if isinstance(value, torch.Tensor):
         yield value

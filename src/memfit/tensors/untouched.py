@@ -28,7 +28,7 @@ Kept = list[tuple[Any, dict[str, Any], dict[str, int]]]
 
 
 def keep_attributes(parameter: nn.Parameter) -> Kept:
-    """What hangs on a parameter whose class is not torch's own: objects, their attributes, and the
+    """Yields what hangs on a parameter of a class not torch's own: objects, attributes, and the
     versions of tensors among them.
     """
     kind = getattr(type(parameter), "_memfit_present_class", type(parameter))

@@ -1,4 +1,4 @@
-"""A ticket: the promise of one read or write, to wait for.
+"""The handle of one read or write, to wait for.
 
 In: a request. Out: done, failed or cancelled, with the seconds it took. The memory and the file are
 let go when it is done.
@@ -149,7 +149,7 @@ class DiskTransfer:
 
     @property
     def failure(self) -> StoreError | None:
-        """What went wrong, as a fresh exception; None if nothing did, or not yet."""
+        """Error of the transfer, as a fresh exception; None without one, or not yet."""
         failed = self._failure
         if failed is None or not self.done():
             return None
@@ -159,7 +159,7 @@ class DiskTransfer:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of the first piece to the end of the last; 0 if none was started."""
+        """Seconds from the start of the first piece to the end of the last; 0 before."""
         if self._started_s is None or self._finished_s is None:
             return 0.0
         return self._finished_s - self._started_s
@@ -175,7 +175,7 @@ class DiskTransfer:
                 return
         callback(self)
 
-    # ---- for the channel that serves the ticket
+    # ---- for the channel that serves the transfer
 
     @property
     def handle(self) -> FileHandle:
@@ -191,7 +191,7 @@ class DiskTransfer:
 
     @property
     def has_failed(self) -> bool:
-        """A piece failed or the ticket was cancelled; pieces may still be under way."""
+        """A piece failed or the transfer was cancelled; pieces may still be under way."""
         return self._failure is not None
 
     def fail(self, failure: StoreError) -> None:
@@ -205,9 +205,7 @@ class DiskTransfer:
             self._started_s = time.perf_counter()
 
     def finish(self) -> None:
-        """Ends the transfer: lets go of memory and file, wakes the waiters, then tells the tickets
-        that come after.
-        """
+        """Drops memory and file, wakes the waiters, then tells the transfers that come after."""
         self._finished_s = time.perf_counter()
         handle, self._handle, self._memory, self._channel = self._handle, None, None, None
         self.watcher = None

@@ -1,4 +1,4 @@
-"""What a commit is going to say: the next manifest, from what was written to the regions of a
+"""Builds the manifest of a commit from what was written to the regions of a
 store.
 
 In: the manifest before, the regions' states, which of them flip. Out: the next manifest; nothing is
@@ -20,13 +20,13 @@ from memfit.store.region import RegionState, note_sums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalNote:
-    """What a commit in a store with a journal says about a step that is under way.
+    """Part of a journaled commit that is about a step under way.
 
     See [Note: journal].
     """
 
     step: int
-    """Of the slots that it makes current.
+    """Step of the slots that the commit makes current.
 
     The step of the store, and its small state, stay what they are.
     """
