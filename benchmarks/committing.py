@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.recipes.gpt import build_adamw, causal_language_loss

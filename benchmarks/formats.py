@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import memfit
-from memfit.core.plan import BlockPlan, Plan, Saved
+from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.saved_policies import Saved
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 from memfit.prediction.predict import predict

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import memfit
 from memfit.allocator import install
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.job.problem import Problem, driver_of

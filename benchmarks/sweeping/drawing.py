@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 _MOODS = ("mixed", "mixed", "mostly kept", "mostly away")

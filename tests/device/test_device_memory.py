@@ -21,9 +21,10 @@ import memfit
 from equivalence import plans
 from memfit import devices
 from memfit.core.limits import DEVICE_RESERVE_BYTES
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memfit
 from memfit import devices
 from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.optimizers.shadow import snapshot_groups
 

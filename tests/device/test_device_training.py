@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.homes.split import join, split
 

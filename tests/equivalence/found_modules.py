@@ -12,7 +12,8 @@ import pytest
 
 from equivalence.random_modules import BlockSpec, CallSpec, Glue, Kind, ModelSpec, Side
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 

@@ -24,8 +24,9 @@ from torch.nn import functional
 
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 WIDTH = 8
@@ -397,7 +398,7 @@ def _drawn_specs(draw: st.DrawFn) -> ModelSpec:
 def _call_plans(draw: st.DrawFn, number: int, tail: int | None, away: Sequence[Tier]) -> tuple[CallPlan, ...]:
     fates: list[CallPlan] = []
     for index in range(number):
-        saved = draw(st.sampled_from(Saved))
+        saved = draw(st.sampled_from(list(Saved)))
         can_join = index > 0 and index != tail and saved in (Saved.RECOMPUTE, Saved.SELECT) and fates[-1].saved is saved
         fates.append(
             CallPlan(

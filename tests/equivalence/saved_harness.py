@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
-from memfit.core.plan import CallPlan, Saved
+from memfit.core.plan import CallPlan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.homes.offloaded import HostPool, ScratchPool
 from memfit.store import DiskIO, ScratchFile

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import memfit
 from equivalence import drawing_models
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 FAST = {("patchtst", Order.LAYER_MAJOR), ("wav2vec2", Order.LAYER_MAJOR)}

@@ -24,7 +24,8 @@ from equivalence.test_users_code import Layer, Net, batch_of, case_of, loss_of
 from equivalence.with_memfit import profile_of
 from equivalence.zoo import Batch, Case
 from memfit.core.errors import PlanError, UnsupportedError, UsageError
-from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.planning.candidates import list_candidates
 

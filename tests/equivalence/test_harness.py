@@ -9,8 +9,8 @@ from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training, describe, same_bits, ulp_distance, within_roundings
 from equivalence.plain import adamw, sgd, split_rows
 from equivalence.stand_in import StandIn
-from memfit.core.plan import Saved
 from memfit.core.profile import BlockProfile, CallProfile, Profile, TraceProfile
+from memfit.core.saved_policies import Saved
 
 
 @pytest.mark.parametrize("name", sorted(zoo.ZOO))

@@ -15,7 +15,8 @@ import memfit
 from equivalence import plans
 from memfit.api.advise import advise
 from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.plan import CallPlan, Order, Plan, Saved
+from memfit.core.plan import CallPlan, Order, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.job.problem import Problem
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 import memfit
 from equivalence.saved_harness import JOINED_SELECT, SELECT, WRITES, Driver
 from memfit.activations.frames import RecomputedFrame
-from memfit.core.operators import is_selected
+from memfit.core.operators import policies_that_keep
+from memfit.core.saved_policies import Saved
 
 WIDTH = 16
 
@@ -72,8 +73,9 @@ def test_what_the_profile_says_is_kept_is_what_is_kept(are_joined: bool) -> None
             selection = frame._record.selection
             assert selection is not None
             storages = {storage._cdata: storage.nbytes() for storage in selection.storages()}
-            assert call.select_bytes is not None
-            assert sum(storages.values()) == call.select_bytes - (0 if are_joined else call.select_unneeded_bytes)
+            held = call.held(Saved.SELECT)
+            assert held is not None
+            assert sum(storages.values()) == held.nbytes - (0 if are_joined else held.unneeded_bytes)
             assert storages
         del loss
 
@@ -81,11 +83,11 @@ def test_what_the_profile_says_is_kept_is_what_is_kept(are_joined: bool) -> None
 def test_an_operator_without_a_schema_or_one_that_writes_is_not_selected() -> None:
     aten = torch.ops.aten
     x = torch.randn(2, 2)
-    assert is_selected(aten.mm.default, (x, x), {})
-    assert is_selected(aten.mm.dtype, (x, x, torch.float32), {})
-    assert not is_selected(aten.mm.out, (x, x), {"out": x})
-    assert not is_selected(aten.add.Tensor, (x, x), {})
-    assert not is_selected(torch.ops.higher_order.cond, (), {})
+    assert Saved.SELECT in policies_that_keep(aten.mm.default, (x, x), {})
+    assert Saved.SELECT in policies_that_keep(aten.mm.dtype, (x, x, torch.float32), {})
+    assert not policies_that_keep(aten.mm.out, (x, x), {"out": x})
+    assert not policies_that_keep(aten.add.Tensor, (x, x), {})
+    assert not policies_that_keep(torch.ops.higher_order.cond, (), {})
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert is_selected(attention, (x, x, x), {})
-    assert not is_selected(attention, (x, x, x, 0.25), {})
+    assert Saved.SELECT in policies_that_keep(attention, (x, x, x), {})
+    assert not policies_that_keep(attention, (x, x, x, 0.25), {})

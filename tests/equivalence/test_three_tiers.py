@@ -15,8 +15,9 @@ from equivalence.plain import adamw, sgd
 from equivalence.with_memfit import fit_with, profile_by_name
 from memfit.activations import Offloader
 from memfit.allocator import Allocator, install
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 HOST, DISK, DEVICE = Tier.HOST, Tier.DISK, Tier.DEVICE

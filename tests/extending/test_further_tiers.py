@@ -22,8 +22,9 @@ from memfit.activations import Offloader
 from memfit.core.errors import PlanError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
-from memfit.core.plan import BlockPlan, CallPlan, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import Tier
 from memfit.homes.factories import FurtherTier

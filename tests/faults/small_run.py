@@ -24,9 +24,10 @@ from torch.nn import functional
 import memfit
 from equivalence import plans
 from memfit.core.numerics import ALLOWANCES
-from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 

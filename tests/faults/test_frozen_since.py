@@ -15,7 +15,8 @@ import memfit
 from equivalence import plans
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import MemfitWarning, StoreError
-from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 TOWER = Tower(width=32)

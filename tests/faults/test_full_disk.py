@@ -19,7 +19,8 @@ import memfit
 from equivalence import plans
 from faults.tower import Tower, adamw, loss
 from memfit.core.errors import StoreError
-from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.store import FileOperations, verify

@@ -25,8 +25,9 @@ import memfit
 from equivalence import plans
 from faults.tower import Batch, Tower, adamw, loss
 from memfit.core.errors import MemfitError, StoreError, StoreInUseError, TornStepError, UsageError
-from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.store import FileOperations
 

@@ -12,7 +12,8 @@ import memfit
 from equivalence import plans
 from faults.tower import HARDWARE, ROWS, Tower, adamw, loss
 from memfit.core.errors import MemfitWarning
-from memfit.core.plan import CallPlan, Plan, Saved
+from memfit.core.plan import CallPlan, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 TOWER = Tower(width=256)

@@ -13,7 +13,8 @@ from equivalence import plans
 from faults import small_run
 from faults.small_run import adamw, build, draw, loss
 from memfit.core.errors import DoesNotFitError
-from memfit.core.plan import CallPlan, Plan, Saved
+from memfit.core.plan import CallPlan, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
+from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step

@@ -25,8 +25,9 @@ from faults import tower
 from faults.tower import Batch, Tower
 from memfit.allocator import Allocator, install
 from memfit.core.errors import DoesNotFitError, LimitBreachError
-from memfit.core.plan import CallPlan, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.verification.meters import ProcessMeter
 

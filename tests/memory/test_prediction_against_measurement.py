@@ -22,9 +22,10 @@ import memfit
 from equivalence import plans
 from equivalence.late import Late
 from memfit.allocator import Allocator, install
-from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.engine.measured_step import StepRecorder

@@ -11,8 +11,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TensorProfile, TraceProfile
+from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Forward, Joint, Schedule, Seed, Start
 from memfit.core.tiers import TIERS, Tier
 
@@ -67,7 +68,7 @@ def _trace(draw: Any, rows: int, reads: list[list[int]]) -> TraceProfile:
 def _plan(draw: Any, profile: Profile, calls: int) -> Plan:
     fates: list[CallPlan] = []
     for i in range(calls):
-        saved = draw(st.sampled_from(Saved))
+        saved = draw(st.sampled_from(list(Saved)))
         boundary = draw(st.sampled_from(TIERS))
         joins = i > 0 and saved in (Saved.RECOMPUTE, Saved.SELECT) and fates[-1].saved is saved and draw(st.booleans())
         home = draw(st.sampled_from([Tier.HOST, Tier.DISK]))

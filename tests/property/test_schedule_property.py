@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.schedule import (
     Accumulate,
     Action,

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TensorProfile, TraceProfile
+from memfit.core.profile import (
+    BlockProfile,
+    CallProfile,
+    HeldResults,
+    Profile,
+    StorageProfile,
+    TensorProfile,
+    TraceProfile,
+)
+from memfit.core.saved_policies import Saved
 
 PAGE = 4096
 
@@ -110,7 +119,7 @@ def _gpt_trace(
         call(
             i + 1, f"h.{i}", f"h.{i}", "layer", is_repeated=True,
             forward_peak_bytes=(factor + 1) * u, inside_peak_bytes=(factor + 1) * u, output_bytes=u,
-            select_bytes=factor * u // 2,
+            held_results=(HeldResults(saved=Saved.SELECT, nbytes=factor * u // 2),),
             # Its output's and its input's gradient and one more are alive; saved tensors go meanwhile.
             backward_peak_bytes=2 * u, backward_leaves_bytes=-(factor + 1) * u,
             forward_flops=flops, backward_flops=2 * flops,

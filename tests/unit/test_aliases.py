@@ -10,8 +10,9 @@ import pytest
 
 from memfit.core.aliases import own_allowances, own_field, own_word
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 

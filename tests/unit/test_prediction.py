@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from memfit.core.errors import DoesNotFitError, PlanError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
-from memfit.core.profile import BlockProfile, CallProfile, Profile, StorageProfile, TraceProfile
+from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, StorageProfile, TraceProfile
+from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
 from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
@@ -123,8 +124,14 @@ def test_a_gradient_that_comes_behind_the_highest_activations_is_not_counted_bes
 
 def test_what_selection_holds_is_not_made_again() -> None:
     profile = gpt_profile(layers=LAYERS)
+
     # The trace says: of 8 u saved inside, 4 u are results of products; run again with these at hand, a layer rises by 5 u.
-    traced = with_layers(profile, lambda c: replace(c, select_peak_bytes=c.inside_peak_bytes - (c.select_bytes or 0)))
+    def with_peak(call: CallProfile) -> CallProfile:
+        (held,) = call.held_results
+        held = replace(held, peak_bytes=call.inside_peak_bytes - held.nbytes)
+        return replace(call, held_results=(held,))
+
+    traced = with_layers(profile, with_peak)
     plan = Plan(calls=tuple(replace(c, saved=Saved.SELECT) for c in recompute_layers(profile)))
     moment = next(m for m in timeline_of(plan, traced).moments if m.action == f"backward C{LAYERS} m0")
     # Held: arguments and products of all layers, and the gradient that arrives; made: the other 4 u, and 2 u of transients.
@@ -228,7 +235,7 @@ def alive_by_positions(case: Case, schedule: Schedule, m: int, s: StorageProfile
 def without_weights(case: Case, found: tuple[StorageProfile, ...]) -> Case:
     """Only activations: no parameters, nothing selected, and no gradients of activations."""
     trace = next(iter(case.profile.traces.values()))
-    calls = tuple(replace(c, select_bytes=0) for c in trace.calls)
+    calls = tuple(replace(c, held_results=(HeldResults(saved=Saved.SELECT, nbytes=0),)) for c in trace.calls)
     rows = -(-case.profile.batch_rows // case.plan.microbatches)
     # More is said to be freed at the seed than there is, so that no byte is taken for a gradient.
     bare = TraceProfile(rows=rows, calls=calls, storages=found, seed_leaves_bytes=-(1 << 40))

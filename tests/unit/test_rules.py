@@ -12,8 +12,9 @@ from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.numerics import regroups_sums, weighed_seconds
-from memfit.core.plan import Order, Plan, Saved, UpdateTime
+from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.shape import describe_step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline

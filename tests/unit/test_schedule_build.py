@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Fetch, Forward, Schedule, format_actions
 from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step

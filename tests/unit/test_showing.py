@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memfit
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table, in_runs
 from memfit.core.tiers import TIERS, Tier
 

@@ -49,7 +49,7 @@ from memfit.activations.select import Selection
 from memfit.activations.surroundings import Surroundings
 from memfit.activations.writes import Writes
 from memfit.core.errors import UnsupportedError, UsageError
-from memfit.core.plan import CallPlan, Saved
+from memfit.core.plan import CallPlan
 from memfit.core.tiers import Tier
 
 # The stack of default saved-tensor hooks has no public reader.
@@ -167,7 +167,7 @@ class RecomputedFrame(_HookedFrame):
     Args:
         site: of the call.
         args, kwargs: as given; held from `enter` to the recomputation.
-        selects: keep the results of expensive operations.
+        kept_operators: operators whose results are kept; none: everything runs again.
         boundary_home: where the arguments rest.
         offloader: for arguments that leave.
         group: the segment; None for a call on its own.
@@ -179,14 +179,14 @@ class RecomputedFrame(_HookedFrame):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        selects: bool,
+        kept_operators: frozenset[str],
         boundary_home: Tier,
         offloader: Offloader | None,
         group: SegmentGroup | None,
     ) -> None:
         super().__init__(site)
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (args, kwargs)
-        self._selects = selects
+        self._kept_operators = kept_operators
         self._home = boundary_home
         self._offloader = offloader
         self._is_alone = group is None
@@ -235,13 +235,15 @@ class RecomputedFrame(_HookedFrame):
         own = None if compiled else record.attributes.watcher()
         if own is not None:
             modes.append(own)
-        if self._selects:
+        if self._kept_operators:
             if compiled:
                 raise UnsupportedError(
                     f"{self._site.name} is compiled, and its operations cannot be looked at one by one without running it eagerly; "
                     "plan saved='recompute', 'offload' or 'keep' for this call"
                 )
-            record.selection = Selection(self._site.name, record.handles.__len__, self._site.writes)
+            record.selection = Selection(
+                self._site.name, record.handles.__len__, self._site.writes, self._kept_operators
+            )
             modes.append(record.selection.keeping())
         return modes
 
@@ -404,9 +406,10 @@ def make_frame(
     Raises:
         UsageError: the policy needs an offloader and there is none.
     """
-    if policy.saved is Saved.KEEP:
+    fate = policy.saved.policy
+    if fate.keeps_all:
         return Frame()
-    if policy.saved is Saved.OFFLOAD:
+    if fate.offloads:
         if offloader is None:
             raise UsageError(f"{site.name} is offloaded to {policy.saved_home}, but the job has no offloader")
         return OffloadedFrame(site, home=policy.saved_home, offloader=offloader)
@@ -416,7 +419,7 @@ def make_frame(
         site,
         args,
         kwargs,
-        selects=policy.saved is Saved.SELECT,
+        kept_operators=fate.kept_operators,
         boundary_home=policy.boundary_home,
         offloader=offloader,
         group=group,

@@ -6,7 +6,7 @@ expensive ones without computing.
 
 [Note: what selection keeps]
 While the call runs, a dispatch mode keeps the results of the operations that
-`core.operators.is_selected` names, without their graph. When it runs again, another mode hands them
+the policy names (`core.saved_policies`), without their graph. When it runs again, another mode hands them
 out in the same order; whatever is not selected runs again. Three cases are computed again although
 they are expensive, because handing out a result would not be exact: attention that draws random
 numbers (skipping it would leave the generator behind for whatever draws next), a result that was
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY, AstrayError, storage_of, version_of
 from memfit.activations.writes import Writes, are_plain
-from memfit.core.operators import is_selected
+from memfit.core.operators import is_kept
 
 
 class _Kept:
@@ -84,10 +84,12 @@ class Selection:
         place: the site, for messages.
         count_packs: how many tensors autograd has saved in the call so far.
         writes: of the job's forwards.
+        operators: schema names of those whose results are kept.
     """
 
-    def __init__(self, place: str, count_packs: Callable[[], int], writes: Writes) -> None:
+    def __init__(self, place: str, count_packs: Callable[[], int], writes: Writes, operators: frozenset[str]) -> None:
         self._place = place
+        self._operators = operators
         self._writes = writes
         self._count_packs: Callable[[], int] | None = count_packs
         self._kept: list[_Kept] = []
@@ -95,12 +97,12 @@ class Selection:
 
     def keeping(self) -> TorchDispatchMode:
         """The mode for the first run."""
-        return _Keeping(self._note)
+        return _Keeping(self._note, self._operators)
 
     def using(self) -> TorchDispatchMode:
         """The mode for the second run."""
         self._position = 0
-        return _Using(self._take)
+        return _Using(self._take, self._operators)
 
     def end_of_call(self, *, runs_to_the_end: bool) -> None:
         """Called when the call is over: lets go of results that cannot or will not be used.
@@ -142,16 +144,17 @@ class Selection:
 class _Keeping(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Any, Any], None]) -> None:
+    def __init__(self, note: Callable[[Any, Any], None], operators: frozenset[str]) -> None:
         super().__init__()
         self._note = note
+        self._operators = operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not are_plain(types):
             return NotImplemented  # the products inside a subclass come here one by one
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if is_selected(func, args, kwargs):
+        if is_kept(func, args, kwargs, self._operators):
             self._note(func, result)
         return result
 
@@ -159,15 +162,16 @@ class _Keeping(TorchDispatchMode):
 class _Using(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, take: Callable[[Any], Any]) -> None:
+    def __init__(self, take: Callable[[Any], Any], operators: frozenset[str]) -> None:
         super().__init__()
         self._take = take
+        self._operators = operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not are_plain(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if is_selected(func, args, kwargs):
+        if is_kept(func, args, kwargs, self._operators):
             result = self._take(func)
             if result is not None:
                 return result

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit.core.errors import UnsupportedError
-from memfit.core.plan import Plan, Saved
+from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile
 
 
 def check_again(plan: Plan, calls: Sequence[CallProfile]) -> None:
     """Raises `UnsupportedError` where the plan runs a call again that would then compute something else."""
     for call in calls:
-        if call.runs_once and plan.call(call.index).saved in (Saved.RECOMPUTE, Saved.SELECT):
+        if call.runs_once and plan.call(call.index).saved.policy.recomputes:
             why, way_out = _why(call)
             raise UnsupportedError(
                 f"call {call.index} ({call.site}) {why}: plan saved='keep' or 'offload' for it{way_out}"

@@ -1,37 +1,35 @@
-"""Operators by their schemas: which results selection keeps, and which arguments an operation writes.
+"""Operators by their schemas: which results policies keep, and which arguments an operation writes.
 
 In: an operator as a dispatch mode receives it, with its arguments. Out: answers that the profile and the engine share.
 
-Nothing is imported from torch: an operator is anything that has a torch schema as its `_schema`. One that has none (a higher-order operator) is not selected,
+Nothing is imported from torch: an operator is anything that has a torch schema as its `_schema`. One that has none (a higher-order operator) is not kept,
 and what it writes is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-_SELECTED = frozenset({
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::linear", "aten::convolution", "aten::_convolution",
-    "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2",
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_scaled_dot_product_attention_math_for_mps",
-    "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
-})  # fmt: skip
-"""Matrix products, convolutions and attention, in all overloads that write into nothing."""
+from memfit.core.saved_policies import Saved
 
 
-def is_selected(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether selective recomputation keeps the results of this operation: those in the table, unless they draw random numbers."""
-    return _is_in_table(func) and not argument_of(func, "dropout_p", args, kwargs)
+def is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operators: Container[str]) -> bool:
+    """Tells whether the results of this operation are kept by a policy that names these operators: not where it draws random numbers, or writes."""
+    name = _pure_name(func)
+    return name is not None and name in operators and not argument_of(func, "dropout_p", args, kwargs)
+
+
+def policies_that_keep(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved, ...]:
+    """The policies that keep the results of this operation."""
+    return tuple(saved for saved in Saved if is_kept(func, args, kwargs, saved.policy.kept_operators))
 
 
 @cache
-def _is_in_table(func: Any) -> bool:
+def _pure_name(func: Any) -> str | None:
     schema = _schema_of(func)
-    return schema is not None and schema.name in _SELECTED and not schema.is_mutable
+    return None if schema is None or schema.is_mutable else schema.name
 
 
 def _schema_of(func: Any) -> Any:

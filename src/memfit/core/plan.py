@@ -16,6 +16,7 @@ from memfit.core.aliases import own_field, own_word
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
+from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table, in_runs, named_values
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import TIERS, Tier, is_processor
@@ -23,19 +24,6 @@ from memfit.core.tiers import TIERS, Tier, is_processor
 PLAN_FORMAT = 1
 _LARGEST = 1 << 40
 _SHOWN = 400
-
-
-class Saved(StrEnum):
-    """What happens to the tensors that a call saves for backward.
-
-    In memory: KEEP holds all of them; RECOMPUTE holds only the call's arguments (at `boundary_home`); SELECT also holds the
-    outputs of matrix products and attention; OFFLOAD holds none while away: they rest at `saved_home`.
-    """
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    SELECT = "select"
-    OFFLOAD = "offload"
 
 
 class Order(StrEnum):
@@ -106,9 +94,9 @@ class CallPlan:
     """Fate of what one call saves.
 
     Attributes:
-        saved: see `Saved`.
-        saved_home: where offloaded tensors rest (only for OFFLOAD).
-        boundary_home: where the arguments of a recomputed call rest (only for RECOMPUTE and SELECT).
+        saved: the policy's word, see `Saved`.
+        saved_home: where offloaded tensors rest (only for policies that offload).
+        boundary_home: where the arguments of a recomputed call rest (only for policies that recompute).
         joins_previous: this call belongs to the same recompute segment as the call before it: they are resident together, and only
             the first call's arguments are held.
     """
@@ -239,7 +227,7 @@ class Plan:
         """Where something rests under this plan, each once."""
         homes = [h for b in self.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
         homes += [c.boundary_home for c in self.calls]
-        homes += [c.saved_home for c in self.calls if c.saved is Saved.OFFLOAD]
+        homes += [c.saved_home for c in self.calls if c.saved.policy.offloads]
         return tuple(dict.fromkeys(homes))
 
     def segments(self, number_of_calls: int) -> tuple[tuple[int, int], ...]:
@@ -264,11 +252,11 @@ class Plan:
         if self.tail is not None and not 0 <= self.tail < number_of_calls:
             raise PlanError(f"tail={self.tail} is not one of the {number_of_calls} calls")
         for index, call in enumerate(self.calls):
-            if call.joins_previous and call.saved not in (Saved.RECOMPUTE, Saved.SELECT):
+            if call.joins_previous and not call.saved.policy.recomputes:
                 raise PlanError(f"calls[{index}] joins the call before it but is not recomputed (saved={call.saved})")
             if call.joins_previous and self.call(index - 1).saved is not call.saved:
                 raise PlanError(f"calls[{index}] joins a call with another fate ({self.call(index - 1).saved})")
-            if call.saved is Saved.OFFLOAD and call.saved_home is Tier.DEVICE:
+            if call.saved.policy.offloads and call.saved_home.traits.is_device:
                 raise PlanError(
                     f"calls[{index}] is offloaded to the device; use saved='keep', or another tier, such as host or disk"
                 )
@@ -319,7 +307,7 @@ class Plan:
             raise PlanError(f"the plan cannot be read: {str(error)[:_SHOWN]}") from error
 
 
-_WORDS: dict[str, type[StrEnum | Tier]] = {
+_WORDS: dict[str, type[StrEnum | Tier | Saved]] = {
     "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "update_on": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype, "state_format": StateFormat,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
 
@@ -125,6 +126,23 @@ class StorageProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldResults:
+    """Results that a recomputed call holds under a policy, beyond its arguments.
+
+    Attributes:
+        saved: the policy.
+        nbytes: of all of them.
+        unneeded_bytes: the part that running the call alone again does not come to, and that is not held then.
+        peak_bytes: as `CallProfile.inside_peak_bytes`, above what is held; None: not traced.
+    """
+
+    saved: Saved
+    nbytes: int
+    unneeded_bytes: int = 0
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallProfile:
     """One use of a block site in forward order.
 
@@ -146,10 +164,8 @@ class CallProfile:
         forward_peak_bytes: most bytes alive at once made inside the segment (saved and outputs included) above those alive at its entry.
         inside_peak_bytes: the same, counted only until the call returns: what recomputing it needs.
         output_bytes: bytes of distinct new storages that the call returns.
-        select_bytes: bytes of the outputs of matrix products and attention inside the call: what SELECT holds beyond
-            the arguments; None: not traced, SELECT is then priced as if it held everything.
-        select_unneeded_bytes: the part of them that running the call alone again does not come to, and that is not held then.
-        select_peak_bytes: as `inside_peak_bytes`, above what SELECT holds; None: not traced.
+        held_results: by policy that recomputes and keeps results of some operators, what these take. A policy that is not traced is priced as if it
+            held everything that the call saves.
         gradient_bytes: of parameters, made in its backward segment.
         backward_fresh_peak_bytes: as `backward_peak_bytes` below, with gradients of parameters, each from its making on; None: not traced.
         backward_adding_peak_bytes: the same, each until it has been added to the gradient that is there.
@@ -175,9 +191,7 @@ class CallProfile:
     forward_peak_bytes: int = 0
     inside_peak_bytes: int = 0
     output_bytes: int = 0
-    select_bytes: int | None = None
-    select_unneeded_bytes: int = 0
-    select_peak_bytes: int | None = None
+    held_results: tuple[HeldResults, ...] = ()
     gradient_bytes: int = 0
     backward_fresh_peak_bytes: int | None = None
     backward_adding_peak_bytes: int | None = None
@@ -185,6 +199,10 @@ class CallProfile:
     backward_leaves_bytes: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
+
+    def held(self, saved: Saved) -> HeldResults | None:
+        """Results that the call holds under a policy; None: not traced."""
+        return next((held for held in self.held_results if held.saved is saved), None)
 
     @property
     def runs_once(self) -> bool:

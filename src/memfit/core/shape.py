@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.core.plan import Plan, Saved
+from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 
@@ -95,8 +95,9 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
 
 def _leaves(plan: Plan, first: int) -> Tier | None:
     call = plan.call(first)
-    if call.saved is Saved.OFFLOAD:
+    policy = call.saved.policy
+    if policy.offloads:
         return call.saved_home
-    if call.saved is Saved.KEEP or call.boundary_home is Tier.DEVICE:
+    if policy.keeps_all or call.boundary_home is Tier.DEVICE:
         return None
     return call.boundary_home

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 import torch
 
 from memfit.core.errors import PlanError, StoreError
-from memfit.core.plan import Plan, Saved
+from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome
 from memfit.homes.factories import HomeFactory, HomeRequest
@@ -75,7 +75,7 @@ class House:
             block.updates_on_host = on_host and block.index in self.states
         self._factories = dict(factories)
         self._requests = {r.region: (block, r) for block in self.blocks for r in self._wanted(block)}
-        leaving = {c.boundary_home for c in plan.calls} | {c.saved_home for c in plan.calls if c.saved is Saved.OFFLOAD}
+        leaving = {c.boundary_home for c in plan.calls} | {c.saved_home for c in plan.calls if c.saved.policy.offloads}
         self._leaving = tuple(tier for tier in leaving if not tier.traits.is_device)
         try:
             for tier in {*self._leaving, *(r.tier for _, r in self._requests.values())}:

@@ -14,7 +14,7 @@ import torch
 
 from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
 from memfit.core.again import check_again
-from memfit.core.plan import Plan, Saved
+from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile
 from memfit.core.tiers import Tier
 from memfit.engine.engine import Engine
@@ -84,7 +84,7 @@ class CallFrames:
 
     def watching(self) -> AbstractContextManager[None]:
         """What a microbatch's forward runs in: what is not simply kept has to know of changes in place."""
-        manages = any(self._plan.call(call.index).saved is not Saved.KEEP for call in self._calls)
+        manages = any(not self._plan.call(call.index).saved.policy.keeps_all for call in self._calls)
         return self._writes.watching() if manages else nullcontext()
 
     def begin(
@@ -92,7 +92,7 @@ class CallFrames:
     ) -> Frame | None:
         """The frame of one call; None where everything is kept."""
         policy = self._plan.call(call)
-        if policy.saved is Saved.KEEP or not torch.is_grad_enabled():
+        if policy.saved.policy.keeps_all or not torch.is_grad_enabled():
             return None
         group = None
         if call in self._group_of:

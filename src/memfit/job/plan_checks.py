@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from memfit.core.again import check_again
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
-from memfit.core.plan import Order, Plan, Saved, UpdateTime
+from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
@@ -221,7 +221,7 @@ def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     blocks = profile.written_blocks
     homes = [plan.block(name).weight_home for name in blocks]
     calls = next(iter(profile.traces.values())).calls
-    again = [call for call in calls if plan.call(call.index).saved not in (Saved.KEEP, Saved.OFFLOAD)]
+    again = [call for call in calls if plan.call(call.index).saved.policy.recomputes]
     follows = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
     runs_once = follows and not any(blocks.intersection(call.blocks) for call in again)
     if (

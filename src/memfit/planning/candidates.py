@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, Saved, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.planning.journal_rules import SMALL_BLOCK_BYTES, journaled, problem_of_journaled
 
@@ -107,7 +108,7 @@ def list_candidates(
         waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
         for fate in _fates(trace, chosen, tiers):
             # A call that changes what it was given (a key-value cache), a weight or what it keeps cannot be run again.
-            again = fate.call.saved in (Saved.RECOMPUTE, Saved.SELECT)
+            again = fate.call.saved.policy.recomputes
             calls = tuple(
                 fate.call
                 if c.index in chosen
@@ -125,7 +126,7 @@ def list_candidates(
                     microbatches=microbatches,
                     order=order,
                     blocks=_blocks(profile, homes),
-                    calls=() if fate.call.saved is Saved.KEEP else calls,
+                    calls=() if fate.call.saved.policy.keeps_all else calls,
                     tail=find_tail(trace) if is_layer_major else None,
                     update=update_time(profile, clips_norm=clips_norm),
                     prefetch=homes.prefetch,
@@ -164,11 +165,13 @@ def find_tail(trace: TraceProfile) -> int | None:
 
 def _fates(trace: TraceProfile, chosen: frozenset[int], tiers: tuple[Tier, ...]) -> list[_Fate]:
     fates = [_Fate(name="keep", call=CallPlan())]
-    # Without traced outputs of matrix products, selecting is priced as holding everything: no better than keeping.
-    if chosen and all(trace.calls[i].select_bytes is not None for i in chosen):
-        fates.append(_Fate(name="select", call=CallPlan(saved=Saved.SELECT)))
-    if chosen:
-        fates.append(_Fate(name="recompute", call=CallPlan(saved=Saved.RECOMPUTE)))
+    again = [saved for saved in Saved if saved.policy.recomputes] if chosen else []
+    # Those that repeat least first. A policy whose results were not traced is priced as holding everything: no better than keeping.
+    fates += [
+        _Fate(name=str(saved), call=CallPlan(saved=saved))
+        for saved in sorted(again, key=lambda s: s.policy.replay_share)
+        if not saved.policy.kept_operators or all(trace.calls[i].held(saved) is not None for i in chosen)
+    ]
     for tier in tiers if chosen else ():
         away = CallPlan(saved=Saved.RECOMPUTE, boundary_home=tier)
         fates.append(_Fate(name=f"recompute, arguments on {tier}", call=away))

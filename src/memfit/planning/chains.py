@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 
 from memfit.core.errors import UsageError
-from memfit.core.plan import CallPlan, Saved
+from memfit.core.plan import CallPlan
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 

@@ -30,7 +30,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from memfit.core.operators import is_selected, only_relabels
+from memfit.core.operators import only_relabels, policies_that_keep
+from memfit.core.saved_policies import Saved
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
@@ -94,7 +95,7 @@ class Facts:
         flops: of it.
         is_random: it draws random numbers.
         reads_statistics: over the batch.
-        is_selected: selective recomputation keeps its results.
+        kept_by: policies that keep its results.
         overwritten: tensors that it writes without having looked.
         written: all that it writes.
     """
@@ -103,7 +104,7 @@ class Facts:
     flops: int
     is_random: bool
     reads_statistics: bool
-    is_selected: bool
+    kept_by: tuple[Saved, ...]
     overwritten: tuple[int, ...]
     written: tuple[int, ...]
 
@@ -123,7 +124,7 @@ def facts_of(
         flops=operation_flops(func, args, dict(kwargs), out),
         is_random=is_random(func, args, kwargs),
         reads_statistics=reads_batch_statistics(func, args, kwargs),
-        is_selected=is_selected(func, args, kwargs),
+        kept_by=policies_that_keep(func, args, kwargs),
         overwritten=tuple(i for i, tensor in enumerate(tensors) if id(tensor) in overwritten),
         written=tuple(i for i, tensor in enumerate(tensors) if id(tensor) in written),
     )

@@ -190,10 +190,10 @@ class TraceRecorder(TorchDispatchMode):
             if written and not kind.relabels:
                 self._note_written({id(r): r for t, r in found if id(t) in written}.values())
         self._note_facts(facts)
-        if self._active and not self.log.is_backward and facts.is_selected:
+        if self._active and not self.log.is_backward and facts.kept_by:
             for record in made:
                 if record.role is Role.MADE:
-                    record.selected_in = self._active.index
+                    record.selected_in, record.kept_by = self._active.index, facts.kept_by
                     self._active.selected.setdefault(id(record), (record, self._active.saves))
         if self.log.is_backward and func is _ADD and _is_called_by_autograd():
             self.log.note_sum(args, made)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit.core.saved_policies import Saved
 from memfit.profiling.blocks import ModuleSite
 
 
@@ -58,6 +59,7 @@ class StorageRecord:
     freed_in_backward: bool = False
     is_trusted: bool = True
     selected_in: int = -1
+    kept_by: tuple[Saved, ...] = ()
     origins: int = 0
     is_written: bool = False
     writes: int = 0

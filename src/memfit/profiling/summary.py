@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import leaves
-from memfit.core.profile import CallProfile, StorageProfile, TraceProfile
+from memfit.core.profile import CallProfile, HeldResults, StorageProfile, TraceProfile
+from memfit.core.saved_policies import Saved
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 
@@ -91,10 +92,7 @@ def _call(
         is_substituted=call.is_substituted,
         changes_itself=call.changes_itself,
         output_bytes=call.output_bytes,
-        select_bytes=sum(record.nbytes for record, _ in call.selected.values()),
-        # Made after the last tensor was saved: nobody will ask for it.
-        select_unneeded_bytes=sum(r.nbytes for r, saves in call.selected.values() if saves == call.saves),
-        select_peak_bytes=_selected_range(step, call).peak_bytes,
+        held_results=tuple(_held_results(step, call, saved) for saved in Saved if saved.policy.kept_operators),
         gradient_bytes=fresh.end_bytes - gone.end_bytes if fresh and gone else 0,
         backward_fresh_peak_bytes=fresh.peak_bytes if fresh else None,
         backward_adding_peak_bytes=adding.peak_bytes if adding else None,
@@ -156,14 +154,26 @@ def _forward_range(step: TraceRecorder, segment: int, stop: int) -> _Range:
     return _range(step, start, stop, lambda e, r: _activations(e, r) * (r.segment == segment and not r.is_backward))
 
 
-def _selected_range(step: TraceRecorder, call: CallRecord) -> _Range:
+def _held_results(step: TraceRecorder, call: CallRecord, saved: Saved) -> HeldResults:
+    kept = [(record, saves) for record, saves in call.selected.values() if saved in record.kept_by]
+    return HeldResults(
+        saved=saved,
+        nbytes=sum(record.nbytes for record, _ in kept),
+        # Made after the last tensor was saved: nobody will ask for it.
+        unneeded_bytes=sum(record.nbytes for record, saves in kept if saves == call.saves),
+        peak_bytes=_selected_range(step, call, saved).peak_bytes,
+    )
+
+
+def _selected_range(step: TraceRecorder, call: CallRecord, saved: Saved) -> _Range:
     """The call run again with its selected results at hand: they were there before, and go when the
     call lets go of them.
     """
 
     def weigh(event: TraceEvent, record: StorageRecord) -> int:
         is_of_call = record.segment == call.index and not record.is_backward
-        is_handed_out = record.selected_in == call.index and event is TraceEvent.ALLOCATED
+        is_kept = record.selected_in == call.index and saved in record.kept_by
+        is_handed_out = is_kept and event is TraceEvent.ALLOCATED
         return 0 if is_handed_out or not is_of_call else _activations(event, record)
 
     return _range(step, call.began, call.returned, weigh)

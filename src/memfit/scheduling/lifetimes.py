@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from memfit.core.plan import Saved
 from memfit.core.profile import StorageProfile
 from memfit.scheduling.segment_facts import END, SEED, SegmentFacts
 
@@ -180,15 +179,15 @@ class Lifetimes:
         for call in s.saved_inside:
             if (
                 s.is_unseen
-                or facts.plan.call(call).saved is Saved.KEEP
+                or facts.plan.call(call).saved.policy.keeps_all
                 or not facts.shape.has_backward[facts.segment_of[call]]
             ):
                 keepers.append((self._on_backward, facts.release_segment(call)))
-            elif facts.plan.call(call).saved is Saved.OFFLOAD:
+            elif facts.plan.call(call).saved.policy.offloads:
                 held.add(facts.segment_of[call])
         for call in s.argument_of:
             segment = facts.segment_of[call]
-            is_replayed = facts.plan.call(call).saved in (Saved.RECOMPUTE, Saved.SELECT)
+            is_replayed = facts.plan.call(call).saved.policy.recomputes
             if is_replayed and s.segment < facts.shape.segments[segment][0] and facts.shape.has_backward[segment]:
                 held.add(segment)
         keepers += [

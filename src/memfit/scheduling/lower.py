@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memfit.core.layout import PINNED_STAGING_BYTES
-from memfit.core.plan import Plan, Saved
+from memfit.core.plan import Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.schedule import (
     Accumulate,
@@ -63,8 +63,6 @@ from memfit.scheduling.sizes import (
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
-# Share of a forward that selective recompute repeats although matrix products and attention are kept (an assumption).
-SELECT_REPLAY_SHARE = 0.1
 _FETCH, _RELOAD, _OFFLOAD, _ACCUMULATE, _UPDATE = "fetch", "reload", "offload", "accumulate", "update"
 
 
@@ -119,8 +117,7 @@ def segment_flops(trace: TraceProfile, plan: Plan, shape: StepShape, segment: in
     forward = sum(c.forward_flops for c in calls)
     if not is_backward:
         return forward
-    share = {Saved.RECOMPUTE: 1.0, Saved.SELECT: SELECT_REPLAY_SHARE}.get(plan.call(first).saved, 0.0)
-    return sum(c.backward_flops for c in calls) + share * forward
+    return sum(c.backward_flops for c in calls) + plan.call(first).saved.policy.replay_share * forward
 
 
 def update_work(plan: Plan, profile: Profile, block: int) -> tuple[tuple[WorkKind, float], ...]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from enum import Enum
 from functools import cached_property
 
-from memfit.core.plan import Plan, Saved
+from memfit.core.plan import Plan
 from memfit.core.profile import Profile, StorageProfile, TraceProfile
 from memfit.core.shape import StepShape
 
@@ -128,7 +128,7 @@ class SegmentFacts:
         """Bytes that a segment which does not keep moves, but for what stays: all it saved (offload), or its arguments (recompute)."""
         first, last = self.shape.segments[segment]
         related = self._related_to(first, last)
-        if self.plan.call(first).saved is Saved.OFFLOAD:
+        if self.plan.call(first).saved.policy.offloads:
             return [s for s in related if first in s.saved_inside]
         return [s for s in related if self._is_argument(s, first, last)]
 
@@ -140,7 +140,7 @@ class SegmentFacts:
             leaves: only those that leave if arguments are sent away, or only those that do not; None: all.
         """
         first, last = self.shape.segments[segment]
-        is_replayed = self.plan.call(first).saved in (Saved.RECOMPUTE, Saved.SELECT)
+        is_replayed = self.plan.call(first).saved.policy.recomputes
         if not is_replayed or not any(c.mutates_inputs for c in self.trace.calls[first : last + 1]):
             return 0
         return sum(s.nbytes for s in self._movable(segment) if leaves is None or s.leaves is leaves)
@@ -148,14 +148,14 @@ class SegmentFacts:
     def selected_bytes(self, segment: int) -> int:
         """What a selective segment holds beyond its arguments and never moves."""
         first, last = self.shape.segments[segment]
-        if self.plan.call(first).saved is not Saved.SELECT or not self.shape.has_backward[segment]:
+        saved = self.plan.call(first).saved
+        if not saved.policy.kept_operators or not self.shape.has_backward[segment]:
             return 0
         is_alone = first == last
+        found = [(c, c.held(saved)) for c in self.trace.calls[first : last + 1]]
         return sum(
-            self.trace.saved_bytes(c.index)
-            if c.select_bytes is None
-            else c.select_bytes - is_alone * c.select_unneeded_bytes
-            for c in self.trace.calls[first : last + 1]
+            self.trace.saved_bytes(c.index) if held is None else held.nbytes - is_alone * held.unneeded_bytes
+            for c, held in found
         )
 
     @cached_property
@@ -278,17 +278,23 @@ class SegmentFacts:
         first, last = self.shape.segments[segment]
         calls = self.trace.calls
         counted = self._counted_bytes(first, last, arrival)
-        if self.plan.call(first).saved not in (Saved.RECOMPUTE, Saved.SELECT):
+        saved = self.plan.call(first).saved
+        if not saved.policy.recomputes:
             return max(self._backward_peak(first) - self._late_bytes(first, first, arrival), -counted)
         before = self.gradient_bytes[last + 1]
         held, handed = 0, [0] * (last + 1 - first)
-        if self.plan.call(first).saved is Saved.SELECT and all(
-            c.select_peak_bytes is not None for c in calls[first : last + 1]
-        ):
+        results = [c.held(saved) for c in calls[first : last + 1]]
+        traced = [r for r in results if r is not None and r.peak_bytes is not None]
+        if saved.policy.kept_operators and len(traced) == len(results):
             held = self.selected_bytes(segment)
-            handed = [c.inside_peak_bytes - (c.select_peak_bytes or 0) for c in calls[first : last + 1]]
+            handed = [
+                c.inside_peak_bytes - (r.peak_bytes or 0) for c, r in zip(calls[first : last + 1], traced, strict=True)
+            ]
         # What selection holds is counted already, and is handed out in the order in which it was made.
-        out = [sum(c.select_bytes or 0 for c in calls[first:call]) if held else 0 for call in range(first, last + 1)]
+        out = [
+            sum(r.nbytes for r in results[: call - first] if r is not None) if held else 0
+            for call in range(first, last + 1)
+        ]
         # A gradient of the output's size may already have been passed on when the first saved tensor is asked for.
         replay = max(
             self.inner_bytes(first, c)
