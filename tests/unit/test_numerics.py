@@ -13,16 +13,17 @@ from torch import nn
 import memfit
 from memfit.api.advise import advise
 from memfit.api.choosing import Choice, choose
-from memfit.core.errors import DoesNotFitError, UsageError
+from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget, Limits
 from memfit.core.numerics import ALLOWANCES, GAIN, TECHNIQUES, Exactness, Wish, declare, table
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
+from memfit.huggingface.causal_loss import LossNotChunkedError
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import list_candidates
-from memfit.planning.refusals import RefusedError
+from memfit.planning.refusals import Refusal
 from memfit.planning.rules import choose_plan
 from memfit.prediction.predict import appraise
 from memfit.profiling.blocks import find_blocks
@@ -153,8 +154,9 @@ def test_the_loss_runs_in_chunks_only_where_it_does_not_fit_whole(monkeypatch: p
     assert with_room.plan.loss_chunk_tokens is None
     assert with_room.why == ""
     assert traced == [], "with room to spare nobody asks what chunks would take"
-    with pytest.raises(RefusedError) as error:
+    with pytest.raises(DoesNotFitError) as error:
         language.choose(1 << 20, "exact")
+    assert isinstance(error.value.refusal, Refusal)
     exact_bytes = error.value.refusal.peak_bytes  # the limit that is named is above it, since processes vary
     assert language.choose(exact_bytes, "exact").plan.loss_chunk_tokens is None
     tight = language.choose(exact_bytes - (1 << 20))
@@ -163,6 +165,23 @@ def test_the_loss_runs_in_chunks_only_where_it_does_not_fit_whole(monkeypatch: p
     declared = declare(tight.plan, tight.profile, why=tight.why)
     assert [c.technique for c in declared.changes] == ["loss in chunks"]
     assert "chunks of 32 tokens" in declared.sentence()
+
+
+def test_why_a_loss_was_not_tried_in_chunks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = _Language()
+    plain, refusals = Problem.profile, [UnsupportedError("a refusal of another kind"), LossNotChunkedError("its own")]
+
+    def profile(problem: Problem, sample: Any, counts: Any, **ways: Any) -> Any:
+        if ways["chunk_tokens"] is not None:
+            raise refusals.pop(0)
+        return plain(problem, sample, counts, **ways)
+
+    monkeypatch.setattr(Problem, "profile", profile)
+    # Chunks are asked for although there is room.
+    monkeypatch.setattr("memfit.api.choosing._leaves_no_gain", lambda *_: False)
+    monkeypatch.setattr("memfit.api.choosing._SURELY_LESS", 0.0)
+    assert language.choose(1 << 34).reason.endswith("The loss was not tried in chunks: a refusal of another kind.")
+    assert "in chunks" not in language.choose(1 << 34).reason
 
 
 def test_the_table_of_the_docs_is_the_one_in_the_code() -> None:

@@ -222,10 +222,14 @@ def test_the_smallest_limit_that_is_named_fits_and_a_byte_less_does_not() -> Non
 
 
 def test_what_stands_in_the_way_is_named() -> None:
-    with pytest.raises(DoesNotFitError, match=r"smallest limit that works is (?s:.)*In its way:\n.*peak") as error:
+    with pytest.raises(DoesNotFitError, match=r"smallest limit that works is (?s:.)*In its way: .*peak") as error:
         choose_plan(wide_profile(), limit(MIB), machine(), tiers=(), splits_allowed=False)
     assert "lm_head" in str(error.value)
     assert "the disk as a tier" in str(error.value)
+    # The message has three lines; the whole table is beside it.
+    assert len(str(error.value).splitlines()) == 3
+    assert len(error.value.report.splitlines()) > 3
+    assert type(error.value) is DoesNotFitError
 
 
 def test_a_refusal_names_one_limit_and_names_it_first() -> None:

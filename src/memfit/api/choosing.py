@@ -24,10 +24,10 @@ from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB, format_bytes
-from memfit.huggingface.causal_loss import known_head, knows_loss
+from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.machine import Machine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
-from memfit.planning.refusals import Refusal, RefusedError
+from memfit.planning.refusals import Refusal
 from memfit.planning.rules import PlanChoice, choose_plan
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any case: ways differ a little in operations.
@@ -116,6 +116,7 @@ def choose(
     ways = list(product(dtypes, chunks))
     least_s = [_compute_seconds(first, in_dtype(hardware, compute)) for compute, _ in ways]
     unchanged_s: list[float] = []
+    untried = ""
     for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
         compute, chunk = ways[way]
         best_s = min((choice.found.weighed_s for _, choice in choices), default=math.inf)
@@ -128,10 +129,12 @@ def choose(
         counts = problem.counts(sample)
         try:
             traced = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
-        except UnsupportedError:
+        except UnsupportedError as error:
             if chunk is None:
                 raise
-            continue  # the program computes its loss itself, from the logits
+            if not isinstance(error, LossNotChunkedError):
+                untried = f" The loss was not tried in chunks: {str(error).splitlines()[0]}."
+            continue
         speeds = in_dtype(hardware, compute)
         for states in formats:
             profile = problem.with_states(traced, compute, states)
@@ -180,7 +183,7 @@ def choose(
             load_bytes=load_bytes,
             varies=machine.counts_process,
         ).error()
-    return replace(best, why=_why_regrouped(best, min(unchanged_s, default=None)))
+    return replace(best, reason=best.reason + untried, why=_why_regrouped(best, min(unchanged_s, default=None)))
 
 
 def _leaves_no_gain(choice: Choice, compute: ComputeDtype, best_s: float) -> bool:
@@ -238,7 +241,7 @@ def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
 def _refusal(refusals: Sequence[DoesNotFitError], load_bytes: int, *, varies: bool) -> DoesNotFitError:
     """The refusal that asks for least, with a limit that holds from the load on."""
     refusal = min(refusals, key=lambda error: error.smallest_limit_bytes or float("inf"))
-    if not isinstance(refusal, RefusedError):
+    if not isinstance(refusal.refusal, Refusal):
         return refusal
     return replace(refusal.refusal, load_bytes=load_bytes, varies=varies).error()
 

@@ -50,6 +50,7 @@ from memfit.job.problem import (
 from memfit.job.user_hooks import tell_hooks
 from memfit.job.weight_sources import bring_from, forget_in, open_sources, take_back_in
 from memfit.planning.candidates import update_time
+from memfit.planning.refusals import Refusal
 from memfit.profiling.blocks import find_blocks
 from memfit.store import Durability
 from memfit.store.directory import is_there
@@ -347,7 +348,10 @@ def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Jo
     try:
         chosen = own.choose(found, budget, probed, may_split=False)
     except DoesNotFitError as error:
-        raise DoesNotFitError(f"{error}{_not_cut(why)}", smallest_limit_bytes=error.smallest_limit_bytes) from error
+        if isinstance(error.refusal, Refusal):
+            raise error.refusal.error(_not_cut(why)) from None
+        error.add_note(_not_cut(why).strip())
+        raise
     reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
     return own.job(chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
 

@@ -19,7 +19,7 @@ from memfit.cli.profile_command import profile
 from memfit.cli.report_command import report
 from memfit.cli.store_command import export, verify
 from memfit.cli.train_command import train
-from memfit.core.errors import MemfitError
+from memfit.core.errors import DoesNotFitError, MemfitError
 
 
 class _Commands(TyperGroup):
@@ -33,6 +33,8 @@ class _Commands(TyperGroup):
             if ctx.params.get("traceback"):
                 raise
             typer.echo(f"memfit: {error}", err=True)
+            if isinstance(error, DoesNotFitError) and error.report:
+                typer.echo(error.report, err=True)
             raise typer.Exit(code=2) from None
         except KeyboardInterrupt:
             leave_at_once()

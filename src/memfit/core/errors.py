@@ -28,11 +28,26 @@ class PlanError(MemfitError, ValueError):
 
 
 class DoesNotFitError(MemfitError, ValueError):
-    """No plan fits the limit. `smallest_limit_bytes` is the smallest limit that some plan would fit."""
+    """No plan fits the limit.
 
-    def __init__(self, message: str, *, smallest_limit_bytes: int | None = None) -> None:
+    Attributes:
+        smallest_limit_bytes: the smallest limit that some plan would fit; None where none is known.
+        report: what stands in the way, as a table; empty where nothing was predicted.
+        refusal: of what the message was made.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        smallest_limit_bytes: int | None = None,
+        report: str = "",
+        refusal: object | None = None,
+    ) -> None:
         super().__init__(message)
         self.smallest_limit_bytes = smallest_limit_bytes
+        self.report = report
+        self.refusal = refusal
 
 
 class AwayError(MemfitError, RuntimeError):

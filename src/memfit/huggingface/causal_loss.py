@@ -28,6 +28,11 @@ from torch import Tensor, nn
 
 from memfit.core.errors import UnsupportedError
 
+
+class LossNotChunkedError(UnsupportedError):
+    """The program computes its loss itself, from the logits, or changes them before."""
+
+
 _IGNORED = -100
 _WAITING_BYTES = 128 << 20
 _ROWS = 4096
@@ -244,7 +249,7 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
         **_: Any,
     ) -> Tensor:
         if not deferred or logits is not deferred[0] or ignore_index != _IGNORED:
-            raise UnsupportedError(
+            raise LossNotChunkedError(
                 "the model changes its logits between the head and the loss (a soft cap, a scale), so the loss cannot run in chunks: plan loss_chunk_tokens=None"
             )
         deferred.clear()
@@ -260,7 +265,7 @@ def chunked_head(model: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
     try:
         yield
         if calls["head"] != calls["loss"]:
-            raise UnsupportedError(
+            raise LossNotChunkedError(
                 f"the model called its head {calls['head']} times but its loss function {calls['loss']} times: its loss is computed elsewhere and cannot run "
                 "in chunks (the head handed hidden states on, so this result is discarded): plan loss_chunk_tokens=None"
             )
@@ -327,7 +332,7 @@ def _refuse_logits(
     if name in _DESCRIPTIVE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    raise UnsupportedError(
+    raise LossNotChunkedError(
         f"{name!r} needs the logits, which are never whole while the loss runs in chunks: plan loss_chunk_tokens=None where logits are read beside "
         "the model's own loss, or changed before it"
     )

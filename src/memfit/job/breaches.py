@@ -208,18 +208,24 @@ def _take_back(now: Assembly, parts: JobParts, excess: str, refused: Exception, 
         now.end(restore=False)
         if not (isinstance(error, MemfitError) or is_refusal(error)):
             raise
-        again = f"The plan before could not be taken up again ({type(error).__name__}: {error})."
+        again = f"The plan before could not be taken up again ({_in_a_line(error)})."
         raise _refusal(excess, refused, f"{again} {_closed(now)}") from error
 
 
 def _refusal(excess: str, error: Exception, what_now: str) -> DoesNotFitError:
     if isinstance(error, DoesNotFitError):
-        text, smallest = f"{excess}. No other plan fits it either: {error}", error.smallest_limit_bytes
+        text, smallest = f"{excess}. No other plan fits it either: {_in_a_line(error)}", error.smallest_limit_bytes
     else:
-        text, smallest = f"{excess}. Another plan could not take its place ({type(error).__name__}: {error}).", None
+        text, smallest = f"{excess}. Another plan could not take its place ({_in_a_line(error)}).", None
     refusal = DoesNotFitError(f"{text} {what_now}", smallest_limit_bytes=smallest)
     refusal.__cause__ = error
     return refusal
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The first line of an error, with its class where that is not memfit's: the whole of it follows as the cause."""
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, MemfitError) else f"{type(error).__name__}: {first}"
 
 
 def _closed(assembly: Assembly) -> str:

@@ -151,6 +151,7 @@ def check_dtype(assembly: Assembly, sample: Any) -> None:
         UnsupportedError: these rows fail, and so does the whole sample.
     """
     trial = trial_of(sample, assembly.parts.cut)
+    failure: Exception = RuntimeError()
     for batch in ([] if trial is None else [trial.whole]) + [sample]:
         try:
             _losses(assembly, batch, [], may_draw=True)

@@ -49,9 +49,18 @@ class Refusal:
         found = max(self.peak_bytes + self.budget.base_bytes + self.budget.reserve_bytes, self.load_bytes)
         return round_up(found + _BASE_VARIATION_BYTES, MIB) if self.varies else found
 
-    def error(self) -> RefusedError:
-        """The refusal, to be raised."""
-        return RefusedError(self)
+    def error(self, remark: str = "") -> DoesNotFitError:
+        """The refusal, to be raised; the message ends with the remark."""
+        message = f"{self}{remark}"
+        return DoesNotFitError(
+            message, smallest_limit_bytes=self.smallest_limit_bytes, report=self.report, refusal=self
+        )
+
+    @property
+    def in_its_way(self) -> str:
+        """The report in one line: where the peak is, and the three largest of what is there."""
+        head, *rows = [" ".join(line.split()) for line in self.report.splitlines()] or [self.plan]
+        return f"{head}: {', '.join(rows[:3])}" if rows else head
 
     def __str__(self) -> str:
         budget, smallest = self.budget, self.smallest_limit_bytes
@@ -71,14 +80,6 @@ class Refusal:
         return (
             f"{what} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that works is {format_bytes(smallest)} ({smallest} bytes), "
             f"with {with_what}.\n"
-            f"Of that {', '.join(parts)}. Try {'; '.join(self.advice)}.\n"
-            f"In its way:\n{self.report}"
+            f"Of that {', '.join(parts)}.\n"
+            f"In its way: {self.in_its_way}. Try {'; '.join(self.advice)}."
         )
-
-
-class RefusedError(DoesNotFitError):
-    """`DoesNotFitError` with what it was made of."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(str(refusal), smallest_limit_bytes=refusal.smallest_limit_bytes)
-        self.refusal = refusal
