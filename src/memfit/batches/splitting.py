@@ -184,7 +184,8 @@ def compare_split(
 def check_sum(one: Any, found: Sequence[Any], trial: Trial) -> None:
     """Refuses a pair (mean, something) that was taken for (sum, count).
 
-    The mean of a whole lies between those of its parts; a sum of numbers of one sign is larger than each.
+    The mean of a whole lies between those of its parts; a sum of numbers of one sign is larger than
+    each.
 
     Args:
         one: what the loss gave for the whole.

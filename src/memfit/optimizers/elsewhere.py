@@ -1,6 +1,8 @@
-"""The user's optimizer on another processor than the weights': whether it can run there, with which bits, and how fast.
+"""The user's optimizer on another processor than the weights': whether it can run there, with which
+bits, and how fast.
 
-In: the live optimizer, its parameters. Out: a reason against it in words; equality found by trial; parameters a second.
+In: the live optimizer, its parameters. Out: a reason against it in words; equality found by trial;
+parameters a second.
 
 [Note: bits of another processor]
 IEEE 754 fixes what one addition, product, quotient or root gives. It does not fix whether a
@@ -116,9 +118,11 @@ def _stepped(optimizer: Optimizer, entry: Entry, dtype: torch.dtype, device: tor
 
 
 def probe_updates(device: torch.device, *, elements: int = PIECE_ELEMENTS, tries: int = 4) -> float:
-    """Parameters that torch's AdamW passes in a second, a piece at a time: best of several, since other work can only slow one down.
+    """Parameters that torch's AdamW passes in a second, a piece at a time: best of several, since
+    other work can only slow one down.
 
-    Memory: 8 MiB for weight, gradient and states of a piece, as much again for what the class makes.
+    Memory: 8 MiB for weight, gradient and states of a piece, as much again for what the class
+    makes.
 
     Args:
         device: whose processor works.
