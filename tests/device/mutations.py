@@ -365,15 +365,15 @@ UPDATES = (
     ),
     Mutation(
         says="a block is updated while a visit that nobody used still comes",
-        where="memfit.engine.settling:Settling.do",
-        take="self._blocks[b].wait()",
+        where="memfit.engine.settling:Settling.update",
+        take="block.wait()",
         put="pass",
         tests=[WAITS + "a_visit_that_nobody_waited_for_ends_before_the_update_begins"],
         shows=r"'accumulate', 'wait', 'submit'",
     ),
     Mutation(
         says="an update reads gradients that have not left",
-        where="memfit.engine.settling:Settling.do",
+        where="memfit.engine.settling:Settling.update",
         take="self._gradients.wait()",
         put="pass",
         tests=[WAITS + "an_update_does_not_begin_where_a_gradient_could_not_be_written"],

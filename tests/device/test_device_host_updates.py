@@ -23,7 +23,7 @@ from memfit import devices
 from memfit.core.numerics import check_exact, declare, regroups_sums
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
-from memfit.core.schedule import Clear, Commit, Update
+from memfit.core.schedule import Clear, Commit
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 from memfit.engine.settling import Settling
@@ -416,10 +416,10 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
             clear=lambda block: log.append("clear"),
             has_on_device=lambda block: False,
         )
-        updates: Any = SimpleNamespace(submit=lambda block: Ticket())
+        updates: Any = SimpleNamespace(submit=lambda block, is_beside: Ticket())
         block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None)
         it = Settling([block], gradients, updates, [], log.append)
-        it.do(Update(0))
+        it.update(0)
         it.do(Clear(0))
         it.wait_for_device(0)
         it.do(Commit())

@@ -21,7 +21,7 @@ from memfit import devices
 from memfit.activations import Offloader
 from memfit.core.limits import DEVICE_RESERVE_BYTES
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
-from memfit.core.schedule import Clear, Commit, Update
+from memfit.core.schedule import Clear, Commit
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.engine.settling import Settling
@@ -318,7 +318,7 @@ class Worker:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def submit(self, block: Any) -> Any:
+    def submit(self, block: Any, *, is_beside: bool) -> Any:
         self._log.append("submit")
         return self
 
@@ -336,23 +336,23 @@ def settling(log: list[str], *, fails: bool = False) -> Settling:
 def test_an_update_does_not_begin_where_a_gradient_could_not_be_written() -> None:
     log: list[str] = []
     with pytest.raises(memfit.StoreError, match="the disk is full"):
-        settling(log, fails=True).do(Update(0))
+        settling(log, fails=True).update(0)
     assert "submit" not in log
 
 
 def test_a_visit_that_nobody_waited_for_ends_before_the_update_begins() -> None:
     log: list[str] = []
-    settling(log).do(Update(0))
+    settling(log).update(0)
     assert log == ["accumulate", "wait", "submit"]
 
 
 def test_gradients_are_cleared_and_a_step_ends_after_the_updates() -> None:
     log: list[str] = []
     it = settling(log)
-    it.do(Update(0))
+    it.update(0)
     it.do(Clear(0))
     assert log[-2:] == ["updated", "clear"]
-    it.do(Update(0))
+    it.update(0)
     it.do(Commit())
     assert log[-1] == "updated"
 

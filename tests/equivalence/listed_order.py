@@ -40,8 +40,14 @@ class FollowedJob:
         assert set(timeline.stalls_s) <= named | {"fetch"}, "waited for what no operation names"
         return result
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._job, name)
+    def gradient(self, name: str, /) -> torch.Tensor | None:
+        return self._job.gradient(name)
+
+    def weights(self) -> Any:
+        return self._job.weights()
+
+    def close(self) -> None:
+        self._job.close()
 
 
 def following(make: MakeJob) -> MakeJob:

@@ -65,8 +65,8 @@ class RecordedPieces:
             raise Trouble(f"{block.index}.{piece}")
 
 
-def worker_of(pieces: RecordedPieces, *, is_beside: bool) -> UpdateWorker:
-    return UpdateWorker(pieces, is_beside=is_beside)  # pyright: ignore[reportArgumentType]
+def worker_of(pieces: RecordedPieces) -> UpdateWorker:
+    return UpdateWorker(pieces)  # pyright: ignore[reportArgumentType]
 
 
 def block(index: int) -> Any:
@@ -90,12 +90,12 @@ def test_each_block_is_updated_whole_in_order_or_fails_alone(
 ) -> None:
     lengths, troubles = story
     pieces = RecordedPieces(lengths, troubles)
-    worker = worker_of(pieces, is_beside=is_beside)
+    worker = worker_of(pieces)
     failed: set[int] = set()
     tickets = deque[tuple[int, Any]]()
     for b in range(len(lengths)):
         try:
-            tickets.append((b, worker.submit(block(b))))
+            tickets.append((b, worker.submit(block(b), is_beside=is_beside)))
         except Trouble:
             assert not is_beside
             failed.add(b)
@@ -127,7 +127,7 @@ def test_each_block_is_updated_whole_in_order_or_fails_alone(
 @given(lengths=LENGTHS, opened=st.integers(0, 8))
 def test_nothing_is_changed_behind_a_gate_and_a_shut_one_fails(lengths: tuple[int, ...], opened: int) -> None:
     pieces = RecordedPieces(lengths)
-    worker = worker_of(pieces, is_beside=True)
+    worker = worker_of(pieces)
     gates = [Gate() for _ in lengths]
     tickets = [worker.submit(block(b), gate) for b, gate in enumerate(gates)]
     opened = min(opened, len(lengths))
@@ -148,7 +148,7 @@ def test_nothing_is_changed_behind_a_gate_and_a_shut_one_fails(lengths: tuple[in
 
 def test_what_is_next_comes_while_a_gate_is_closed_and_an_update_alone_ends_at_once() -> None:
     pieces = RecordedPieces((2, 3))
-    worker = worker_of(pieces, is_beside=True)
+    worker = worker_of(pieces)
     gate = Gate()
     first = worker.submit(block(0))
     first.wait()  # with nothing behind it

@@ -44,6 +44,9 @@ device as long as any of them is in the tail. An update after the last backward 
 their homes, piece by piece, without a visit; an update in backward finds its block still visiting. Blocks that are read
 by glue, or by no traced call, have their gradient complete only at the end of a pass.
 
+*All of a kind.* What waits for everything of some kind that is under way says so in its class (`waits_for`); an action that
+does nothing else is known to everybody by that (`tests/extending/test_another_action.py`).
+
 *Bytes of an accumulate* may stay on the device until the compute action after it has ended, and no longer: there the
 engine waits for the transfer. Prediction counts them so.
 """
@@ -53,6 +56,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from memfit.core.errors import PlanError
 from memfit.core.tiers import TIER_PATTERN, Tier
@@ -190,6 +194,8 @@ class Scale:
 class Unscale:
     """Gradients count as divided by the loss scale from here on."""
 
+    waits_for: ClassVar[tuple[str, ...]] = ("accumulate",)
+
     def __str__(self) -> str:
         return "unscale"
 
@@ -198,6 +204,8 @@ class Unscale:
 class Check:
     """It becomes known whether all gradients are finite; if not, the step's updates are skipped."""
 
+    waits_for: ClassVar[tuple[str, ...]] = ("accumulate",)
+
     def __str__(self) -> str:
         return "check"
 
@@ -205,6 +213,8 @@ class Check:
 @dataclass(frozen=True)
 class Norm:
     """The global gradient norm becomes known."""
+
+    waits_for: ClassVar[tuple[str, ...]] = ("accumulate",)
 
     def __str__(self) -> str:
         return "norm"
@@ -233,6 +243,8 @@ class Clear:
 @dataclass(frozen=True)
 class Commit:
     """The step is complete."""
+
+    waits_for: ClassVar[tuple[str, ...]] = ("accumulate", "update")
 
     def __str__(self) -> str:
         return "commit"

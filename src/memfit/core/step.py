@@ -69,6 +69,18 @@ class WorkKind(StrEnum):
     ROUNDED = "rounded"
 
 
+class UpdatePlace(StrEnum):
+    """Where an update computes.
+
+    AT_ONCE: in the main thread, on all of its cores: nothing of it has to travel, so that a thread beside backward would only take one of them. BESIDE: in
+    a thread of its own, which waits for what travels while backward goes on. HOST: the same, on the host's cores beside an accelerator.
+    """
+
+    AT_ONCE = "at-once"
+    BESIDE = "beside"
+    HOST = "host"
+
+
 class Operation(NamedTuple):
     """One action with its meaning.
 
@@ -86,6 +98,7 @@ class Operation(NamedTuple):
         gives: done when its transfers, and its work on either processor, are.
         work: amounts by kind, done by the device, one after the other.
         host_work: the same of the host's cores, done beside the main thread: in order, behind `after`, while the transfers go on.
+        update_place: of an update: where it computes.
     """
 
     action: Action
@@ -99,6 +112,7 @@ class Operation(NamedTuple):
     gives: Token | None = None
     work: tuple[tuple[WorkKind, float], ...] = ()
     host_work: tuple[tuple[WorkKind, float], ...] = ()
+    update_place: UpdatePlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,13 +140,6 @@ class House:
         self.placed[region] = block.index, home
         return home
 
-    @property
-    def uses_disk(self) -> bool:
-        """Weights, gradients or states rest where no processor computes on them."""
-        return any(
-            not (t.traits.is_device or t.traits.is_addressable) for t in (h.tier for _, h in self.placed.values())
-        )
-
     def move_in(
         self,
         bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,

@@ -180,7 +180,7 @@ class StepRun:
                 pass  # no gradient came here: else the hooks would have advanced beyond it
             case _:
                 self._wait((*operation.waits, *operation.after))
-                self._settle(action)
+                self._settle(operation)
         if self._recorder is not None:
             self._recorder.end()
         if self._observe is not None:
@@ -191,9 +191,9 @@ class StepRun:
         if self._recorder is not None:
             self._recorder.begin(operation.action)
 
-    def _settle(self, action: Action) -> None:
+    def _settle(self, operation: Operation) -> None:
         """Weights, saved tensors, gradients and updates."""
-        parts, work = self._parts, self._work
+        parts, work, action = self._parts, self._work, operation.action
         match action:
             case Fetch(b):
                 parts.visits.fetch(b)
@@ -209,10 +209,13 @@ class StepRun:
                 settle, work.settle = work.settle, _nothing
                 if parts.settling.gather():
                     settle(self.outcome)
-            case Accumulate() | Update() | Clear() | Commit():
+            case Update(b):
+                assert operation.update_place is not None
+                parts.settling.update(b, operation.update_place)
+            case Accumulate() | Clear() | Commit():
                 parts.settling.do(action)
             case _:
-                raise AssertionError(f"{action} is no action of this kind")
+                pass  # it only waits
 
     def _scale(self, action: Scale | Unscale | Check) -> None:
         """See `engine.loss_scaling`, [Note: fp16 as GradScaler does it]."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from memfit.core.errors import UnsupportedError
-from memfit.core.schedule import Accumulate, Clear, Commit, Update
+from memfit.core.schedule import Accumulate, Clear, Commit
+from memfit.core.step import UpdatePlace
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.home import Tickets, TransferHandle
 from memfit.homes.updates import UpdateWorker
@@ -51,21 +52,12 @@ class Settling:
         """A run begins: nothing is skipped."""
         self.skips = False
 
-    def do(self, action: Accumulate | Update | Clear | Commit) -> None:
+    def do(self, action: Accumulate | Clear | Commit) -> None:
         """One action."""
         assert self._gradients is not None
         match action:
             case Accumulate(b):
                 self._gradients.accumulate(self._blocks[b])
-            case Update(b):
-                assert self._updates is not None
-                self._gradients.accumulate(self._blocks[b])  # what came after its own accumulate; mostly nothing
-                self._gradients.wait()
-                if self.skips:
-                    return
-                # A visit that nobody waited for, because its call was left out: what still arrives would overwrite what is updated in place.
-                self._blocks[b].wait()
-                self._updating[b] = self._updates.submit(self._blocks[b])
             case Clear(b):
                 self.wait_for_device(b)
                 self._gradients.clear(self._blocks[b])
@@ -76,10 +68,17 @@ class Settling:
                 for b in tuple(self._updating):
                     self.wait(b)
 
-    def end_compute(self) -> None:
-        """A forward or backward has ended: gradients that left before it have no bytes on the device any more."""
-        if self._gradients is not None:
-            self._gradients.wait()
+    def update(self, b: int, place: UpdatePlace = UpdatePlace.BESIDE) -> None:
+        """The update of a block begins; at once, it is through when this returns."""
+        assert self._gradients is not None and self._updates is not None
+        block = self._blocks[b]
+        self._gradients.accumulate(block)  # what came after its own accumulate; mostly nothing
+        self._gradients.wait()
+        if self.skips:
+            return
+        # A visit that nobody waited for, because its call was left out: what still arrives would overwrite what is updated in place.
+        block.wait()
+        self._updating[b] = self._updates.submit(block, is_beside=place is not UpdatePlace.AT_ONCE)
 
     def gather(self) -> bool:
         """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""
@@ -152,5 +151,5 @@ class Settling:
                     "plan update='after-backward' for models whose calls vary from step to step"
                 )
             self._depart(f"the gradient of block {block.name!r} came where the schedule had passed its update")
-            self.do(Update(block.index))
+            self.update(block.index)
             self.do(Clear(block.index))

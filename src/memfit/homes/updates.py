@@ -106,16 +106,14 @@ class UpdateWorker:
 
     Args:
         pieces: updates one.
-        is_beside: False runs each update inside `submit` (used where overlapping cannot help).
     """
 
-    def __init__(self, pieces: PieceUpdates, *, is_beside: bool = True) -> None:
+    def __init__(self, pieces: PieceUpdates) -> None:
         self._pieces = pieces
         # Of updates on the host: behind what they wait for, and nothing else.
         self._host_stream: torch.Stream | None = None
         self._jobs: queue.SimpleQueue[_SubmittedUpdate | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_beside = is_beside
         self.updated_blocks: list[int] = []
 
     @property
@@ -123,12 +121,13 @@ class UpdateWorker:
         """Names of the parameters that the optimizer updates."""
         return self._pieces.trained
 
-    def submit(self, block: BlockWeights, after: TransferHandle = DONE) -> TransferHandle:
+    def submit(self, block: BlockWeights, after: TransferHandle = DONE, *, is_beside: bool = True) -> TransferHandle:
         """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them.
 
         Args:
             block: whose gradients are complete.
             after: nothing of the block is changed before this is done; what the update reads comes meanwhile. An error of it is the update's.
+            is_beside: False: the update is made before this returns, in the caller's thread; nothing may be under way then (`core.step.UpdatePlace`).
         """
         if block.updates_on_host and self._host_stream is None:
             self._host_stream = devices.of(block.device).new_stream(block.device)
@@ -137,7 +136,7 @@ class UpdateWorker:
             job.ticket.finish()
             return job.ticket
         self.updated_blocks.append(block.index)
-        if not self._is_beside:
+        if not is_beside:
             with torch.no_grad():
                 _Line(lambda: None).run(job)
             job.ticket.wait()

@@ -181,10 +181,6 @@ class Assembly:
     def _start(self, interrupts: Interrupts) -> None:
         """The threads and hooks of the steps; the limit is armed."""
         parts, machine = self.parts, self.machine
-        # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
-        # Those of a journal wait for its commits.
-        is_journaled = parts.run is not None and parts.run.scheme == "journal"
-        is_beside = machine.device.type != "cpu" or self.house.uses_disk or is_journaled
         self._running.enter_context(casting_inputs(parts.casts, cast_dtype(self.plan.compute_dtype)))
         noise = self.noise if self.plan.drops_masters else None
         moved = None
@@ -192,7 +188,7 @@ class Assembly:
             moved = PinnedRing(machine.device, ledger=machine.host_ledger)
             self._running.callback(moved.close)
         pieces = PieceUpdates(parts.driver, self.states, self.house.gradients, noise=noise, moved=moved)
-        self.updates = UpdateWorker(pieces, is_beside=is_beside)
+        self.updates = UpdateWorker(pieces)
         self._running.callback(self.updates.close)
         self.frames = CallFrames(parts.plan, self.blocks, self.house.pools(), device=machine.device)
         self.engine = Engine(

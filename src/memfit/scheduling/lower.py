@@ -25,7 +25,6 @@ from memfit.core.schedule import (
     Accumulate,
     Action,
     Backward,
-    Check,
     Clear,
     Commit,
     Drop,
@@ -38,12 +37,11 @@ from memfit.core.schedule import (
     Schedule,
     Seed,
     Start,
-    Unscale,
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
-from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, WorkKind
-from memfit.core.tiers import Tier, is_processor
+from memfit.core.step import ByteChange, Operation, Step, Token, Transfer, UpdatePlace, WorkKind
+from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.lifetimes import ActivationEvent, EventCost, Lifetimes
@@ -164,6 +162,7 @@ class _Draft:
         "host_work",
         "is_chain",
         "transfers",
+        "update_place",
         "waits",
         "waits_after",
         "work",
@@ -180,6 +179,7 @@ class _Draft:
         self.gives: Token | None = None
         self.work: tuple[tuple[WorkKind, float], ...] = ()
         self.host_work: tuple[tuple[WorkKind, float], ...] = ()
+        self.update_place: UpdatePlace | None = None
 
     def finish(self, action: Action) -> Operation:
         """The operation, which changes no more."""
@@ -195,6 +195,7 @@ class _Draft:
             gives=self.gives,
             work=self.work,
             host_work=self.host_work,
+            update_place=self.update_place,
         )
 
 
@@ -232,6 +233,11 @@ class _Lowering:
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
         self._homes = [plan.block(block.name) for block in profile.blocks]
+        self._travels = any(
+            not updates_in_place(tier, device)
+            for homes in self._homes
+            for tier in (homes.weight_home, homes.gradient_home, homes.state_home)
+        )
         self._updates_on_host = [homes.updates_on_host(device) for homes in self._homes]
         self._weight_bytes = [flat_weight_bytes(block) for block in profile.blocks]
         self._visiting: set[int] = set()
@@ -336,18 +342,13 @@ class _Lowering:
                 draft.waits = self._updated(b)
             case Update(block=b):
                 self._update(b)
-            case Norm() | Unscale() | Check():
-                self._take_leaving()
-                draft.waits = self._all_of(_ACCUMULATE)
             case Commit():
-                self._take_leaving()
-                self._line.wait_for_all()
-                draft.waits = [*self._all_of(_ACCUMULATE), *self._all_of(_UPDATE)]
+                self._wait_for_kinds(action.waits_for)
                 if self._plan.is_atomic and self._staging_bytes:
                     beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
                     draft.during.append(ByteChange(beside, "staging", "new versions", _COMPLETING_BYTES))
             case _:
-                pass
+                self._wait_for_kinds(getattr(action, "waits_for", ()))
 
     def _accumulate(self, block: int) -> None:
         draft = self._draft
@@ -382,8 +383,12 @@ class _Lowering:
         work = update_work(self._plan, self._profile, block)
         if self._updates_on_host[block]:
             draft.host_work = work
+            draft.update_place = UpdatePlace.HOST
         else:
             draft.work = work
+            # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
+            is_beside = self._travels or not is_processor(self._device)
+            draft.update_place = UpdatePlace.BESIDE if is_beside else UpdatePlace.AT_ONCE
         draft.gives = Token(_UPDATE, self._owner[block])
 
     # --- computing --------------------------------------------------------------------------------------------------------------
@@ -522,6 +527,14 @@ class _Lowering:
         self._gradients.end_leaving()
         return tokens
 
+    def _wait_for_kinds(self, kinds: Sequence[str]) -> None:
+        """All work of these kinds that is under way is through."""
+        if _ACCUMULATE in kinds:
+            self._take_leaving()
+        if _UPDATE in kinds:
+            self._line.wait_for_all()
+        self._draft.waits = [token for kind in kinds for token in self._given if token.kind == kind]
+
     # --- small ------------------------------------------------------------------------------------------------------------------
 
     def _is_here(self, block: int) -> bool:
@@ -546,9 +559,6 @@ class _Lowering:
             return []
         self._line.wait(block)
         return self._waits(_UPDATE, block)
-
-    def _all_of(self, kind: str) -> list[Token]:
-        return [token for token in self._given if token.kind == kind]
 
 
 def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[ActivationEvent, int], ...]]:
