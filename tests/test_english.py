@@ -153,3 +153,24 @@ def settle_it(value):
         "2: 109 columns of prose",
         "8: 104 columns of prose",
     ]
+
+
+HAZARDOUS = (
+    "activations/offload.py",
+    "store/channel.py",
+    "store/disk_transfer.py",
+    "store/io.py",
+    "store/ordering.py",
+    "store/transfer.py",
+)
+"""Files in which threads, freed memory or an order matter at many lines."""
+
+
+@pytest.mark.parametrize("name", HAZARDOUS)
+def test_hazards_stand_beside_the_line(name: str) -> None:
+    tokens = list(tokenize.generate_tokens(io.StringIO((SOURCE / name).read_text(encoding="utf-8")).readline))
+    comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
+    prose = {n for c in docstrings(tree) for n in range(c.lineno, (c.end_lineno or c.lineno) + 1)}
+    code = {token.start[0] for token in tokens if token.string.strip()} - comments - prose
+    assert len(comments) >= 0.08 * len(code)

@@ -50,6 +50,8 @@ class MovedStorage:
     def __init__(
         self, tensor: torch.Tensor, pool: HomePool, offloader: Offloader, place: str, written: Written
     ) -> None:
+        # Holds the device memory. Detached: with its graph it would keep alive what keeps this
+        # object.
         self._source: torch.Tensor | None = tensor.detach()
         self._written, self._mark = written, written.mark()
         self._version = version_of(tensor)
@@ -64,6 +66,8 @@ class MovedStorage:
         self._free: weakref.finalize[Any, Any] | None = None
         self._transfer: TransferHandle | None = None
         self._storage: torch.UntypedStorage | None = None
+        # Backward on an accelerator unpacks in autograd's device thread, while the engine drops and
+        # reloads in its own. Reentrant: `drop` leaves, `bring` reloads.
         self._lock = threading.RLock()
 
     @property
@@ -86,8 +90,10 @@ class MovedStorage:
             if self._source is None or self._rest is not None:
                 return
             self._look()
+            # The write reads this memory from now on: `_source` stays until `drop` has waited.
             self._rest = OffloadedStorage(self._pool, self._source.untyped_storage())
             self._free = weakref.finalize(self, self._rest.free)
+            # At interpreter exit the pools may be gone before this.
             self._free.atexit = False
             self._count("written_bytes")
 
@@ -98,6 +104,8 @@ class MovedStorage:
                 return
             self.leave()
             assert self._rest is not None
+            # First wait, then look: a change in place during the write would be at home in part
+            # only.
             self._rest.wait()
             self._look()
             self._source = None
@@ -107,9 +115,13 @@ class MovedStorage:
         with self._lock:
             if not self.is_away:
                 return
+            # New memory, not the old: whoever still holds the old storage keeps it, and the read
+            # must not write there.
             storage = new_storage(self.nbytes, self._device)
             assert self._rest is not None
             self._transfer = self._rest.begin_read(storage)
+            # Only after the read has begun: an exception above leaves the storage away, to be asked
+            # again.
             self._storage = storage
             self._count("read_bytes")
 
@@ -131,6 +143,7 @@ class MovedStorage:
                 self._count("demand_reloads", 1)
                 self.reload()
             if self._transfer is not None:
+                # Waits in the thread of backward; on an accelerator its stream waits, not the host.
                 self._transfer.wait()
                 self._transfer = None
             assert self._storage is not None
@@ -223,6 +236,7 @@ class Offloader:
         self._writes = Writes() if writes is None else writes
         self._pools = dict(pools)
         # Tensors always name their GPU by number.
+        # `cuda` and `cuda:0` are not equal.
         self._device = torch.empty(0, device=device).device
         self._minimum_bytes = minimum_bytes
         self._moved_storages: weakref.WeakValueDictionary[tuple[int, int, int], MovedStorage] = (
@@ -258,8 +272,12 @@ class Offloader:
         # Its version may be that of another counter over the same storage: what was written since
         # makes another moved storage.
         written = self._writes.of(storage)
+        # Address, version and writes: an address alone may come back for another storage, and a
+        # version is a counter that not all tensors over a storage share.
         key = (storage._cdata, version_of(tensor), written.mark())
         with self._lock:
+            # Looked up under the lock: two threads that save one storage must share one moved
+            # storage.
             moved = self._moved_storages.get(key)
             if moved is None:
                 moved = self._moved_storages[key] = MovedStorage(tensor, self._pools[home], self, place, written)

@@ -115,6 +115,8 @@ class Allocator:
         """
         self._library.memfit_watch(_LEDGERS["device"])
         result = run()
+        # Before the result goes: what the operation freed inside itself lies between the two
+        # figures.
         peak = int(self._library.memfit_watched_peak(_LEDGERS["device"]))
         left = self.stats().live_bytes
         del result
@@ -172,6 +174,7 @@ class Allocator:
         Threads that an operator starts inside (OpenMP, autograd's device threads) still count in
         "device".
         """
+        # Thread-local in the library: another thread's allocations are not moved.
         before = self._library.memfit_set_ledger(_index(ledger))
         try:
             yield
@@ -202,6 +205,7 @@ def install() -> Allocator:
             that stays in place.
     """
     global _installed
+    # Two threads must not both install: torch keeps the first allocator's deleter in live tensors.
     with _lock:
         if _installed is None:
             library = load_library()
@@ -209,6 +213,8 @@ def install() -> Allocator:
                 raise TierUnavailableError(
                     "another library holds torch's CPU allocator with a higher priority; import memfit without it"
                 )
+            # After the install: blocks that malloc gave before keep its old thresholds, and are
+            # few.
             library.memfit_tame_malloc()
             _installed = Allocator(library)
         return _installed

@@ -89,6 +89,8 @@ class DiskTransfer:
         self.path = handle.path
         self.watcher = watcher
         self.pads = pads
+        # Set by the submitting thread, read by threads of the disk. `_handle` and `_memory` keep
+        # the file open and the memory alive until `finish`.
         # The four below belong to the channel and change under its lock.
         self.cursor = 0
         self.in_flight = 0
@@ -130,6 +132,8 @@ class DiskTransfer:
         handles it may give up the memory.
         """
         try:
+            # An interrupt must not return while a thread of the disk still writes to this memory:
+            # the caller would free it.
             self._event.wait()
         except BaseException:
             self._event.wait()
@@ -144,6 +148,7 @@ class DiskTransfer:
             True if something was prevented; waiting then raises. False if the transfer had ended or
             all of it is under way.
         """
+        # One read of the attribute: `finish` sets it to None in a thread of the disk.
         channel = self._channel
         return channel.cancel(self) if channel is not None else False
 
@@ -153,6 +158,8 @@ class DiskTransfer:
         failed = self._failure
         if failed is None or not self.done():
             return None
+        # Raising one exception object from two threads would mix their tracebacks, and keep the
+        # frames of the first waiter alive.
         copy = store_error(str(failed), failed.errno)
         copy.__cause__ = failed.__cause__
         return copy
@@ -170,6 +177,8 @@ class DiskTransfer:
         It must not raise.
         """
         with self._lock:
+            # Under the lock, so that a callback added while the transfer ends is called exactly
+            # once.
             if self._callbacks is not None:
                 self._callbacks.append(callback)
                 return
@@ -208,6 +217,7 @@ class DiskTransfer:
         """Drops memory and file, wakes the waiters, then tells the transfers that come after."""
         self._finished_s = time.perf_counter()
         handle, self._handle, self._memory, self._channel = self._handle, None, None, None
+        # Memory and file go before the event is set: whoever wakes up may count on both being free.
         self.watcher = None
         if handle is not None:
             handle.release()
@@ -215,5 +225,6 @@ class DiskTransfer:
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
             self._event.set()
+        # Outside of the lock: a callback may ask this transfer again, or start another.
         for callback in callbacks or ():
             callback(self)

@@ -97,12 +97,14 @@ class DiskIO:
         try:
             self._writes = make(is_write=True, threads=write_threads)
         except StoreError:
+            # The read threads run already: without this they would wait for work for ever.
             self._reads.request_end(cancel=True)
             raise
         self._is_closed = False
         channels = (self._reads, self._writes)
         # At interpreter exit the threads are joined; when the object is dropped they are only told,
         # because a finalizer may run in any thread, inside any lock.
+        # Holds the channels, never this object: a reference to it would keep it from being dropped.
         at_exit = functools.partial(_end_at_exit, channels)
         atexit.register(at_exit)
         self._finalizer = weakref.finalize(self, _tell_to_end, channels, at_exit)
@@ -206,9 +208,12 @@ class DiskIO:
         channel = self._writes if is_write else self._reads
         if file_offset < 0:
             raise UsageError(f"a file offset cannot be negative: {file_offset}")
+        # A part holds its owner: the memory stays as long as the transfer does.
         part = memory.narrow(0, memory.nbytes if nbytes is None else nbytes)
         name = label or handle.path.name
         try:
+            # Acquired here and released by `DiskTransfer.finish`: `close` of a file waits for
+            # nobody, so a transfer holds its own reference.
             handle.acquire()
         except ValueError as error:
             raise store_error(f"could not start the transfer of {name}: {error}; open the store again") from error
@@ -225,6 +230,7 @@ class DiskIO:
                 watcher=watcher,
                 pads=pads,
             )
+            # May start, and even end, before this returns.
             channel.submit(transfer, tuple(after))
         except BaseException:
             handle.release()
@@ -258,11 +264,16 @@ class DiskIO:
         """
         if self._is_closed:
             return
+        # Set first: `staging_bytes` and repeated closes see a closed object while threads still
+        # end.
         self._is_closed = True
         for channel in (self._reads, self._writes):
+            # Both are told before either is waited for: a write may wait for a read, and the other
+            # way round.
             channel.request_end(cancel=cancel)
         for channel in (self._reads, self._writes):
             channel.join()
+        # Also takes the handler for interpreter exit away, which would keep the channels alive.
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -286,6 +297,8 @@ def _merged(reads: Iterable[ChannelTraffic], writes: Iterable[ChannelTraffic]) -
 
 
 def _tell_to_end(channels: tuple[Channel, ...], at_exit: functools.partial[None]) -> None:
+    # Tells only: a finalizer may run in a thread of the channel itself, which cannot wait for its
+    # own end.
     atexit.unregister(at_exit)
     for channel in channels:
         channel.request_end(cancel=True)
@@ -294,5 +307,6 @@ def _tell_to_end(channels: tuple[Channel, ...], at_exit: functools.partial[None]
 def _end_at_exit(channels: tuple[Channel, ...]) -> None:
     for channel in channels:
         channel.request_end(cancel=True)
+    # At exit the main thread may wait: the threads are daemons, and would be killed inside a write.
     for channel in channels:
         channel.join()

@@ -85,6 +85,8 @@ class AccessLog:
             StoreError: a write of these bytes failed; its own error.
         """
         self._drop_ended()
+        # Checked before the order: a read behind a failed write would give the bytes of an older
+        # version as new ones.
         if self._damaged.overlaps(start, end):
             failure = self.failure()
             assert failure is not None
@@ -94,12 +96,15 @@ class AccessLog:
     def before_write(self, start: int, end: int) -> list[DiskTransfer]:
         """The transfers that a write must follow."""
         self._drop_ended()
+        # Reads too: they still take the old bytes from the place that this write changes.
         return _overlapping(self._reads, start, end) + _overlapping(self._writes, start, end)
 
     def note(self, transfer: DiskTransfer, start: int, end: int) -> None:
         """Notes a transfer that was started, after `before_read` or `before_write`."""
         if transfer.is_write:
             self._written.add(start, end)
+            # Optimistic: if this write fails as well, `_drop_ended` marks the range as damaged
+            # again.
             self._damaged.remove(start, end)
         (self._writes if transfer.is_write else self._reads).append(_Access(transfer=transfer, start=start, end=end))
 
@@ -128,12 +133,16 @@ class AccessLog:
         Transfers under way are still followed.
         """
         self._drop_ended()
+        # Only the notes are dropped, not the transfers: a write under way still orders what comes
+        # next.
         self._written.clear()
         self._damaged.clear()
         self._failed = None
 
     def _drop_ended(self) -> None:
         """Lets go of transfers that have ended, and notes what failed writes have left behind."""
+        # `done` may turn true at any moment, in a thread of the disk. Each transfer is asked once,
+        # so that it is either still followed or judged, never neither.
         self._reads = [access for access in self._reads if not access.transfer.done()]
         under_way: list[_Access] = []
         for number, access in enumerate(self._writes):

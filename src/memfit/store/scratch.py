@@ -121,6 +121,7 @@ class Extent:
         """Hands the room back, once; the file takes it when the transfers have ended."""
         if self.is_freed:
             return
+        # Freed twice, the room would be handed to two owners.
         self.is_freed = True
         # One append, which needs no lock: this may run in a finalizer, in any thread. The transfers
         # hold no memory once they are done.
@@ -176,6 +177,7 @@ class ScratchFile(ClosesAtExit):
         self._operations = FileOperations() if operations is None else operations
         self._handle = open_unnamed(self.directory, self._operations)
         self._allocator = ExtentAllocator()
+        # Appended to by finalizers in any thread, without a lock; everything else is under `_lock`.
         self._returns: deque[_Return] = deque()
         self._waiting: list[_Return] = []
         self._lock = threading.RLock()
@@ -203,6 +205,7 @@ class ScratchFile(ClosesAtExit):
         room_bytes = round_up(max(part.nbytes, 1), ALIGNMENT_BYTES)
         with self._lock:
             self._check_open()
+            # Room is taken before the write starts, and given back only when no transfer uses it.
             offset = self._take(room_bytes, label)
             try:
                 written = self._io.write(self._handle, offset, part, tag=self.tag, label=label, urgent=urgent)
@@ -212,6 +215,8 @@ class ScratchFile(ClosesAtExit):
             self._live_bytes += room_bytes
             self._extents += 1
             self._high_water_bytes = max(self._high_water_bytes, self._live_bytes)
+            # From here on the write runs beside the caller: `part` must stay until `Extent.written`
+            # ends.
             return Extent(offset=offset, nbytes=part.nbytes, written=written, returns=self._returns)
 
     def get(self, extent: Extent, memory: Memory, *, label: str = "activation", urgent: bool = False) -> DiskTransfer:
@@ -233,6 +238,7 @@ class ScratchFile(ClosesAtExit):
         with self._lock:
             self._check_open()
             self._check_mine(extent)
+            # A handle that has ended holds no memory, but the list would grow with every read.
             extent.reads = [transfer for transfer in extent.reads if not transfer.done()]
             transfer = self._io.read(
                 self._handle,
@@ -242,6 +248,7 @@ class ScratchFile(ClosesAtExit):
                 tag=self.tag,
                 label=label,
                 urgent=urgent,
+                # Memory may come back before its write has ended; the read waits for it.
                 after=(extent.written,),
             )
             extent.reads.append(transfer)
@@ -257,6 +264,7 @@ class ScratchFile(ClosesAtExit):
         """
         with self._lock:
             self._check_mine(extent)
+            # With a read behind it the write must run: cancelling it would fail that read.
             if not extent.reads:
                 extent.written.cancel()
             extent.give_back()
@@ -279,6 +287,7 @@ class ScratchFile(ClosesAtExit):
         Repeating it does nothing.
         """
         with self._lock:
+            # Closes when the last transfer has released it; see `FileHandle.acquire`.
             self._handle.close()
 
     def _check_open(self) -> None:
@@ -293,12 +302,16 @@ class ScratchFile(ClosesAtExit):
 
     def _collect(self) -> None:
         """Takes back the room of freed extents whose transfers have ended."""
+        # Never iterated over: a finalizer may append at this moment.
         while self._returns:
             self._waiting.append(self._returns.popleft())
         still: list[_Return] = []
         for found in self._waiting:
+            # A write under way would overwrite whoever gets this room next.
             if all(transfer.done() for transfer in found.transfers):
                 self._allocator.give(found.offset, found.allocated_bytes)
+                # Counted down only here: until then the bytes are on the disk and count against the
+                # limit.
                 self._live_bytes -= found.allocated_bytes
                 self._extents -= 1
             else:
@@ -308,6 +321,8 @@ class ScratchFile(ClosesAtExit):
     def _take(self, room_bytes: int, label: str) -> int:
         self._collect()
         offset = self._allocator.take(room_bytes)
+        # The room that `_collect` could not take back counts as used: growing is the price of not
+        # waiting.
         if offset is None:
             self._grow(room_bytes - self._allocator.last_gap_bytes(self._file_bytes), label)
             offset = self._allocator.take(room_bytes)

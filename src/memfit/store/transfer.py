@@ -67,10 +67,13 @@ def move(
     if not handle.is_direct:
         _straight(handle, offset, address, nbytes, is_write=is_write, needed_bytes=nbytes)
         padding_bytes = padding_after(offset + nbytes) if pads else 0
+        # The staging buffer is this thread's own: no lock is needed to overwrite it.
         ctypes.memset(staging.address, 0, padding_bytes)
         _straight(handle, offset + nbytes, staging.address, padding_bytes, is_write=True, needed_bytes=padding_bytes)
         _forget(handle, offset, nbytes + padding_bytes, is_write=is_write)
         return
+    # Direct I/O wants file offset, length and address on blocks. What is not goes through the
+    # staging buffer; the aligned middle goes straight.
     bounced = functools.partial(_write_bounced, pads=pads) if is_write else _read_bounced
     head_bytes = min(nbytes, -offset % ALIGNMENT_BYTES)
     if (address + head_bytes) % ALIGNMENT_BYTES:
@@ -78,6 +81,8 @@ def move(
         return
     body_bytes = (nbytes - head_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     tail_bytes = nbytes - head_bytes - body_bytes
+    # Head and tail share a block with neighbours: a write reads that block, changes its part and
+    # writes it back, so transfers of one block must be ordered by the caller.
     if head_bytes:
         bounced(handle, offset, address, head_bytes, staging)
     if body_bytes:
