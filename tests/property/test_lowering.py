@@ -59,7 +59,9 @@ def test_bytes_by_owner_sum_to_the_peak_of_every_operation_however_owners_are_na
     assert predict(itemized).moments == timeline.moments
     for index, moment in enumerate(timeline.moments):
         assert sum(held_at(step, index).values()) == moment.peak_bytes
-        assert sum(r.nbytes for r in residents_at(itemized, index)) == moment.peak_bytes
+        found = residents_at(itemized, index)
+        assert sum(r.nbytes for r in found) == moment.peak_bytes
+        assert all(r.nbytes > 0 for r in found)
 
 
 @given(data=st.data(), drawn=cases())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from memfit import devices
 from memfit.allocator import shortfall_bytes
 from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.batches.splitting import evaluating
-from memfit.core.errors import DoesNotFitError, LimitBreachError
+from memfit.core.errors import DoesNotFitError, LimitBreachError, UsageError
 from memfit.core.limits import Limits
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
@@ -53,6 +53,11 @@ class Inference:
         weight_bytes: the most that weights take on the device at any time: those of two successive calls, and those that stay.
         cache_limit_bytes: what caches of keys and values may take on the device before their layers go home; None: as much as they need.
     """
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an inference session cannot be pickled or copied: its files, threads and hooks are of this process; call memfit.infer where it is wanted"
+        )
 
     def __init__(
         self,

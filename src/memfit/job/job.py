@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -68,6 +68,12 @@ class Job:
         self._assembly = Assembly(parts, scaler=self.loss_scaler, interrupts=self._interrupts)
         note_holder(self)
         clipping.watch(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a job cannot be pickled or copied: its files, threads and hooks are of this process. job.save(directory) writes what it is, and fit(resume=directory) "
+            "goes on from it; for another process, give it the model's class and that directory"
+        )
 
     def __repr__(self) -> str:
         if self._is_closed:

@@ -5,6 +5,7 @@ In: `Step`. Out: `Resident`s, largest first, or a table of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.core.step import Step, owner_name
@@ -27,11 +28,33 @@ def residents_at(step: Step, index: int) -> tuple[Resident, ...]:
     Activations are named by the call whose forward made them, all microbatches together, where the step was lowered with `is_itemized`.
     """
     names, sites = step.names, step.sites
+    coming = [(change.category, change.owner) for change in step.operations[index].during]
     found = [
         Resident(category=category, name=owner_name(owner, names, sites), nbytes=nbytes)
-        for (category, owner), nbytes in held_at(step, index).items()
+        for (category, owner), nbytes in _without_debts(held_at(step, index), coming).items()
     ]
     return tuple(sorted(found, key=lambda r: (-r.nbytes, r.category, r.name)))
+
+
+def _without_debts(held: dict[tuple[str, str], int], coming: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """The same bytes, where what is taken off what was counted too early is taken off that.
+
+    A backward's gradients count from its begin on, and a change below zero says that they come
+    while its activations go: nobody holds less than nothing.
+
+    Args:
+        held: bytes by (category, owner).
+        coming: keys that the operation changes: what is counted too early is among them.
+    """
+    left = dict(held)
+    for debtor in [key for key, nbytes in held.items() if nbytes < 0]:
+        debt = -left.pop(debtor)
+        largest = sorted(left, key=lambda key: (key not in coming, key[0] != debtor[0], -left[key]))
+        for key in largest:
+            paid = min(debt, max(0, left[key]))
+            left[key] -= paid
+            debt -= paid
+    return {key: nbytes for key, nbytes in left.items() if nbytes}
 
 
 def peak_report(step: Step, *, rows: int = 12) -> str:

@@ -14,6 +14,9 @@ from memfit.core.operators import argument_of
 
 aten = torch.ops.aten
 
+# Products whose kernels take operands of one dtype, where torch's shape functions take any.
+_OF_ONE_DTYPE = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.convolution}
+
 
 def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_fake: bool) -> Any:
     """Runs an operation; on fake tensors with the shapes of real ones, where torch's own shape
@@ -25,6 +28,10 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_
         # arithmetic.
         if left.dtype is torch.float32 and left.device.type == "cpu":
             return _grouped_result(left, right, args[2] if len(args) > 2 else kwargs.get("offs"))
+    if is_fake and func._overloadpacket in _OF_ONE_DTYPE:
+        dtypes = list(dict.fromkeys(str(one.dtype) for one in args if isinstance(one, torch.Tensor)))
+        if len(dtypes) > 1:
+            raise RuntimeError(f"{func._overloadpacket} takes operands of one dtype, not {' and '.join(dtypes)}")
     out = func(*args, **kwargs)
     if is_fake and func is aten.mkldnn_rnn_layer.default and argument_of(func, "train", args, kwargs):
         return (*out[:3], out[3].new_empty(_recurrent_reserve_bytes(args[0], args[5]), dtype=torch.uint8))
