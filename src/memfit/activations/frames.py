@@ -384,7 +384,7 @@ class OffloadedFrame(_HookedFrame):
 
 
 def make_frame(
-    policy: CallPlan,
+    call_plan: CallPlan,
     site: CallSite,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -395,32 +395,34 @@ def make_frame(
     """The frame for one call. See [Note: how the engine uses a frame].
 
     Args:
-        policy: treatment of what the call saves.
+        call_plan: how the call's saved tensors and arguments are kept.
         site: of the call.
         args: as the module is called.
         kwargs: as the module is called.
-        offloader: needed if the policy sends anything away.
+        offloader: needed if the plan sends anything away.
         group: the segment that the call belongs to, one object a segment and microbatch; None for a
             call on its own.
 
     Raises:
         UsageError: the policy needs an offloader and there is none.
     """
-    fate = policy.saved.policy
-    if fate.keeps_all:
+    policy = call_plan.saved.policy
+    if policy.keeps_all:
         return Frame()
-    if fate.offloads:
+    if policy.offloads:
         if offloader is None:
-            raise UsageError(f"{site.name} is offloaded to {policy.saved_home}, but the job has no offloader")
-        return OffloadedFrame(site, home=policy.saved_home, offloader=offloader)
-    if policy.boundary_home is not Tier.DEVICE and offloader is None:
-        raise UsageError(f"the arguments of {site.name} rest at {policy.boundary_home}, but the job has no offloader")
+            raise UsageError(f"{site.name} is offloaded to {call_plan.saved_home}, but the job has no offloader")
+        return OffloadedFrame(site, home=call_plan.saved_home, offloader=offloader)
+    if call_plan.boundary_home is not Tier.DEVICE and offloader is None:
+        raise UsageError(
+            f"the arguments of {site.name} rest at {call_plan.boundary_home}, but the job has no offloader"
+        )
     return RecomputedFrame(
         site,
         args,
         kwargs,
-        kept_operators=fate.kept_operators,
-        boundary_home=policy.boundary_home,
+        kept_operators=policy.kept_operators,
+        boundary_home=call_plan.boundary_home,
         offloader=offloader,
         group=group,
     )

@@ -5,13 +5,13 @@ In: the operations that run inside a call. Out: the same results when the call r
 expensive ones without computing.
 
 [Note: what selection keeps]
-While the call runs, a dispatch mode keeps the results of the operations that
-the policy names (`core.saved_policies`), without their graph. When it runs again, another mode hands them
-out in the same order; whatever is not selected runs again. Three cases are computed again although
-they are expensive, because handing out a result would not be exact: attention that draws random
-numbers (skipping it would leave the generator behind for whatever draws next), a result that was
-changed in place since (`nn.ReLU(inplace=True)` behind a linear layer; see [Note: writes are known
-by storage]), and a result that nobody will reach because recomputation stops before it (the last
+While the call runs, a dispatch mode keeps the results of the operations that the policy names
+(`core.saved_policies`), without their graph. When it runs again, another mode hands them out in the
+same order; whatever is not selected runs again. Three cases are computed again although they are
+expensive, because handing out a result would not be exact: attention that draws random numbers
+(skipping it would leave the generator behind for whatever draws next), a result that was changed in
+place since (`nn.ReLU(inplace=True)` behind a linear layer; see [Note: writes are known by
+storage]), and a result that nobody will reach because recomputation stops before it (the last
 product of a call; it is not held either).
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` is not used: it draws random numbers
