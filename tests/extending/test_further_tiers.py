@@ -25,7 +25,7 @@ from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
-from memfit.core.schedule import Schedule
+from memfit.core.schedule import Accumulate, Schedule
 from memfit.core.tiers import Tier
 from memfit.homes.factories import FurtherTier
 from memfit.planning.rules import choose_plan
@@ -120,13 +120,9 @@ def test_microbatches_and_masters_over_a_third_tier(splits: bool | None, node: N
 def test_a_home_cut_in_two_gathers_at_a_visit_and_takes_gradients_in_halves(tmp_path: Path) -> None:
     nodes, logs = (Node(), Node()), dict[str, list[str]]()
     plan = everything_at(HALVES, "dict", microbatches=2, order="microbatch-major")
+    tiers = further(HALVES, lambda _: HalvesFactory(HALVES, nodes, logs))
     assert_equal_training(
-        zoo.ZOO["dict"],
-        adamw(),
-        fit_with(
-            plan, tmp_path, keep_gradients=True, tiers=further(HALVES, lambda _: HalvesFactory(HALVES, nodes, logs))
-        ),
-        microbatches=2,
+        zoo.ZOO["dict"], adamw(), fit_with(plan, tmp_path, keep_gradients=True, tiers=tiers), microbatches=2
     )
     assert "gather" in logs["weight"]
     assert "gather" not in logs["gradient"] + logs["state"], "updates and gradients are local"
@@ -134,6 +130,49 @@ def test_a_home_cut_in_two_gathers_at_a_visit_and_takes_gradients_in_halves(tmp_
     for node in nodes:
         assert node.peak_bytes > 0 and node.live_bytes == 0
         node.end()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_gradients_go_home_by_the_accumulates_of_the_schedule_and_are_reduced_by_nothing_else(
+    max_grad_norm: float | None, tmp_path: Path
+) -> None:
+    nodes, logs = (Node(), Node()), dict[str, list[str]]()
+    plan = everything_at(HALVES, "dict", microbatches=2, order="microbatch-major", update="after-backward")
+    case = zoo.ZOO["dict"]()
+    tiers = further(HALVES, lambda _: HalvesFactory(HALVES, nodes, logs))
+    with memfit.fit(
+        case.model, adamw()(case.model), case.loss, case.batch(0), plan=plan, tiers=tiers, max_grad_norm=max_grad_norm
+    ) as job:
+        report = job.step(case.batch(0))
+        parameters = {b.name: sum(p.requires_grad for p in b.parameters) for b in job.profile.blocks}
+        names = [b.name for b in job.profile.blocks]
+        listed = sum(parameters[names[a.block]] for a in job.schedule if isinstance(a, Accumulate))
+        assert not report.departures
+    assert logs["gradient"].count("reduce") == listed > 0
+    for node in nodes:
+        node.end()
+
+
+def test_only_the_elements_that_are_held_here_are_updated(tmp_path: Path) -> None:
+    """As if another process had the second half of each parameter: it stays, and the first is that of plain PyTorch."""
+    case, plain = zoo.ZOO["dict"](), zoo.ZOO["dict"]()
+    before = {name: p.detach().clone() for name, p in case.model.named_parameters()}
+    with memfit.fit(
+        case.model, adamw()(case.model), case.loss, case.batch(0), plan=everything_at(Tier.DISK, "dict")
+    ) as job:
+        for block in job._assembly.blocks:
+            block.slots = tuple(replace(slot, held=range(slot.numel // 2)) for slot in block.slots)
+        torch.manual_seed(7)
+        job.step(case.batch(0))
+    optimizer = adamw()(plain.model)
+    torch.manual_seed(7)
+    plain.loss(plain.model, plain.batch(0)).backward()
+    optimizer.step()
+    for name, parameter in plain.model.named_parameters():
+        mine, half = case.model.get_parameter(name).flatten(), parameter.numel() // 2
+        assert torch.equal(mine[:half], parameter.flatten()[:half]) and torch.equal(
+            mine[half:], before[name].flatten()[half:]
+        )
 
 
 def test_a_run_with_homes_in_a_third_tier_is_committed_and_resumed_to_the_bit(node: Node, tmp_path: Path) -> None:

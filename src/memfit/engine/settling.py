@@ -5,7 +5,7 @@ In: the blocks, their gradients, the optimizer's worker. Out: gradients at home,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -72,7 +72,7 @@ class Settling:
         """The update of a block begins; at once, it is through when this returns."""
         assert self._gradients is not None and self._updates is not None
         block = self._blocks[b]
-        self._gradients.accumulate(block)  # what came after its own accumulate; mostly nothing
+        self._accumulate_late([block])
         self._gradients.wait()
         if self.skips:
             return
@@ -83,8 +83,8 @@ class Settling:
     def gather(self) -> bool:
         """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""
         assert self._gradients is not None
+        self._accumulate_late(self._blocks)
         for block in self._blocks:
-            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
             block.wait()
         self._gradients.wait()
         return not self.skips
@@ -114,16 +114,14 @@ class Settling:
     def check(self) -> bool:
         """Whether all gradients of what is updated are finite; if not, updates do nothing until the next run."""
         assert self._gradients is not None and self._updates is not None
-        for block in self._blocks:
-            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+        self._accumulate_late(self._blocks)
         self.skips = not self._gradients.is_finite(self._updates.trained)
         return not self.skips
 
     def norm(self, max_norm: float | None) -> torch.Tensor:
         """The global norm of all gradients; with a most, updates clip to it from now on."""
         assert self._gradients is not None
-        for block in self._blocks:
-            self._gradients.accumulate(block)  # what came after the block's own accumulate; mostly nothing
+        self._accumulate_late(self._blocks)
         norm = self._gradients.norm(self._parameter_order)
         if max_norm is not None:
             self._gradients.set_clip(norm, max_norm)
@@ -138,6 +136,18 @@ class Settling:
             self._depart(f"an update failed as well: {error!r}")
         if self._gradients is not None:
             self._gradients.drop()
+
+    def _accumulate_late(self, blocks: Iterable[BlockWeights]) -> None:
+        """Takes gradients that came behind their block's own accumulate, by a further one: a step that left the traced order.
+
+        Gradients go home by accumulates and by nothing else. Whoever shares a home must hear of each: those of the schedule are known to all, and these are
+        told of as departures.
+        """
+        assert self._gradients is not None
+        for block in blocks:
+            if self._gradients.awaits_accumulate(block):
+                self._depart(f"the gradient of block {block.name!r} came where the schedule had passed its accumulate")
+                self.do(Accumulate(block.index))
 
     def _update_late(self) -> None:
         """Gradients that arrived where the schedule had passed their block's update: a step that left the traced order."""

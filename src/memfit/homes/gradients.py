@@ -136,6 +136,10 @@ class GradientHomes:
         """A parameter of the block has a gradient that is not at its home."""
         return any(self._on_device(slot) is not None for slot in block.slots)
 
+    def awaits_accumulate(self, block: BlockWeights) -> bool:
+        """A gradient of the block is here that an accumulate would take to its home elsewhere."""
+        return block.index in self._homes and self.has_on_device(block)
+
     def held_bytes(self, slot: ParameterSlot) -> int:
         """Bytes of the parameter's gradient on the device; 0 if there is none."""
         gradient = self._on_device(slot)
@@ -170,7 +174,8 @@ class GradientHomes:
             if gradient is None:
                 continue
             self._give_up(slot)
-            gradient = _dense(gradient, slot)
+            # Before it is added to the sum: the sum at home is one of sums over all who share it.
+            gradient = home.reduce(_dense(gradient, slot))
             if slot.name in self._held:
                 gradient = gradient.to(slot.master_dtype)
                 _add_home(gradient, home, slot)

@@ -143,6 +143,13 @@ class ByteHome(Protocol):
         """Begins to bring the whole to where compute runs, into a storage that lives until the transfer was waited for."""
         return self.read(0, self.nbytes, into, into_offset)
 
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Sums a parameter's dense gradient over all who share the home, for whom it is added to what rests there: itself, for a home of one process.
+
+        Called once an `accumulate` for each parameter that has one, in the block's order, by the thread that computes.
+        """
+        return gradient
+
     def close(self) -> None:
         """Gives up what it holds. Nothing may use it afterwards."""
 

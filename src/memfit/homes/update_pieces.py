@@ -80,15 +80,20 @@ class PieceUpdates:
         self._noise = noise
 
     def cut(self, block: BlockWeights) -> Iterator[UpdatePiece]:
-        """The pieces of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
+        """The pieces of a block that are held here; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
         for slot in block.slots:
             if not self._is_due(slot):
                 continue
-            size = PIECE_ELEMENTS if self._is_elementwise(slot) else max(slot.numel, 1)
-            starts = range(0, max(slot.numel, 1), size)
+            is_elementwise, held = self._is_elementwise(slot), slot.held
+            # Whoever needs a whole parameter has all of it: shares of such optimizers are of whole parameters.
+            assert is_elementwise or len(held) in (0, slot.numel)
+            if not held and slot.numel:
+                continue
+            size = PIECE_ELEMENTS if is_elementwise else max(slot.numel, 1)
+            starts = range(held.start, max(held.stop, held.start + 1), size)
             for start in starts:
-                count = min(size, slot.numel - start)
-                yield UpdatePiece(slot, start, count, start == 0, start == starts[-1])
+                count = min(size, held.stop - start)
+                yield UpdatePiece(slot, start, count, start == starts[0], start == starts[-1])
 
     def _is_due(self, slot: ParameterSlot) -> bool:
         return slot.name in self.trained and self._gradients.has(slot)

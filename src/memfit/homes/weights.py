@@ -35,6 +35,7 @@ from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, p
 class ParameterSlot:
     """Where one parameter lies in its block's flat buffer, and its dense layout there.
 
+    `held`: the elements, in its memory order, whose master and states this process updates: all of them, where no home is shared.
     `master_*`: the same of its master, in the layout of masters and gradients. `given_dtype`: the parameter's, when it came. See [Note: masters].
     """
 
@@ -51,6 +52,7 @@ class ParameterSlot:
     master_dtype: torch.dtype
     master_offset_bytes: int
     master_nbytes: int
+    held: range
 
     def view(self, storage: torch.UntypedStorage, base_bytes: int = 0) -> torch.Tensor:
         """The parameter's place in a storage laid out as the block's flat buffer."""
@@ -115,6 +117,7 @@ class BlockWeights:
                 master_dtype=master_dtype,
                 master_offset_bytes=master_offset,
                 master_nbytes=master_nbytes,
+                held=range(p.numel()),
             )
             for (n, p), offset, master_offset, (nbytes, master_nbytes), (dtype, master_dtype) in zip(
                 parameters, offsets, master_offsets, sizes, dtypes, strict=True
