@@ -196,7 +196,7 @@ class Phases:
     def watch(self) -> None:
         """Puts itself around what memfit does, in this process."""
         from memfit.checkpoints import checkpointer, run_store
-        from memfit.job import job
+        from memfit.job import job, step_runner
 
         def around(holder: Any, name: str, phase: Callable[[Any, dict[str, Any]], str]) -> None:
             inner = getattr(holder, name)
@@ -219,15 +219,15 @@ class Phases:
             lambda _, known: "the first commit" if known.get("is_first") else "committing",
         )
         around(
-            job.Job,
+            step_runner.StepRunner,
             "_step",
             lambda *_: "the step made again" if self._visits["replanning"] > self._answered else "a step",
         )
-        around(job.Job, "_make_tighter", lambda *_: "replanning")
-        around(job, "assemble_fitting", lambda *_: "replanning")
+        around(step_runner.StepRunner, "_make_tighter", lambda *_: "replanning")
+        around(step_runner, "assemble_fitting", lambda *_: "replanning")
         around(job.Job, "save", lambda *_: "saving")
         around(job.Job, "close", lambda *_: "closing")
-        around(import_module("memfit.api.fit"), "_plan_job", lambda *_: "planning and loading")
+        around(import_module("memfit.api.fit"), "_begin", lambda *_: "planning and loading")
 
     _answered = 0
     _is_interrupted = False

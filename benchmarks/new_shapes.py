@@ -65,7 +65,7 @@ def measure(name: str, layers: int, shapes: int) -> dict[str, Any]:
     for index in range(shapes):
         tokens = batch(PLACES + 1 + index)
         began = time.process_time()
-        assembly.look_at(tokens)
+        assembly.shapes.try_batch(tokens)
         found.append(time.process_time() - began)
     job.close()
     return {

@@ -331,7 +331,8 @@ def machine(setting: Setting) -> None:
     """Versions, then what memfit's probe finds, then both ways of the link at once."""
     from gpu_check.views import describe
     from memfit.core.limits import Limits
-    from memfit.job.machine import Machine
+    from memfit.job.machine import open_machine
+    from memfit.job.probing import probe
 
     setting.notes.note(**describe(setting.device, setting.directory))
     one = torch.zeros(1, device=setting.device)
@@ -340,8 +341,8 @@ def machine(setting: Setting) -> None:
     driver = device_bytes_by_driver(setting.device)
     setting.notes.note(context_bytes=None if driver is None else driver - reserved)
     del one
-    probed = Machine(setting.device, Limits(), is_emulated=False).probe(
-        setting.directory / "homes", probes_bf16=True, probes_codecs=True
+    probed = probe(
+        open_machine(setting.device, Limits()), setting.directory / "homes", probes_bf16=True, probes_codecs=True
     )
     setting.notes.note(hardware=probed.to_json())
     setting.notes.note(both_ways_bytes_per_s=_both_ways(setting.device))

@@ -626,7 +626,7 @@ THREADS = (
     ),
     Mutation(
         says="the generator of the current device is restored, not of the model's",
-        where="memfit.job.saving:_restore_random",
+        where="memfit.job.loading:_restore_random",
         take="devices.of(device).set_rng_state(device, random[1])",
         put="devices.of(device).set_rng_state(torch.device(device.type), random[1])",
         tests=[WAITS + "a_load_restores_the_generator_of_the_models_device[late]"],
@@ -660,7 +660,7 @@ LIMITS = (
     ),
     Mutation(
         says="the probes' matrices are as large as a small limit",
-        where="memfit.job.machine:_probe_flops",
+        where="memfit.job.probing:_probe_flops",
         take="_PROBE_DEVICE_SIZE if",
         put="6144 if",
         tests=[WAITS + "probes_fit_the_reserve_of_every_plan[late]"],
@@ -698,7 +698,7 @@ HOST = (
     ),
     Mutation(
         says="weights that were changed between steps are gone before they are home",
-        where="memfit.job.assembly:Assembly.write_home",
+        where="memfit.job.contents:Contents.write_home",
         take="ticket.wait()",
         put="pass",
         tests=[TRAVELS.format("whole-host")],

@@ -32,8 +32,8 @@ from memfit.homes.staging import Staged, Staging
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import Gate, UpdateWorker
 from memfit.huggingface.caches import OffloadedCaches
-from memfit.job import machine
-from memfit.job.saving import _restore_random
+from memfit.job import machine, probing
+from memfit.job.loading import _restore_random
 from memfit.store import DiskIO, ScratchFile
 from memfit.verification.meters import AcceleratorMeter
 
@@ -511,7 +511,7 @@ def test_probes_fit_the_reserve_of_every_plan(
 ) -> None:
     monkeypatch.setattr(torch, "mm", lambda a, b, out: out)  # a probe's seconds are not the subject
     meter.set_limit(torch.accelerator.memory_reserved(device) + DEVICE_RESERVE_BYTES)
-    assert machine._probe_flops(device, torch.float32) > 0
+    assert probing._probe_flops(device, torch.float32) > 0
 
 
 def test_a_load_restores_the_generator_of_the_models_device(device: torch.device, tmp_path: Path) -> None:

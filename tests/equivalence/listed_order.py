@@ -31,12 +31,14 @@ class FollowedJob:
         timeline = recorder.timeline()
         self.timelines.append(timeline)
         if not result.departures:
-            listed = [str(operation.action) for operation in assembly.prepare(batch).step]
+            listed = [str(operation.action) for operation in assembly.shapes.prepare(batch).step]
             assert [moment.action for moment in timeline.moments] == listed
         begins = [moment.start_s for moment in timeline.moments]
         assert begins == sorted(begins)
         assert all(moment.start_s <= moment.end_s for moment in timeline.moments)
-        named = {token.kind for o in assembly.prepare(batch).step for token in (*o.waits, *o.waits_after, *o.after)}
+        named = {
+            token.kind for o in assembly.shapes.prepare(batch).step for token in (*o.waits, *o.waits_after, *o.after)
+        }
         assert set(timeline.stalls_s) <= named | {"fetch"}, "waited for what no operation names"
         return result
 

@@ -22,7 +22,7 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import TIERS, Tier
-from memfit.job.saving import load
+from memfit.job.loading import load
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
 

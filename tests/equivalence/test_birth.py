@@ -282,7 +282,7 @@ def test_optimizer_states_go_into_a_model_built_empty_and_training_goes_on(
     model = born(lambda: zoo.gpt2().model, draws=False)
     ours = torch.optim.AdamW(model.parameters())
     if way == "load_state_dict":
-        from memfit.job.saving import load
+        from memfit.job.loading import load
 
         plain = zoo.gpt2().model
         other = torch.optim.AdamW(plain.parameters())
@@ -316,7 +316,7 @@ def test_states_that_do_not_fit_the_optimizer_are_refused_and_the_job_goes_on(tm
 
 
 def test_a_saved_job_goes_into_a_model_built_empty_through_fit_and_not_through_load(tmp_path: Path) -> None:
-    from memfit.job.saving import load
+    from memfit.job.loading import load
 
     case = zoo.ZOO["mixtral"]()
     with fit_case(case) as job:

@@ -68,14 +68,14 @@ def start(allocator: Allocator, directory: Path, *, is_empty: bool, layers: int)
 
 def weights(job: Any) -> list[Tensor]:
     with job.weights():
-        return [p.detach().clone() for p in job._assembly.parts.model.parameters()]
+        return [p.detach().clone() for p in job._assembly.model.parameters()]
 
 
 def test_a_model_larger_than_the_limit_is_kept_home_until_it_is_said_what_becomes_of_it(
     allocator: Allocator, tmp_path: Path
 ) -> None:
     job = start(allocator, tmp_path / "homes", is_empty=True, layers=20)
-    model = job._assembly.parts.model
+    model = job._assembly.model
     with pytest.raises(DoesNotFitError, match=r"job\.close\(restore=False\).*job\.close\(restore=True\)") as caught:
         job.close()
     limit = job.proof().limit_bytes
@@ -95,7 +95,7 @@ def test_nothing_is_brought_back_where_that_is_said_or_an_error_is_on_its_way(
 ) -> None:
     with start(allocator, tmp_path / "one", is_empty=True, layers=20) as job:
         job.close(restore=False)
-    assert all(is_away(p) for p in job._assembly.parts.model.parameters())
+    assert all(is_away(p) for p in job._assembly.model.parameters())
     with pytest.raises(KeyError) as caught, start(allocator, tmp_path / "two", is_empty=True, layers=20) as job:
         raise KeyError("the user's own")
     assert "closed without giving the model back" in caught.value.__notes__[0]
@@ -107,9 +107,9 @@ def test_what_fits_or_was_whole_before_comes_back(
     is_empty: bool, layers: int, allocator: Allocator, tmp_path: Path
 ) -> None:
     with start(allocator, tmp_path / "homes", is_empty=is_empty, layers=layers) as job:
-        model = job._assembly.parts.model
+        model = job._assembly.model
         allocator.set_limit(None)
         before = weights(job)
     for p, values in zip(model.parameters(), before, strict=True):
         assert same_bits(p.detach(), values)
-    assert len(job._assembly.parts.optimizer.state) == LAYERS
+    assert len(job._assembly.setup.optimizer.state) == LAYERS

@@ -19,7 +19,7 @@ from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.huggingface.conversions import file_tensors, loading_conversions
-from memfit.job.saving import load
+from memfit.job.loading import load
 from memfit.tensors.guard import is_away
 
 KNOWN = ("gpt2", "llama", "mixtral", "t5", "bert", "vit", "resnet", "albert")

@@ -19,7 +19,7 @@ from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 from memfit.formats import BlockFormat, find_format
 from memfit.homes import update_pieces
-from memfit.job import saving
+from memfit.job import loading
 from memfit.tensors.noise import RoundingNoise
 
 WIDTH = 96
@@ -232,7 +232,7 @@ def test_a_save_holds_decoded_states_and_training_goes_on_bit_for_bit(
         live = optimizer.state_dict()["state"]
     again = build()
     resumed = adamw(again)
-    assert saving.load(tmp_path / "saved", again, resumed).steps == 2
+    assert loading.load(tmp_path / "saved", again, resumed).steps == 2
     for index, parameter in enumerate(again.parameters()):
         for key, value in live[index].items():
             assert torch.equal(resumed.state[parameter][key], value)

@@ -13,6 +13,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
+from memfit.job.preparing import prepare
 
 TOWER = Tower(width=64)
 
@@ -56,7 +57,7 @@ def test_another_shape_leaves_the_reserve_of_a_process_free_as_the_sample_does(m
     with memfit.fit(model, adamw(model), loss, TOWER.batch(0), plan=Plan()) as job:
         other = {name: torch.cat([tensor] * 2) for name, tensor in TOWER.batch(0).items()}
         machine, assembly = job._machine, job._assembly
-        peak = assembly.parts.prepare(other, job.plan).timeline.peak_bytes
+        peak = prepare(assembly.setup, job.plan, other, adds_apart=False).timeline.peak_bytes
         monkeypatch.setattr(machine, "armed_bytes", peak + machine.reserve_bytes() - 1)
         with pytest.raises(DoesNotFitError, match="a batch of 128 rows"):
             job.step(other)

@@ -205,7 +205,7 @@ def test_a_step_that_reads_something_else_than_was_guessed_is_right_and_told() -
 def test_shapes_that_alternate_are_planned_for_once_each_and_a_bounded_number_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memfit.job.assembly._SHAPES", 3)
+    monkeypatch.setattr("memfit.job.preparing._SHAPES", 3)
     traced: list[int] = []
     plain = Problem.profile_for
 

@@ -19,7 +19,7 @@ from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import Tier
 from memfit.homes.split import SplitMasters
-from memfit.job.saving import load
+from memfit.job.loading import load
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
 

@@ -20,7 +20,6 @@ from equivalence.compare import assert_equal_training
 from equivalence.listed_order import FollowedJob
 from equivalence.plain import adamw
 from equivalence.with_memfit import fit_known, profile_by_name
-from memfit.api import task
 from memfit.core import schedule as schedules
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
@@ -28,6 +27,7 @@ from memfit.core.profile import Profile
 from memfit.core.schedule import Commit, Schedule, Update
 from memfit.core.step import Token
 from memfit.core.tiers import Tier
+from memfit.job import preparing
 from memfit.prediction import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.check import check_schedule
@@ -57,7 +57,7 @@ def build_with_settles(plan: Plan, profile: Profile, *, clips_norm: bool) -> Sch
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     patterns = [*schedules._PATTERNS, (re.compile("settle"), lambda _: Settle())]
     monkeypatch.setattr(schedules, "_PATTERNS", patterns)
-    monkeypatch.setattr(task, "build_step", build_with_settles)
+    monkeypatch.setattr(preparing, "build_step", build_with_settles)
 
 
 def test_an_action_that_waits_is_known_to_everybody_by_what_it_says_of_itself(tmp_path: Path) -> None:

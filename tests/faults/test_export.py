@@ -17,7 +17,7 @@ from memfit.cli import app
 from memfit.core.errors import StoreError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.job.exporting import export_run, read_registered, remove_run, verify_run
-from memfit.job.saving import load
+from memfit.job.loading import load
 
 SHARD_BYTES = 60_000
 

@@ -221,7 +221,7 @@ def test_a_step_under_way_is_told_and_exported_when_it_is_made(tmp_path: Path, m
     assert killed_at(3, monkeypatch, moved, plan, options) == ["sealed", "decided", "moved", "moved"]
     export_run(moved, tmp_path / "out")
     made = build("tied-and-frozen")
-    loaded = memfit.job.saving.load(tmp_path / "out", made, adamw(made))
+    loaded = memfit.job.loading.load(tmp_path / "out", made, adamw(made))
     assert loaded.steps == 1
     with pytest.warns(MemfitWarning, match="had been decided"):
         Loop(moved, plan=plan, **options).die()

@@ -26,7 +26,7 @@ from memfit.engine.loss_scaling import LossScaler
 from memfit.files.checkpoint import CheckpointFile
 from memfit.files.trainer import FILE_NAME
 from memfit.job.exporting import export_run
-from memfit.job.saving import load
+from memfit.job.loading import load
 from memfit.store import verify
 from memfit.store.journal import RECORD, Journal
 from memfit.store.state import decode_state, encode_state

@@ -18,7 +18,7 @@ from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
 from memfit.job.exporting import export_run
-from memfit.job.saving import load
+from memfit.job.loading import load
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

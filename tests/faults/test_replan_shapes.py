@@ -191,7 +191,7 @@ def test_rows_that_are_fewer_than_microbatches_change_no_number_for_the_others(t
 
 def broken_once(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The next assemblies fail once they have moved in."""
-    begin = Assembly._start
+    begin = Assembly.start
     left = [times]
 
     def start(assembly: Assembly, interrupts: Any) -> None:
@@ -200,7 +200,7 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
             raise StoreError("the disk is full")
         begin(assembly, interrupts)
 
-    monkeypatch.setattr(Assembly, "_start", start)
+    monkeypatch.setattr(Assembly, "start", start)
 
 
 @pytest.mark.slow

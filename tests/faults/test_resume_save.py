@@ -13,7 +13,7 @@ from torch import nn
 import memfit
 from faults.small_run import PLANS, WIDTH, adamw, build, draw, loss, profile
 from memfit.core.errors import MemfitError, StoreError, UsageError
-from memfit.job.saving import load
+from memfit.job.loading import load
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

@@ -16,7 +16,7 @@ from faults.small_run import FORMATS, adamw, build, profile
 from memfit.core.errors import StoreError
 from memfit.files.trainer import FILE_NAME
 from memfit.job.exporting import export_run
-from memfit.job.saving import load
+from memfit.job.loading import load
 
 pytestmark = pytest.mark.usefixtures("generators_as_before")
 

@@ -55,7 +55,7 @@ def test_a_limit_of_disk_counts_the_store_and_what_lies_beside_it(tmp_path: Path
     offloading = Plan(calls=plans.fates(found, CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.DISK)))
     for number, plan in enumerate((resident, on_disk, offloading)):
         job = fit(tmp_path / f"free-{number}", plan, ROWS)
-        needed = disk_bytes_with_store(plan, job.profile, job._assembly.parts.prepared.timeline.peak_in(Tier.DISK))
+        needed = disk_bytes_with_store(plan, job.profile, job._assembly.planned.prepared.timeline.peak_in(Tier.DISK))
         claimed = store_bytes(plan, job.profile)
         # Homes on disk lie in the store: only gradients, which have no spare slot, and activations take more.
         assert (needed == claimed) == (plan is resident)

@@ -418,7 +418,7 @@ def test_a_last_batch_of_one_row_holds_what_its_prediction_says(order: Order, tm
     try:
         last = {name: values[:1].clone() for name, values in subject.batch().items()}
         job.step(last)
-        prepared = job._assembly.prepare(last)
+        prepared = job._assembly.shapes.prepare(last)
         assert prepared.microbatches == 1
         intervals = measure_step(job, last, prepared.timeline, allocator, before_bytes)
         texts = deviations(Found(intervals, prepared.timeline, SMALL_BYTES))

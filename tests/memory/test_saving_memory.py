@@ -16,7 +16,7 @@ from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.files.writer import PIECE_BYTES
-from memfit.job.saving import load
+from memfit.job.loading import load
 
 LAYERS, WIDTH = 4, 1800
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

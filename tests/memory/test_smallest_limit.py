@@ -19,7 +19,7 @@ from memfit.allocator import install
 from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Limits
 from memfit.core.units import MIB
-from memfit.job.machine import Machine
+from memfit.job.machine import open_machine
 from memfit.job.room import Room
 from memfit.verification.meters import ProcessMeter
 
@@ -180,7 +180,7 @@ def test_what_is_there_at_first_counts_states_that_an_optimizer_makes_when_it_is
     model = nn.Linear(1024, 4096)
     optimizer = torch.optim.Adagrad(model.parameters())
     assert optimizer.state
-    machine = Machine(torch.device("cpu"), Limits(), is_emulated=False)
+    machine = open_machine(torch.device("cpu"), Limits())
     resident = ProcessMeter().resident_bytes().whole_bytes
     assert machine.load_bytes(model, leaves=True) >= resident
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.api.advise import advise
-from memfit.api.choosing import Choice, choose
+from memfit.api.choosing import Choice, Wanted, choose
 from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget, Limits
@@ -20,7 +20,7 @@ from memfit.core.numerics import ALLOWANCES, GAIN, TECHNIQUES, Exactness, Wish, 
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.huggingface.causal_loss import LossNotChunkedError
-from memfit.job.machine import Machine
+from memfit.job.machine import open_machine
 from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import list_candidates
 from memfit.planning.refusals import Refusal
@@ -126,7 +126,7 @@ class _Language:
         )
         self.tokens = torch.randint(12000, (1, 128))
         self.profile = self.problem.profile(self.tokens, (1,), chunk_tokens=None)
-        self.machine = Machine(torch.device("cpu"), Limits.read(None), is_emulated=False)
+        self.machine = open_machine(torch.device("cpu"), Limits.read(None))
 
     @staticmethod
     def loss(model: nn.Module, tokens: Any) -> Any:
@@ -134,8 +134,8 @@ class _Language:
 
     def choose(self, nbytes: int, numerics: Wish = "auto") -> Choice:
         return choose(
-            self.problem, self.tokens, self.profile, _budget(nbytes), MACHINE, self.machine, allow=(), may_split=True,
-            clips_norm=False, load_bytes=0, numerics=numerics,
+            self.problem, self.tokens, self.profile, _budget(nbytes), MACHINE, self.machine,
+            Wanted(allow=(), may_split=True, clips_norm=False, load_bytes=0, numerics=numerics),
         )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ from memfit.core.tiers import Tier
 from memfit.files import replace, writer
 from memfit.files.json_values import decode_value, encode_value
 from memfit.files.tensor_bytes import row_major_parts
-from memfit.job.saving import load, save_job
+from memfit.job.loading import load
+from memfit.job.saving import save_job
 from memfit.recipes import find_recipe
 from memfit.store import FileOperations
 

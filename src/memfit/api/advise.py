@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.api.choosing import choose, in_dtype
+from memfit.api.choosing import Wanted, choose, in_dtype
 from memfit.batches.batch import UncuttableError
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
@@ -23,8 +23,9 @@ from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
-from memfit.job.machine import Machine, device_of
+from memfit.job.machine import device_of, open_machine
 from memfit.job.plan_checks import check_effect
+from memfit.job.probing import probe
 from memfit.job.problem import (
     Loss,
     Problem,
@@ -115,7 +116,7 @@ def advise(
     """
     allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm, numerics)
-    machine = Machine(device_of(model), Limits.read(limit), is_emulated=False)
+    machine = open_machine(device_of(model), Limits.read(limit))
     problem = Problem(
         model=model,
         loss=loss,
@@ -128,36 +129,14 @@ def advise(
     here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
     has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
     budget = machine.budget(here, beside(model, optimizer, sample))
-    probed = hardware or machine.probe(directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+    probed = hardware or probe(machine, directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
     clips_norm = max_grad_norm is not None
     if plan is not None:
         given = read_plan(plan)
         check_precision(given, model, allow)
-        problem = replace(problem, cut=problem.ways(sample, None)[0])
-        found = problem.profile_for(given, sample)
-        check_exact(given, found, numerics)
-        declared = declare(given, found, allow=allow, why="the plan was given")
-        speeds = in_dtype(probed, given.compute_dtype)
-        schedule = build_step(given, found, clips_norm=clips_norm)
-        check_schedule(schedule, given, found, clips_norm=clips_norm)
-        return Advice(
-            plan=given,
-            reason=f"given by the user. {declared.sentence()}",
-            numerics=declared,
-            schedule=schedule,
-            timeline=predict(lower(schedule, given, found, device=speeds.device), speeds),
-            budget=budget,
-            profile=found,
-            hardware=speeds,
-        )
+        return _price(problem, sample, given, budget, probed, allow=allow, clips_norm=clips_norm)
     problem, whole = _cut_and_profiled(problem, sample)
-    chosen = choose(
-        problem,
-        sample,
-        whole,
-        budget,
-        probed,
-        machine,
+    wanted = Wanted(
         allow=allow,
         may_split=whole.may_split,  # that the loss adds up is shown by `fit`, which runs it
         clips_norm=clips_norm,
@@ -165,6 +144,7 @@ def advise(
         load_bytes=machine.load_bytes(model) if has_bytes else 0,
         numerics=numerics,
     )
+    chosen = choose(problem, sample, whole, budget, probed, machine, wanted)
     declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
     return Advice(
         plan=chosen.plan,
@@ -177,6 +157,36 @@ def advise(
         hardware=chosen.hardware,
         ladder=chosen.found.ladder,
         chosen=chosen.found.name,
+    )
+
+
+def _price(
+    problem: Problem,
+    sample: Any,
+    plan: Plan,
+    budget: Budget,
+    hardware: Hardware,
+    *,
+    allow: Collection[str],
+    clips_norm: bool,
+) -> Advice:
+    """Prices a plan that is given."""
+    problem = replace(problem, cut=problem.ways(sample, None)[0])
+    found = problem.profile_for(plan, sample)
+    check_exact(plan, found, problem.numerics)
+    declared = declare(plan, found, allow=allow, why="the plan was given")
+    speeds = in_dtype(hardware, plan.compute_dtype)
+    schedule = build_step(plan, found, clips_norm=clips_norm)
+    check_schedule(schedule, plan, found, clips_norm=clips_norm)
+    return Advice(
+        plan=plan,
+        reason=f"given by the user. {declared.sentence()}",
+        numerics=declared,
+        schedule=schedule,
+        timeline=predict(lower(schedule, plan, found, device=speeds.device), speeds),
+        budget=budget,
+        profile=found,
+        hardware=speeds,
     )
 
 

@@ -55,33 +55,11 @@ class Choice:
     why: str = ""
 
 
-def choose(
-    problem: Problem,
-    sample: Any,
-    first: Profile,
-    budget: Budget,
-    hardware: Hardware,
-    machine: Machine,
-    *,
-    allow: Collection[str],
-    may_split: bool,
-    clips_norm: bool,
-    load_bytes: int,
-    like: Plan | None = None,
-    scheme: Scheme | None = None,
-    checks_split: bool = True,
-    numerics: Wish = "auto",
-    commits: float = 0.0,
-) -> Choice:
-    """The fastest plan that fits, with the loss whole or, where it is a known one, in chunks, in every dtype and format of states that is allowed.
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a plan is looked for with.
 
-    Args:
-        problem: what is trained.
-        sample: a batch.
-        first: its profile in the given dtype with the loss whole, for all `problem.counts`.
-        budget: of the device.
-        hardware: what plans are priced on.
-        machine: the limits of host memory and disk are its.
+    Attributes:
         allow: declared changes of arithmetic.
         may_split: the batch may be cut.
         clips_norm: gradients are clipped by their global norm.
@@ -91,85 +69,48 @@ def choose(
         checks_split: a plan that cuts the batch is to be shown to mean the same, which takes memory too.
         numerics: see `core.numerics.Wish`.
         commits: to the store, a step.
+    """
+
+    allow: Collection[str]
+    may_split: bool
+    clips_norm: bool
+    load_bytes: int
+    like: Plan | None = None
+    scheme: Scheme | None = None
+    checks_split: bool = True
+    numerics: Wish = "auto"
+    commits: float = 0.0
+
+
+def choose(
+    problem: Problem,
+    sample: Any,
+    first: Profile,
+    budget: Budget,
+    hardware: Hardware,
+    machine: Machine,
+    wanted: Wanted,
+) -> Choice:
+    """Chooses the fastest plan that fits.
+
+    It looks at the loss whole and, where it is a known one, in chunks, in every dtype and format of states that is allowed.
+
+    Args:
+        problem: what is trained.
+        sample: a batch.
+        first: its profile in the given dtype with the loss whole, for all `problem.counts`.
+        budget: of the device.
+        hardware: what plans are priced on.
+        machine: the limits of host memory and disk are its.
+        wanted: what is allowed, and what plans must leave room for.
 
     Raises:
         DoesNotFitError: no plan does.
     """
-    may_chunk = numerics != "exact" and knows_loss(problem.model)
-    chunks = [None, chunk_tokens(problem.model)] if may_chunk else [None]
-    dtypes = [ComputeDtype.GIVEN]
-    wanted = {
-        ComputeDtype.BFLOAT16: "bf16" in allow or WITHOUT_MASTERS in allow,
-        # A CPU gains no speed from fp16's products: there such a plan must be given.
-        ComputeDtype.FLOAT16: "fp16" in allow and hardware.device != "cpu",
-        ComputeDtype.FLOAT16_WEIGHTS: FP16_WEIGHTS in allow and hardware.device != "cpu",
-    }
-    dtypes += [
-        compute for compute, is_wanted in wanted.items() if is_wanted and unfit_for(compute, problem.model) is None
-    ]
-    formats = [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in allow)]
-    if like is not None:
-        dtypes, formats = [like.compute_dtype], [like.state_format]
-    choices: list[tuple[int, Choice]] = []
-    refusals: list[DoesNotFitError] = []
-    # Ways to compute, the more exact first; looked at in the order of their speed, as far as they can still win: a trace of each costs seconds.
-    ways = list(product(dtypes, chunks))
-    least_s = [_compute_seconds(first, in_dtype(hardware, compute)) for compute, _ in ways]
-    unchanged_s: list[float] = []
-    untried = ""
-    for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
-        compute, chunk = ways[way]
-        best_s = min((choice.found.weighed_s for _, choice in choices), default=math.inf)
-        if best_s < _SURELY_LESS * least_s[way]:
-            unchanged_s.append(least_s[way])  # may fit, for all that is known
-            break
-        if chunk is not None and any(_leaves_no_gain(choice, compute, best_s) for _, choice in choices):
-            continue
-        is_first = compute is ComputeDtype.GIVEN and chunk is None
-        counts = problem.counts(sample)
-        try:
-            traced = first if is_first else problem.profile(sample, counts, chunk_tokens=chunk, compute=compute)
-        except UnsupportedError as error:
-            if chunk is None:
-                raise
-            if not isinstance(error, LossNotChunkedError):
-                untried = f" The loss was not tried in chunks: {str(error).splitlines()[0]}."
-            continue
-        speeds = in_dtype(hardware, compute)
-        for states in formats:
-            profile = problem.with_states(traced, compute, states)
-            if states is not StateFormat.GIVEN and not any(profile.encoded_elements.values()):
-                continue
-            try:
-                found = choose_plan(
-                    profile,
-                    budget,
-                    speeds,
-                    allow=frozenset(allow),
-                    clips_norm=clips_norm,
-                    compute=compute,
-                    splits_allowed=may_split,
-                    like=like,
-                    tiers=machine.tiers,
-                    limits=machine.limits.by_tier,
-                    scheme=scheme,
-                    checked_rows=checked_rows(problem.cut) if checks_split and "nonadditive-loss" not in allow else 0,
-                    numerics=numerics,
-                    commits=commits,
-                    decided={"loss_chunk_tokens": chunk, "state_format": states},
-                )
-            except DoesNotFitError as error:
-                refusals.append(error)
-                continue
-            if found.unchanged_s is not None:
-                unchanged_s.append(found.unchanged_s)
-            reason = _words(found, found.plan)
-            choice = Choice(plan=found.plan, reason=reason, profile=profile, hardware=speeds, found=found)
-            choices.append((way, choice))
-    if not choices:
-        raise _refusal(refusals, load_bytes, varies=machine.counts_process)
-    # Of equally fast ones the more exact.
-    best = min(choices, key=lambda found: (found[1].found.weighed_s, found[0]))[1]
+    search = _Search(problem, sample, first, budget, hardware, machine, wanted)
+    search.run()
+    best = search.best()
+    load_bytes = wanted.load_bytes
     if budget.limit_bytes is not None and load_bytes > budget.limit_bytes:
         raise Refusal(
             budget=budget,
@@ -183,7 +124,141 @@ def choose(
             load_bytes=load_bytes,
             varies=machine.counts_process,
         ).error()
-    return replace(best, reason=best.reason + untried, why=_why_regrouped(best, min(unchanged_s, default=None)))
+    why = _why_regrouped(best, min(search.unchanged_s, default=None))
+    return replace(best, reason=best.reason + search.untried, why=why)
+
+
+class _Search:
+    """One search over ways to compute: (dtype, tokens of a chunk of the loss).
+
+    Attributes:
+        choices: plans that fit, with the number of their way; a smaller one is more exact.
+        refusals: what did not fit.
+        unchanged_s: least seconds of plans with plain PyTorch's own sums.
+        untried: why the loss was not tried in chunks, in words.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        sample: Any,
+        first: Profile,
+        budget: Budget,
+        hardware: Hardware,
+        machine: Machine,
+        wanted: Wanted,
+    ) -> None:
+        self._problem = problem
+        self._sample = sample
+        self._first = first
+        self._budget = budget
+        self._hardware = hardware
+        self._machine = machine
+        self._wanted = wanted
+        self.choices: list[tuple[int, Choice]] = []
+        self.refusals: list[DoesNotFitError] = []
+        self.unchanged_s: list[float] = []
+        self.untried = ""
+
+    def run(self) -> None:
+        """Looks at the ways in the order of their speed, as far as they can still win: a trace of each costs seconds."""
+        ways = list(product(self._dtypes(), self._chunks()))
+        least_s = [_compute_seconds(self._first, in_dtype(self._hardware, compute)) for compute, _ in ways]
+        for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
+            compute, chunk = ways[way]
+            best_s = min((choice.found.weighed_s for _, choice in self.choices), default=math.inf)
+            if best_s < _SURELY_LESS * least_s[way]:
+                self.unchanged_s.append(least_s[way])  # may fit, for all that is known
+                break
+            if chunk is not None and any(_leaves_no_gain(choice, compute, best_s) for _, choice in self.choices):
+                continue
+            self._try_way(way, compute, chunk)
+
+    def best(self) -> Choice:
+        """Returns the fastest choice; of equally fast ones the more exact. Raises `DoesNotFitError` if there is none."""
+        if not self.choices:
+            raise _refusal(self.refusals, self._wanted.load_bytes, varies=self._machine.counts_process)
+        return min(self.choices, key=lambda found: (found[1].found.weighed_s, found[0]))[1]
+
+    def _dtypes(self) -> list[ComputeDtype]:
+        """Returns the dtypes that are allowed, the more exact first."""
+        allow, like = self._wanted.allow, self._wanted.like
+        if like is not None:
+            return [like.compute_dtype]
+        is_fast = (
+            self._hardware.device != "cpu"
+        )  # a CPU gains no speed from fp16's products: there such a plan must be given
+        wanted = {
+            ComputeDtype.BFLOAT16: "bf16" in allow or WITHOUT_MASTERS in allow,
+            ComputeDtype.FLOAT16: "fp16" in allow and is_fast,
+            ComputeDtype.FLOAT16_WEIGHTS: FP16_WEIGHTS in allow and is_fast,
+        }
+        chosen = [one for one, is_wanted in wanted.items() if is_wanted and unfit_for(one, self._problem.model) is None]
+        return [ComputeDtype.GIVEN, *chosen]
+
+    def _chunks(self) -> list[int | None]:
+        model = self._problem.model
+        may_chunk = self._wanted.numerics != "exact" and knows_loss(model)
+        return [None, chunk_tokens(model)] if may_chunk else [None]
+
+    def _formats(self) -> list[StateFormat]:
+        if self._wanted.like is not None:
+            return [self._wanted.like.state_format]
+        return [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in self._wanted.allow)]
+
+    def _try_way(self, way: int, compute: ComputeDtype, chunk: int | None) -> None:
+        problem = self._problem
+        is_first = compute is ComputeDtype.GIVEN and chunk is None
+        try:
+            counts = problem.counts(self._sample)
+            traced = (
+                self._first if is_first else problem.profile(self._sample, counts, chunk_tokens=chunk, compute=compute)
+            )
+        except UnsupportedError as error:
+            if chunk is None:
+                raise
+            if not isinstance(error, LossNotChunkedError):
+                self.untried = f" The loss was not tried in chunks: {str(error).splitlines()[0]}."
+            return
+        speeds = in_dtype(self._hardware, compute)
+        for states in self._formats():
+            profile = problem.with_states(traced, compute, states)
+            if states is not StateFormat.GIVEN and not any(profile.encoded_elements.values()):
+                continue
+            try:
+                found = self._plan(profile, speeds, compute, chunk, states)
+            except DoesNotFitError as error:
+                self.refusals.append(error)
+                continue
+            if found.unchanged_s is not None:
+                self.unchanged_s.append(found.unchanged_s)
+            choice = Choice(
+                plan=found.plan, reason=_words(found, found.plan), profile=profile, hardware=speeds, found=found
+            )
+            self.choices.append((way, choice))
+
+    def _plan(
+        self, profile: Profile, speeds: Hardware, compute: ComputeDtype, chunk: int | None, states: StateFormat
+    ) -> PlanChoice:
+        wanted, machine = self._wanted, self._machine
+        checks = wanted.checks_split and "nonadditive-loss" not in wanted.allow
+        return choose_plan(
+            profile,
+            self._budget,
+            speeds,
+            allow=frozenset(wanted.allow),
+            clips_norm=wanted.clips_norm,
+            compute=compute,
+            splits_allowed=wanted.may_split,
+            like=wanted.like,
+            tiers=machine.tiers,
+            limits=machine.limits.by_tier,
+            scheme=wanted.scheme,
+            checked_rows=checked_rows(self._problem.cut) if checks else 0,
+            numerics=wanted.numerics,
+            commits=wanted.commits,
+            decided={"loss_chunk_tokens": chunk, "state_format": states},
+        )
 
 
 def _leaves_no_gain(choice: Choice, compute: ComputeDtype, best_s: float) -> bool:

@@ -6,37 +6,36 @@ import gc
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from memfit.api.task import Task, prepared_for
-from memfit.batches.batch import UncuttableError
-from memfit.checkpoints.checkpointer import check_run, stored_reason
+from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_claim
+from memfit.checkpoints.checkpointer import check_run
 from memfit.checkpoints.run_store import RunStore
 from memfit.core.aliases import own_allowances
-from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreInUseError, UnsupportedError, UsageError
+from memfit.core.errors import MemfitWarning, StoreInUseError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
-from memfit.core.numerics import Wish, declare
+from memfit.core.numerics import Wish
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
-from memfit.core.units import format_bytes
 from memfit.deferred.aside import WeightsAside
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_limit
-from memfit.job.machine import Machine, device_of
-from memfit.job.plan_checks import check_effect, lacking_tier, other_sums
+from memfit.job.loading import load_states
+from memfit.job.machine import Machine, device_of, guard, open_machine
+from memfit.job.probing import disk_directory, probe
 from memfit.job.problem import (
     Loss,
     Problem,
@@ -47,10 +46,9 @@ from memfit.job.problem import (
     read_hardware,
     read_plan,
 )
+from memfit.job.setup import Setup
 from memfit.job.user_hooks import tell_hooks
-from memfit.job.weight_sources import bring_from, forget_in, open_sources, take_back_in
-from memfit.planning.candidates import update_time
-from memfit.planning.refusals import Refusal
+from memfit.job.weight_sources import WeightSources, open_sources
 from memfit.profiling.blocks import find_blocks
 from memfit.store import Durability
 from memfit.store.directory import is_there
@@ -173,17 +171,13 @@ def fit(
     limits = Limits.read(limit, host_limit, disk_limit, {tier: each.spec.nbytes for tier, each in further.items()})
     stated = read_hardware(hardware)
     _check_enforce(enforce, limit)
-    uses_kernel = enforce == "kernel"
-    device = device_of(model)
     if enforce and stated is None:
-        check_limit(limits, device, is_emulated=emulate_device)
-    machine = Machine(device, limits, is_emulated=emulate_device, uses_kernel=uses_kernel, further=further)
-    if uses_kernel and not machine.counts_process:
-        raise UsageError(
-            'enforce="kernel" limits the memory of a process: it cannot limit that of a device (host_limit and the allocators do)'
-        )
+        check_limit(limits, device_of(model), is_emulated=emulate_device)
+    machine = open_machine(
+        device_of(model), limits, is_emulated=emulate_device, uses_kernel=enforce == "kernel", further=further
+    )
     home = directory or store or resume
-    with machine.phases("load"), machine.guard("load", enforces=bool(enforce)), ExitStack() as stack:
+    with machine.phases("load"), guard(machine, "load", enforces=bool(enforce)), ExitStack() as stack:
         driver = driver_of(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else read_plan(plan)
@@ -193,50 +187,93 @@ def fit(
         if run is not None and run.is_resumed:
             check_run(run, model, optimizer)
             weights = None  # they are the run's
-        sources = open_sources(model, weights, stack)
-        here = [p for p in model.parameters() if not is_away(p)]
-        budget = machine.budget(here, beside(model, optimizer, sample))
-        lacks_room = machine.counts_process and machine.lacks_room
-        load_bytes = machine.load_bytes(model, leaves=lacks_room)
-        aside: WeightsAside | None = None
-        if lacks_room:
-            aside = stack.enter_context(WeightsAside(here, Machine.disk_directory(home)))
-            machine.forget_peak()
-            sources.insert(0, aside)  # what was put aside comes back before files overwrite it
-        probed = partial(machine.probe, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
-        task = Task(
-            problem=Problem(model=model, loss=loss, driver=driver, block_map=block_map, aside=aside, numerics=numerics),
-            bring=bring_from(sources),
-            forget=forget_in(sources),
-            take_back=take_back_in(sources),
-            sample=sample,
-            load_bytes=load_bytes,
-            machine=machine,
+        loaded = _load(model, weights, home, machine, [*beside(model, optimizer, sample)], stack)
+        probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+        setup = Setup(
+            problem=Problem(
+                model=model, loss=loss, driver=driver, block_map=block_map, aside=loaded.aside, numerics=numerics
+            ),
             optimizer=optimizer,
+            machine=machine,
+            sources=loaded.sources,
+            run=run,
             weight=weight,
             split=split,
             allow=frozenset(allow),
             numerics=numerics,
             max_grad_norm=max_grad_norm,
             directory=directory,
-            run=run,
             keeps_gradients=keep_gradients,
             enforces=bool(enforce),
             replans=on_breach == "replan",
             hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
+            load_bytes=loaded.load_bytes,
         )
-        job = _plan_job(task, given, budget)
-        try:
-            task.check_claim()
-            if saved is not None:
-                job.extra = job.load_states(saved).extra
-            job.begin_run()
-        except BaseException:
-            job.undo()
-            raise
+        job = _begin(setup, sample, given, loaded.budget, saved)
         giving_up.pop_all()  # the directory is the job's now
-        tell_hooks(model)
-        return job
+    tell_hooks(model)
+    return job
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """Where the values of weights are while plans are made.
+
+    Attributes:
+        sources: they come from.
+        aside: weights that were put aside, because there was no room for them and for planning.
+        budget: of the device.
+        load_bytes: held while weights move home.
+    """
+
+    sources: WeightSources
+    aside: WeightsAside | None
+    budget: Budget
+    load_bytes: int
+
+
+def _load(
+    model: nn.Module,
+    weights: str | Path | None,
+    home: str | Path | None,
+    machine: Machine,
+    others: Sequence[torch.Tensor],
+    stack: ExitStack,
+) -> _Loaded:
+    sources = open_sources(model, weights, stack)
+    here = [p for p in model.parameters() if not is_away(p)]
+    budget = machine.budget(here, others)
+    lacks_room = machine.counts_process and machine.lacks_room
+    load_bytes = machine.load_bytes(model, leaves=lacks_room)
+    aside: WeightsAside | None = None
+    if lacks_room:
+        aside = stack.enter_context(WeightsAside(here, disk_directory(home)))
+        machine.forget_peak()
+        sources.insert(0, aside)  # what was put aside comes back before files overwrite it
+    return _Loaded(sources=WeightSources(sources), aside=aside, budget=budget, load_bytes=load_bytes)
+
+
+def _begin(setup: Setup, sample: Any, given: Plan | None, budget: Budget, saved: Path | None) -> Job:
+    """Begins the job: under the given plan, the run's own, or the fastest that fits."""
+    resumed, told = setup.resumed_plan, ""
+    if given is not None:
+        runner = begin_given(setup, sample, given, budget)
+    elif resumed is not None:
+        runner, told = begin_resumed(setup, sample, resumed, budget)
+    else:
+        runner = begin_chosen(setup, sample, budget)
+    if told and setup.run is not None:
+        warnings.warn(
+            f"the run in {setup.run.directory} goes on under another plan. {told}", MemfitWarning, stacklevel=3
+        )
+    try:
+        check_claim(setup)
+        extra = None if saved is None else load_states(saved, runner.assembly, restore_random=True).extra
+        runner.assembly.begin_run()
+    except BaseException:
+        runner.undo()
+        raise
+    return Job(runner, extra)
 
 
 def _save_in(directory: str | Path | None) -> Path | None:
@@ -252,112 +289,6 @@ def _save_in(directory: str | Path | None) -> Path | None:
             "memfit.fit(weights=...), or go on with Trainer"
         )
     return path if state_file(path) is not None else None
-
-
-def _plan_job(task: Task, given: Plan | None, budget: Budget) -> Job:
-    """The job of the given plan, of the run's own, or of the fastest that fits."""
-    if given is not None:
-        return _in_ways(task, given, lambda own: _given_job(own, given, budget))
-    own = task.like
-    if own is None or task.run is None:
-        check_effect(task.problem, task.allow, task.machine.device.type)
-        return _chosen_job(task, budget, lambda _: "")
-    run, why_not = task.run, ""
-
-    def like_before(tried: Task) -> Job | None:
-        nonlocal why_not
-        found, why_not = _own_plan(tried, own, budget)
-        why = "it is the plan that the run had"
-        return None if found is None else tried.checked_job(own, stored_reason(run), found, budget, why=why)
-
-    job = _in_ways(task, own, like_before)
-    if job is not None:
-        return job
-    told = f"The plan that the run had is not taken: {why_not}."
-    job = _chosen_job(task, budget, lambda plan: " ".join(filter(None, ["", told, other_sums(own, plan)])))
-    sums = other_sums(own, job.plan)
-    if sums is not None:
-        warnings.warn(
-            f"the run in {task.run.directory} goes on under another plan. {told} {sums}", MemfitWarning, stacklevel=3
-        )
-    return job
-
-
-def _given_job(task: Task, given: Plan, budget: Budget) -> Job:
-    found = task.trace(given)
-    task.check_fits(given, found, budget)
-    return task.checked_job(given, "given by the user.", found, budget, why="the plan was given")
-
-
-_JobT = TypeVar("_JobT", bound=Job | None)
-
-
-def _in_ways(task: Task, plan: Plan, make: Callable[[Task], _JobT]) -> _JobT:
-    """The job of a plan that is decided, with the first way to cut batches that its microbatches are some by.
-
-    Raises:
-        UnsupportedError, UncuttableError: there is none; what the likeliest one met.
-    """
-    ways = task.problem.ways(task.sample, task.split)
-    if plan.microbatches == 1:
-        return make(task.cut_by(ways[0]))
-    refusal: UncuttableError | UnsupportedError | None = None
-    for way in ways[:-1] or ways:
-        try:
-            return make(task.cut_by(way))
-        except (UncuttableError, UnsupportedError) as error:
-            refusal = refusal or error
-    assert refusal is not None, "not to cut refuses by another error"
-    raise refusal
-
-
-def _chosen_job(task: Task, budget: Budget, remark: Callable[[Plan], str]) -> Job:
-    """The job of the fastest plan that fits; its reason ends with the remark."""
-    ways = task.problem.ways(task.sample, task.split)
-    if budget.limit_bytes is None and task.like is None and not task.has_journal:
-        task = task.cut_by(ways[0])
-        found = task.problem.profile(task.sample, (1,), chunk_tokens=None)
-        plan = Plan(update=update_time(found, clips_norm=False))
-        return task.checked_job(plan, "no limit was given: everything stays on the device.", found, budget, why="")
-    probed = task.hardware()
-    why, whole = "", None
-    for way in ways[:-1]:
-        own = task.cut_by(way)
-        try:
-            found = own.profile_counts()
-        except UncuttableError as error:
-            why = why or str(error)
-            continue
-        chosen = own.choose(found, budget, probed, may_split=found.may_split)
-        note = (
-            ""
-            if found.may_split
-            else _not_cut("the model computes over its batch, or its forward changes what it computes with")
-        )
-        try:
-            reason = chosen.reason + note + remark(chosen.plan)
-            return own.checked_job(chosen.plan, reason, chosen.profile, budget, why=chosen.why)
-        except UnsupportedError as error:
-            if chosen.plan.microbatches == 1:
-                raise
-            why, whole = why or str(error), (own, found)
-    own, found = whole or (task.cut_by(ways[-1]), None)
-    if found is None:
-        found = own.profile_counts()
-        why = why or ways[-1].why_whole(task.sample) or ""
-    try:
-        chosen = own.choose(found, budget, probed, may_split=False)
-    except DoesNotFitError as error:
-        if isinstance(error.refusal, Refusal):
-            raise error.refusal.error(_not_cut(why)) from None
-        error.add_note(_not_cut(why).strip())
-        raise
-    reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
-    return own.job(chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
-
-
-def _not_cut(why: str) -> str:
-    return f" The batch is not cut into microbatches: {why.split('. ', maxsplit=1)[0].rstrip('.')}."
 
 
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
@@ -413,23 +344,6 @@ def _open_run(
         run = make()
     stack.callback(run.close)
     return run
-
-
-def _own_plan(task: Task, plan: Plan, budget: Budget) -> tuple[Profile | None, str]:
-    """Whether a resumed run goes on under the plan that it had, whose sums it has made so far: the profile of the sample under it; or None, and why not."""
-    lacking = lacking_tier(plan, task.machine)
-    if lacking is not None:
-        return None, f"it puts something into the tier {str(lacking)!r}, which this machine does not have"
-    cut = replace(plan, microbatches=task.problem.cut.most(task.sample, plan.microbatches))
-    found = replace(task, numerics="auto").trace(cut)
-    if task.numerics == "exact" and not declare(cut, found).is_exact:
-        return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
-    ready = prepared_for(found, cut, clips_norm=task.clips_norm, device=task.device)
-    peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
-    if left is not None and peak > left:
-        return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
-    excess = task.excess(ready)
-    return (found, "") if excess is None else (None, f"it {excess}")
 
 
 def profile(

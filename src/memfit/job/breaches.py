@@ -31,11 +31,11 @@ from memfit.allocator.kernel import is_refusal
 from memfit.core.errors import DoesNotFitError, LimitBreachError, MemfitError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.core.units import MIB
-from memfit.job.assembly import Assembly
+from memfit.job.assembly import Assembly, assemble
 from memfit.job.forward_passes import check_split
 from memfit.job.interrupts import Interrupts
-from memfit.job.parts import JobParts, Replan
 from memfit.job.plan_checks import other_sums
+from memfit.job.setup import Planned, Replan
 
 TRIES = 3
 """Plans that one step may be tried under after the one that met the limit."""
@@ -91,16 +91,16 @@ def assemble_tighter(
     Raises:
         LimitBreachError: the breach itself, where no tighter plan fits; nothing is left of the job, the last commit is whole.
     """
-    parts, adds_up = before.parts, before.parts.adds_up
+    planned, adds_up = before.planned, before.planned.adds_up
     margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt)
-    peak, step = before.prepare(batch).timeline.peak_bytes, before.steps + 1
+    peak, step = before.shapes.prepare(batch).timeline.peak_bytes, before.steps + 1
     now = before
     try:
         while True:
             now.give_up()
             clear_frames(error)
             foreign_bytes = now.machine.meter.live_bytes()
-            tighter = replan(batch, like=parts.plan, adds_up=adds_up, margin_bytes=margin, below_bytes=peak)
+            tighter = replan(batch, like=planned.plan, adds_up=adds_up, margin_bytes=margin, below_bytes=peak)
             now = _exchange(now, tighter, interrupts)
             if _may_cut(now, batch):
                 break
@@ -116,9 +116,9 @@ def assemble_tighter(
         cause=str(error),
         is_predicted=False,
         foreign_bytes=foreign_bytes,
-        before=parts.plan,
+        before=planned.plan,
         after=now.plan,
-        reason=now.parts.reason,
+        reason=now.planned.reason,
     )
 
 
@@ -140,14 +140,14 @@ def assemble_fitting(
     Raises:
         DoesNotFitError: the refusal, where the plan before could not be taken up again either; nothing is left of the job, the last commit is whole.
     """
-    parts, adds_up, step = before.parts, before.parts.adds_up, before.steps + 1
+    planned, adds_up, step = before.planned, before.planned.adds_up, before.steps + 1
     now = before
     try:
         while True:
             held = list(now.held())
             foreign_bytes = now.machine.meter.live_bytes() - sum(part.nbytes for part in held)
             with now.engine.looking_away():
-                fitting = replan(batch, like=parts.plan, held=held, adds_up=adds_up)
+                fitting = replan(batch, like=planned.plan, held=held, adds_up=adds_up)
             del held
             now.give_up()
             now = _exchange(now, fitting, interrupts)
@@ -157,7 +157,7 @@ def assemble_fitting(
     except (MemfitError, MemoryError, torch.OutOfMemoryError) as other:
         clear_frames(other)
         if not before.has_begun:
-            before = _take_back(now, replace(parts, adds_up=adds_up), excess, other, interrupts)
+            before = _take_back(now, replace(planned, adds_up=adds_up), excess, other, interrupts)
         return before, _refusal(excess, other, "The job goes on under the plan that it has")
     except BaseException:
         if not before.has_begun:
@@ -168,9 +168,9 @@ def assemble_fitting(
         cause=excess,
         is_predicted=True,
         foreign_bytes=foreign_bytes,
-        before=parts.plan,
+        before=planned.plan,
         after=now.plan,
-        reason=now.parts.reason,
+        reason=now.planned.reason,
     )
 
 
@@ -179,18 +179,18 @@ def margin_bytes(limit_bytes: int, attempt: int) -> int:
     return attempt * max(int(_MARGIN_SHARE * limit_bytes), MIB)
 
 
-def _exchange(given_up: Assembly, parts: JobParts, interrupts: Interrupts) -> Assembly:
+def _exchange(given_up: Assembly, planned: Planned, interrupts: Interrupts) -> Assembly:
     """Takes the run up from its last commit under another plan; where that fails, machine and run are still to be ended by the assembly that was given up."""
     before = given_up.run_checkpointer
     before.run.go_back()
-    after = Assembly(parts, scaler=given_up.scaler, interrupts=interrupts, before=before)
+    after = assemble(planned, scaler=given_up.scaler, interrupts=interrupts, before=before)
     given_up.hand_over()
     return after
 
 
 def _may_cut(now: Assembly, batch: Any) -> bool:
     """The plan does not cut batches, or the loss adds up over what it cuts them into."""
-    if now.plan.microbatches == 1 or now.parts.adds_up is not None:
+    if now.plan.microbatches == 1 or now.planned.adds_up is not None:
         return True
     try:
         check_split(now, batch)
@@ -199,11 +199,11 @@ def _may_cut(now: Assembly, batch: Any) -> bool:
     return True
 
 
-def _take_back(now: Assembly, parts: JobParts, excess: str, refused: Exception, interrupts: Interrupts) -> Assembly:
+def _take_back(now: Assembly, planned: Planned, excess: str, refused: Exception, interrupts: Interrupts) -> Assembly:
     """The plan before takes the run up again, from the same commit; or the job ends, with the refusal."""
     try:
         now.give_up()
-        return _exchange(now, parts, interrupts)
+        return _exchange(now, planned, interrupts)
     except BaseException as error:
         now.end(restore=False)
         if not (isinstance(error, MemfitError) or is_refusal(error)):

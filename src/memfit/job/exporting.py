@@ -73,7 +73,7 @@ def export_run(
 ) -> SaveResult:
     """Copies the last commit of a run out of its store, as `Job.save` would have written it.
 
-    Weights are for `from_pretrained` and plain `load_file`; `memfit.job.saving.load` puts weights, optimizer states and settings into plain objects.
+    Weights are for `from_pretrained` and plain `load_file`; `memfit.job.loading.load` puts weights, optimizer states and settings into plain objects.
     The states of registered objects go along in `registered.safetensors`, as `read_registered` gives them back. States of the optimizer that rest in fewer
     bits come out decoded to fp32, as `optimizer.state_dict()` has them.
 

@@ -27,8 +27,8 @@ from memfit.core.units import format_bytes
 from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
-from memfit.job.parts import Prepared
 from memfit.job.results import EvaluateResult
+from memfit.job.setup import Prepared
 from memfit.job.steps import OF_DTYPES, cut, dtype_words
 from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program
@@ -43,9 +43,9 @@ _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, A
 def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> EvaluateResult:
     """The loss of a batch, forward only, in evaluation mode, weights streamed as in a step."""
     began = time.perf_counter()
-    prepared = assembly.prepare(batch)
+    prepared = assembly.shapes.prepare(batch)
     parts, factors = cut(assembly, prepared, batch)
-    model, loss = assembly.parts.model, assembly.loss
+    model, loss = assembly.model, assembly.loss
     work = StepInput(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
     with (
         interrupts.held(),
@@ -93,8 +93,8 @@ def check_split(assembly: Assembly, sample: Any) -> None:
     Raises:
         UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
     """
-    refuse_hooked(assembly.parts.model)
-    trial = trial_of(sample, assembly.parts.cut)
+    refuse_hooked(assembly.model)
+    trial = trial_of(sample, assembly.setup.problem.cut)
     if trial is None:
         return
     try:
@@ -111,13 +111,13 @@ def check_split(assembly: Assembly, sample: Any) -> None:
         found[0],
         found[1],
         trial,
-        assembly.parts.weight,
+        assembly.setup.weight,
         is_rounded=assembly.plan.compute_dtype is not ComputeDtype.GIVEN
         or any(
             slot.given_dtype.is_floating_point and slot.given_dtype.itemsize < 4 for _, slot in assembly.place.values()
         ),
     )
-    assembly.parts = replace(assembly.parts, adds_up=True, is_unproven=not rows_differ(trial))
+    assembly.planned = replace(assembly.planned, adds_up=True, is_unproven=not rows_differ(trial))
 
 
 @trial()
@@ -129,7 +129,7 @@ def check_counted(assembly: Assembly, sample: Any) -> None:
     Raises:
         UsageError: it lies between those of its parts, where a sum would be larger.
     """
-    trial = trial_of(sample, assembly.parts.cut)
+    trial = trial_of(sample, assembly.setup.problem.cut)
     if trial is None:
         return
     try:
@@ -150,7 +150,7 @@ def check_dtype(assembly: Assembly, sample: Any) -> None:
     Raises:
         UnsupportedError: these rows fail, and so does the whole sample.
     """
-    trial = trial_of(sample, assembly.parts.cut)
+    trial = trial_of(sample, assembly.setup.problem.cut)
     failure: Exception = RuntimeError()
     for batch in ([] if trial is None else [trial.whole]) + [sample]:
         try:
@@ -166,7 +166,7 @@ def check_dtype(assembly: Assembly, sample: Any) -> None:
 
 def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:
     """What the loss gives for the whole and for its parts: as the model trains but without dropout, or in evaluation mode where it draws random numbers even so."""
-    model = assembly.parts.model
+    model = assembly.model
     with without_dropout(model):
         found = _losses(assembly, trial.whole, trial.parts, may_draw=False)
     if found is None:
@@ -182,7 +182,7 @@ def check_first(assembly: Assembly, batch: Any) -> None:
     Raises:
         UnsupportedError: as `check_split`; nothing was trained.
     """
-    if not assembly.parts.is_unproven or assembly.plan.microbatches == 1:
+    if not assembly.planned.is_unproven or assembly.plan.microbatches == 1:
         return
     try:
         with assembly.machine.phases("check"):
@@ -196,16 +196,16 @@ def check_first(assembly: Assembly, batch: Any) -> None:
             "that the loss adds up over microbatches was tried on a sample of equal rows only, and there is no room to try it on the first batch: give memfit.fit "
             "a sample with real rows",
             MemfitWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-    assembly.parts = replace(assembly.parts, is_unproven=False)
+    assembly.planned = replace(assembly.planned, is_unproven=False)
 
 
 @contextmanager
 def _untouched(assembly: Assembly) -> Iterator[None]:
     """Gives back what a forward changes: buffers, modules and their attributes, weights that it writes (which stay on the device), and what the loss keeps."""
-    model = assembly.parts.model
-    names = assembly.parts.prepared.profile.written_weights
+    model = assembly.model
+    names = assembly.planned.prepared.profile.written_weights
     written = [(parameter, parameter.detach().clone()) for parameter in map(model.get_parameter, names)]
     try:
         with Buffers(model).restored(), untouched_modules(model), untouched_program(assembly.loss, model):
@@ -217,13 +217,13 @@ def _untouched(assembly: Assembly) -> Iterator[None]:
 
 def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:
     """What the loss gives for the whole, and for its parts; None where random numbers are drawn that may not be."""
-    model, loss = assembly.parts.model, assembly.loss
+    model, loss = assembly.model, assembly.loss
     results: list[list[Any]] = []
     before = take_random()
     try:
         for batches in filter(None, ([whole], parts)):
             give_random(before)
-            profile = assembly.parts.prepared.profile
+            profile = assembly.planned.prepared.profile
             step = lower(build_forward(assembly.plan, profile, len(batches)), assembly.plan, profile)
 
             def run(m: int, batches: Sequence[Any] = batches) -> Any:

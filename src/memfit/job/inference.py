@@ -35,8 +35,9 @@ from memfit.huggingface.caches import OffloadedCaches
 from memfit.job.held import Session, refuse_held
 from memfit.job.interrupts import Interrupts
 from memfit.job.limit_checks import check_limit
-from memfit.job.machine import Machine, device_of
-from memfit.job.weight_sources import bring_from, open_sources
+from memfit.job.machine import Machine, device_of, guard, open_machine
+from memfit.job.probing import disk_directory
+from memfit.job.weight_sources import WeightSources, open_sources
 from memfit.profiling.blocks import find_blocks
 from memfit.recipes.pretrained import pretrained_builder
 from memfit.store import DiskIO, ScratchFile
@@ -175,7 +176,7 @@ def infer(
     refuse_held(model)
     device, limits = device_of(model), Limits.read(limit, None, None)
     check_limit(limits, device, is_emulated=False)
-    machine = Machine(device, limits, is_emulated=False)
+    machine = open_machine(device, limits)
     block_map = find_blocks(model, blocks)
     parts = [BlockWeights(i, block.name, block.parameters) for i, block in enumerate(block_map.blocks)]
     sites = [Site(name=site.name, module=site.module, blocks=site.blocks) for site in block_map.sites]
@@ -186,7 +187,7 @@ def infer(
     with ExitStack() as stack:
         stack.callback(machine.disarm)
         stack.callback(Session(model).end)
-        with machine.phases("load"), machine.guard("load", enforces=enforce), ExitStack() as loading:
+        with machine.phases("load"), guard(machine, "load", enforces=enforce), ExitStack() as loading:
             house = House(
                 plan, parts, {}, own_factories(machine.device, directory), keeps_gradients=False, keeps_norms=False
             )
@@ -194,8 +195,7 @@ def infer(
             if was_whole:
                 stack.callback(house.give_back)
                 stack.callback(machine.disarm)
-            bring = bring_from(open_sources(model, weights, loading))
-            house.move_in(bring)
+            house.move_in(WeightSources(open_sources(model, weights, loading)).bring)
             house.first_commit()
         machine.forget_peak()
         if enforce:
@@ -264,7 +264,7 @@ def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStac
         return host
     io = DiskIO()
     stack.callback(io.close)
-    return ScratchPool(stack.enter_context(ScratchFile(machine.disk_directory(directory), io, tag="cache")))
+    return ScratchPool(stack.enter_context(ScratchFile(disk_directory(directory), io, tag="cache")))
 
 
 def _check_caches_fit(machine: Machine, cache_limit: int, left: int) -> None:

@@ -5,16 +5,11 @@ In: a limit and a device. Out: `Machine`: what is left to tensors, the hard limi
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -23,7 +18,7 @@ from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
 from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
-from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.hardware import Hardware
 from memfit.core.limits import (
     DEVICE_RESERVE_BYTES,
     EMULATED_RESERVE_BYTES,
@@ -35,23 +30,10 @@ from memfit.core.limits import (
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
-from memfit.homes.state_codecs import probe_codecs
 from memfit.job.room import Room
-from memfit.optimizers.elsewhere import probe_updates
-from memfit.store import probe_disk
 from memfit.tensors.guard import is_away
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, PhaseRecord, Phases, ProcessMeter
 
-_HOST = torch.device("cpu")
-_PROBE_DISK_S = 0.6
-_PROBE_FILE_BYTES = 64 * MIB
-_PROBE_SIZE = 768
-# On an accelerator two such matrices take 45 MiB: they are made under the armed limit, inside the reserve of every plan, so that no limit is refused and no proof
-# is spoilt for the probe's sake.
-_PROBE_DEVICE_SIZE = 2432
-_PROBE_LINK_BYTES = 32 * MIB
-# An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
-_PROBE_EMULATED_LINK_BYTES = 4 * MIB
 # Two matrices of the probe, tracing, and a block that moves home.
 _EMULATED_LOAD_SCRATCH_BYTES = 8 * MIB
 # Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 62 MiB seen.
@@ -81,54 +63,51 @@ def prepare_process(*, seed: int | None = None) -> ProcessMeter:
 
 
 class Machine:
-    """One device, with its limit.
+    """One device, with its limit. Made by `open_machine`.
 
     Without a GPU the device is this process: the limit counts everything the operating system charges to it, interpreter and
     libraries included. `is_emulated` makes it a device of its own inside the process: only tensors count, host homes apart. With `uses_kernel` the
     kernel's limit on the process is armed as well, once a step has been made; see [Note: the kernel's limit] in `allocator.kernel`.
 
     Memory: none.
+
+    Args:
+        device: where compute runs.
+        limits: by tier.
+        meter: of the device.
+        allocator: of tensors in host memory; None beside an accelerator.
+        is_emulated: see above.
+        uses_kernel: see above.
+        further: tiers that are handed in.
     """
 
     def __init__(
         self,
         device: torch.device,
         limits: Limits,
+        meter: DeviceMeter,
+        allocator: Allocator | FallbackAllocator | None,
         *,
         is_emulated: bool,
         uses_kernel: bool = False,
         further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
     ) -> None:
-        self.further = further
         self.device = device
         self.limits = limits
         self.is_emulated = is_emulated
-        self.allocator: Allocator | FallbackAllocator | None = None
-        self.meter: DeviceMeter
-        if devices.is_accelerator(device):
-            devices.of(device).new_stream(
-                device
-            )  # a backend without streams is refused before it is measured and emptied
-            self.meter = AcceleratorMeter(device)
-            self.meter.release()  # what building the model left in the pool
-        else:
-            try:
-                self.allocator = install()
-            except TierUnavailableError:
-                if is_emulated:
-                    raise
-                self.allocator = FallbackAllocator.create()
-            self.meter = CpuMeter(self.allocator)
-            self.allocator.trim()  # what building the model left in the pool
+        self.further = further
+        self.allocator = allocator
+        self.meter = meter
         self.counts_process = device.type == "cpu" and not is_emulated
         self.process = ProcessMeter(with_children=True) if self.counts_process else None
-        self.phases = Phases(self.meter, self.process)
+        self.phases = Phases(meter, self.process)
         self.armed_bytes: int | None = None
         # Without a compiler the allocator's limit is the kernel's already.
-        self._kernel = KernelLimit() if uses_kernel and isinstance(self.allocator, Allocator) else None
+        self._kernel = KernelLimit() if uses_kernel and isinstance(allocator, Allocator) else None
         self._room: Room | None = None
         self._planned_outside_bytes: int | None = None
-        self._lift = weakref.finalize(self, _lift_limit, self.meter, -1)
+        # A job that is dropped without `close` must not leave its limits on the process.
+        self._lift = weakref.finalize(self, _lift_limit, meter, -1)
         if self._kernel is not None:
             weakref.finalize(self, self._kernel.lift)
 
@@ -180,7 +159,7 @@ class Machine:
         if not self.counts_process:
             return self.meter.live_bytes() + (_EMULATED_LOAD_SCRATCH_BYTES if self.is_emulated else 0)
         # Not only weights: some optimizers make their states when they are built.
-        here = self.base_bytes() + self._mapped_bytes()
+        here = self.base_bytes() + (0 if self.allocator is None else self.allocator.stats().mapped_bytes)
         to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
@@ -264,27 +243,6 @@ class Machine:
         self._lift.detach()
         self._lift = weakref.finalize(self, _lift_limit, self.meter, limit_bytes)
 
-    @contextmanager
-    def guard(self, phase: str, *, enforces: bool) -> Iterator[None]:
-        """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
-        limit = self.limits.device_bytes
-        # Where planning has no room, it says what would be needed.
-        if enforces and limit is not None and not self.lacks_room:
-            self.arm()
-        try:
-            yield
-        except REFUSALS as error:
-            if not is_refusal(error):
-                raise
-            self.disarm()
-            raise LimitBreachError(
-                f"the limit of {format_bytes(self.limits.device_bytes or 0)} was hit in phase {phase!r}: {refusal_words(error)} Nothing was changed "
-                "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
-                phase=phase,
-                where=phase,
-                torn=False,
-            ) from error
-
     def disarm(self) -> None:
         """Takes the hard limit off."""
         if self._room is not None:
@@ -318,64 +276,9 @@ class Machine:
         return tuple(dict.fromkeys([*own, *self.further]))
 
     def with_further(self, hardware: Hardware) -> Hardware:
-        """A machine with the tiers that this one was handed besides."""
+        """Returns a machine with the tiers that this one was handed besides."""
         further = {tier: each.spec for tier, each in self.further.items()}
         return replace(hardware, tiers={**hardware.tiers, **further}) if further else hardware
-
-    def probe(
-        self, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False
-    ) -> Hardware:
-        """Measures what plans are priced with: matrix products and the disk, and what else is asked for. About a second; rough on a busy machine.
-
-        The rates of updates are measured beside an accelerator only; where the processor is the device they are `Hardware`'s default.
-
-        Args:
-            directory: on the disk that homes would use; the temporary directory's if None.
-            probes_bf16: matrix products in bf16 too.
-            probes_codecs: decoding and encoding of optimizer states.
-        """
-        where = self.disk_directory(directory)
-        speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
-        free = shutil.disk_usage(where).free
-        accelerator = devices.of(self.device) if devices.is_accelerator(self.device) else None
-        host: dict[Tier, TierSpec] = {}
-        if self.has_host:
-            host_bytes = self.limits.of(Tier.HOST) or _memory_bytes()
-            host[Tier.HOST] = TierSpec(nbytes=host_bytes, link=self._probe_host_link())
-        disk_limit = self.limits.of(Tier.DISK)
-        codecs = {"codec_elements_per_s": probe_codecs(self.device)} if probes_codecs else {}
-        if accelerator is not None:
-            codecs |= {
-                "update_elements_per_s": probe_updates(self.device),
-                "host_update_elements_per_s": probe_updates(_HOST),
-            }
-            if probes_codecs:
-                codecs["host_codec_elements_per_s"] = probe_codecs(_HOST)
-        flops_per_s = _probe_flops(self.device, torch.float32)
-        bf16_flops_per_s = _probe_flops(self.device, torch.bfloat16) if probes_bf16 else None
-        if isinstance(self.meter, AcceleratorMeter):
-            self.meter.release()  # the probes' matrices
-        return Hardware(
-            device="cpu" if accelerator is None else accelerator.name(self.device),
-            flops_per_s=flops_per_s,
-            tiers={
-                Tier.DEVICE: TierSpec(
-                    nbytes=_memory_bytes() if accelerator is None else accelerator.total_bytes(self.device)
-                ),
-                **host,
-                Tier.DISK: TierSpec(
-                    nbytes=free if disk_limit is None else min(free, disk_limit),
-                    link=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
-                ),
-            },
-            bf16_flops_per_s=bf16_flops_per_s,
-            **codecs,
-        )
-
-    @staticmethod
-    def disk_directory(directory: str | Path | None) -> Path:
-        """An existing directory on the disk that homes would use: that for temporary files, or the parent of the given one."""
-        return Path(tempfile.gettempdir()) if directory is None else Path(directory).absolute().parent
 
     def forget_peak(self) -> None:
         """What was used until now is no measure for what comes: the pool of freed memory goes back and starts anew."""
@@ -414,27 +317,70 @@ class Machine:
         peaks = [(r.process_peak_bytes or 0) if self.counts_process else r.held_peak_bytes for r in self.phases.records]
         return max(peaks, default=0)
 
-    def _probe_host_link(self) -> Link:
-        """Copies between the device and (pinned) host memory, each way."""
-        is_accelerator = devices.is_accelerator(self.device)
-        nbytes = _PROBE_LINK_BYTES if is_accelerator else _PROBE_EMULATED_LINK_BYTES
-        with self.host_ledger():
-            on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator)
-        on_device = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        rates: list[float] = []
-        for source, to in ((on_host, on_device), (on_device, on_host)):
-            best = float("inf")
-            for _ in range(3):
-                _synchronize(self.device)
-                began = time.perf_counter()
-                to.copy_(source, non_blocking=True)
-                _synchronize(self.device)
-                best = min(best, time.perf_counter() - began)
-            rates.append(nbytes / best)
-        return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
 
-    def _mapped_bytes(self) -> int:
-        return self.allocator.stats().mapped_bytes if self.allocator is not None else 0
+def open_machine(
+    device: torch.device,
+    limits: Limits,
+    *,
+    is_emulated: bool = False,
+    uses_kernel: bool = False,
+    further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
+) -> Machine:
+    """Puts memfit's allocator under torch and opens a device. What building the model left in pools is given back.
+
+    Args:
+        device: of the model.
+        limits: by tier.
+        is_emulated: see `Machine`.
+        uses_kernel: see `Machine`.
+        further: tiers that are handed in.
+
+    Raises:
+        UsageError: the kernel is to limit what it does not count.
+        UnsupportedError: a backend without streams. TierUnavailableError: an emulated device without a compiler.
+    """
+    if uses_kernel and (is_emulated or device.type != "cpu"):
+        raise UsageError(
+            'enforce="kernel" limits the memory of a process: it cannot limit that of a device (host_limit and the '
+            "allocators do)"
+        )
+    if devices.is_accelerator(device):
+        devices.of(device).new_stream(device)  # a backend without streams is refused before it is measured and emptied
+        meter = AcceleratorMeter(device)
+        meter.release()
+        return Machine(device, limits, meter, None, is_emulated=is_emulated, further=further)
+    allocator: Allocator | FallbackAllocator
+    try:
+        allocator = install()
+    except TierUnavailableError:
+        if is_emulated:
+            raise
+        allocator = FallbackAllocator.create()
+    allocator.trim()
+    meter = CpuMeter(allocator)
+    return Machine(device, limits, meter, allocator, is_emulated=is_emulated, uses_kernel=uses_kernel, further=further)
+
+
+@contextmanager
+def guard(machine: Machine, phase: str, *, enforces: bool) -> Iterator[None]:
+    """Arms the limit, and turns an allocation that it refuses into a breach of that phase."""
+    limit = machine.limits.device_bytes
+    # Where planning has no room, it says what would be needed.
+    if enforces and limit is not None and not machine.lacks_room:
+        machine.arm()
+    try:
+        yield
+    except REFUSALS as error:
+        if not is_refusal(error):
+            raise
+        machine.disarm()
+        raise LimitBreachError(
+            f"the limit of {format_bytes(machine.limits.device_bytes or 0)} was hit in phase {phase!r}: {refusal_words(error)} Nothing was changed "
+            "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
+            phase=phase,
+            where=phase,
+            torn=False,
+        ) from error
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -470,27 +416,3 @@ def _outside_bytes(process: ProcessMeter, allocator: Allocator | FallbackAllocat
 def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:
     """Bytes that the process held at the peak of a step beside its tensors, and gave back before its end. Peaks need not coincide: it is at least that."""
     return (step.process_peak_bytes or 0) - step.held_peak_bytes - base_bytes
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _probe_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of square matrix products: best of several, since other work can only slow one down."""
-    size = _PROBE_DEVICE_SIZE if devices.is_accelerator(device) else _PROBE_SIZE
-    a = torch.ones(size, size, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    best = float("inf")
-    for _ in range(5):
-        _synchronize(device)
-        began = time.perf_counter()
-        torch.mm(a, a, out=out)
-        _synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2.0 * size**3 / best
-
-
-def _synchronize(device: torch.device) -> None:
-    if devices.is_accelerator(device):
-        devices.of(device).synchronize(device)

@@ -20,8 +20,8 @@ from memfit.engine.work import Outcome, StepInput
 from memfit.homes.gradients import clip_factor
 from memfit.job.assembly import Assembly
 from memfit.job.journaling import StepJournal
-from memfit.job.parts import Prepared
 from memfit.job.results import StepResult
+from memfit.job.setup import Prepared
 from memfit.tensors.random_streams import draw_streams
 from memfit.tensors.trees import tensors_in
 
@@ -38,7 +38,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
     Raises:
         LimitBreachError: the limit was hit; `assembly.torn` says whether the step can be repeated.
     """
-    model, loss, scaler, driver = assembly.parts.model, assembly.loss, assembly.scaler, assembly.parts.driver
+    model, loss, scaler, driver = assembly.model, assembly.loss, assembly.scaler, assembly.driver
     for _, slot in assembly.place.values():
         slot.parameter.grad = None
     assembly.updates.updated_blocks.clear()
@@ -57,7 +57,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             run=lambda m: loss(model, parts[m]),
             shares=factors,
             streams=draw_streams(prepared.microbatches),
-            max_norm=assembly.parts.max_grad_norm,
+            max_norm=assembly.setup.max_grad_norm,
             scale=None if scaler is None else scaler.scale,
             begin_updates=None if scaler is None else driver.begin_step,
             settle=None if assembly.journal is None else assembly.journal.decide,
@@ -83,13 +83,13 @@ def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
     scaler = assembly.scaler
     if scaler is not None:
         scaler.begin_step()
-    assembly.parts.driver.begin_step()
+    assembly.driver.begin_step()
     outcome = journal.give()
     if scaler is not None:
         scaler.update(has_overflowed=False)
     assembly.checkpointer.note_changed(assembly.states)
     assembly.house.commit()
-    assembly.parts.driver.end_step()
+    assembly.driver.end_step()
     _note_clip(assembly, outcome)
     return outcome
 
@@ -103,7 +103,7 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
         loss=total,
         losses=losses,
         norm=norm,
-        rows=assembly.parts.cut.rows(batch),
+        rows=assembly.setup.problem.cut.rows(batch),
         tokens=_tokens(batch),
         seconds=seconds,
         peak_bytes=assembly.machine.last_peak_bytes(),
@@ -115,13 +115,13 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
 
 def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], list[float] | None]:
     """The microbatches of a batch, and what each one's loss is multiplied with."""
-    way = assembly.parts.cut
+    way = assembly.setup.problem.cut
     parts = way.parts(batch, prepared.microbatches)
-    return parts, shares(batch, parts, way, assembly.parts.weight)
+    return parts, shares(batch, parts, way, assembly.setup.weight)
 
 
 def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
-    max_norm = assembly.parts.max_grad_norm
+    max_norm = assembly.setup.max_grad_norm
     if max_norm is not None and outcome.norm is not None:
         assembly.checkpointer.note_clip(float(clip_factor(outcome.norm, max_norm)))
 
@@ -130,7 +130,7 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
     """A step did not end: forget it, or say that it tore the weights. Allocation failures become breaches."""
     # An update that was under way must not write when the step is forgotten.
     assembly.updates.close()
-    assembly.parts.driver.abandon_step()
+    assembly.driver.abandon_step()
     try:
         assembly.house.gradients.wait()
     except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
@@ -142,7 +142,7 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
     for block in assembly.blocks:
         block.release()
     updated = assembly.updates.updated_blocks
-    is_torn = not is_decided and bool(updated) and not assembly.is_undoable
+    is_torn = not is_decided and bool(updated) and not assembly.can_undo(updated)
     if is_decided:
         error.add_note(
             f"step {assembly.steps + 1} had been decided: its gradients are durable, and the next call finishes its updates; job.step(batch) then gives its result"
@@ -191,20 +191,18 @@ def dtype_words(plan: Plan, error: BaseException) -> str:
 
 def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_decided: bool) -> str:
     limit = assembly.machine.limits.device_bytes
-    largest = sorted(assembly.residents(), key=lambda item: -item[1])[:5]
-    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest)
     after = (
         "The step had begun to update in place and is torn: load a saved state or fit again"
         if torn
         else "The step is decided, and finished by the next call"
         if is_decided
         else "Nothing was updated"
-        if assembly.parts.replan is not None  # whether the job goes on is found out then
+        if assembly.planned.replan is not None  # whether the job goes on is found out then
         else "Nothing was updated: the job goes on with the weights of before"
     )
     return (
         f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{assembly.engine.at}': {refusal_words(error)} "
-        f"Largest residents: {held or 'none of memfit'}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
+        f"Largest residents: {assembly.largest_residents(5)}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
     )
 
 

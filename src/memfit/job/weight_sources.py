@@ -1,11 +1,12 @@
 """Where the values of weights come from when their blocks move home.
 
-In: a model, perhaps a directory of files, perhaps weights that were put aside. Out: one function that brings parameters.
+In: a model, perhaps a directory of files, perhaps weights that were put aside. Out: `WeightSources`, which brings parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -13,18 +14,13 @@ from typing import Protocol
 from torch import nn
 
 from memfit.deferred import WeightFiles, find_origins
-from memfit.job.saving import warn_of_unused
-
-Bring = Callable[[Iterable[nn.Parameter]], None]
-Forget = Callable[[Iterable[nn.Parameter]], None]
-TakeBack = Callable[[str, nn.Parameter], bool]
 
 
 class WeightSource(Protocol):
     """Gives parameters that have no bytes here their values."""
 
     def bring(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These, as far as they are its own; the others stay as they are."""
+        """Brings these, as far as they are its own; the others stay as they are."""
         ...
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -32,12 +28,48 @@ class WeightSource(Protocol):
         ...
 
     def take_back(self, name: str, parameter: nn.Parameter) -> bool:
-        """Makes a parameter one without values again, if it came from here and was never whole before: True then."""
+        """Makes a parameter one without values again. Returns False if it did not come from here, or was whole before."""
         ...
 
 
+class WeightSources:
+    """Several sources, asked in order. Emptied once the weights are home.
+
+    Args:
+        sources: the first that takes a parameter back has it.
+    """
+
+    def __init__(self, sources: Sequence[WeightSource] = ()) -> None:
+        self._sources = list(sources)
+
+    @property
+    def is_empty(self) -> bool:
+        """Every weight has its own value."""
+        return not self._sources
+
+    def bring(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `WeightSource`."""
+        wanted = list(parameters)
+        for source in self._sources:
+            source.bring(wanted)
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `WeightSource`."""
+        chosen = list(parameters)
+        for source in self._sources:
+            source.forget(chosen)
+
+    def take_back(self, name: str, parameter: nn.Parameter) -> bool:
+        """See `WeightSource`."""
+        return any(source.take_back(name, parameter) for source in self._sources)
+
+    def drop(self) -> None:
+        """Lets go of all: where weights came from is not asked for any more."""
+        self._sources.clear()
+
+
 def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack) -> list[WeightSource]:
-    """The files, if a directory is given, or else the model's own initialisation where it was built empty.
+    """Opens the files, if a directory is given, or else the model's own initialization where it was built empty.
 
     Args:
         model: its parameters may be without bytes.
@@ -55,32 +87,10 @@ def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack)
     return [files]
 
 
-def forget_in(sources: Sequence[WeightSource]) -> Forget:
-    """Tells all sources."""
-
-    def forget(parameters: Iterable[nn.Parameter]) -> None:
-        chosen = list(parameters)
-        for source in sources:
-            source.forget(chosen)
-
-    return forget
-
-
-def take_back_in(sources: Sequence[WeightSource]) -> TakeBack:
-    """Asks all sources, in order, until one takes it."""
-
-    def take_back(name: str, parameter: nn.Parameter) -> bool:
-        return any(source.take_back(name, parameter) for source in sources)
-
-    return take_back
-
-
-def bring_from(sources: Sequence[WeightSource]) -> Bring | None:
-    """Asks all sources, in order; None where there is none."""
-
-    def bring(parameters: Iterable[nn.Parameter]) -> None:
-        wanted = list(parameters)
-        for source in sources:
-            source.bring(wanted)
-
-    return bring if sources else None
+def warn_of_unused(names: Sequence[str]) -> None:
+    """Warns of tensors in files that the model has no use for."""
+    if names:
+        some = ", ".join(f"{name!r:.200}" for name in names[:5]) + (", ..." if len(names) > 5 else "")
+        warnings.warn(
+            f"{len(names)} tensors of the weight files have no place in the model: {some}", UserWarning, stacklevel=4
+        )

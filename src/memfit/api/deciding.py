@@ -1,0 +1,419 @@
+"""Deciding: from a setup to the plan that a job begins with, and to another one while it runs.
+
+In: a setup, a batch, a budget. Out: `Planned`, checked; or the refusal with the smallest limit that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from memfit.api.choosing import Choice, Wanted, choose
+from memfit.batches.batch import UncuttableError
+from memfit.batches.cutting import Whole
+from memfit.batches.splitting import checked_rows, signature_of
+from memfit.checkpoints.checkpointer import stored_reason
+from memfit.core.errors import DoesNotFitError, UnsupportedError
+from memfit.core.limits import Budget
+from memfit.core.numerics import NONADDITIVE, check_exact, declare
+from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
+from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
+from memfit.core.units import format_bytes
+from memfit.job.forward_passes import check_counted, check_dtype, check_split
+from memfit.job.plan_checks import (
+    check_compiled,
+    check_effect,
+    check_meaning,
+    check_tiers,
+    lacking_tier,
+    other_sums,
+)
+from memfit.job.preparing import excess_beside_device, prepare, prepared_for
+from memfit.job.problem import check_precision
+from memfit.job.setup import Planned, Prepared, Setup
+from memfit.job.step_runner import StepRunner, begin_steps
+from memfit.planning.candidates import update_time
+from memfit.planning.journal_rules import check_journaled
+from memfit.planning.refusals import Refusal
+from memfit.planning.rules import bytes_of_check
+from memfit.prediction.residents import peak_report
+from memfit.profiling.trace import arrange_blocks
+from memfit.scheduling.lower import lower
+from memfit.store import Durability
+from memfit.tensors.trees import tensors_in
+
+_RunnerT = TypeVar("_RunnerT", bound=StepRunner | None)
+
+
+# --- the plan of a new job ----------------------------------------------------------------------------------------------
+
+
+def begin_given(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> StepRunner:
+    """Begins the steps under a plan that the user gave."""
+
+    def begin(own: Setup) -> StepRunner:
+        found = trace(own, sample, plan)
+        _check_fits(own, sample, plan, found, budget)
+        planned = make_planned(own, sample, plan, "given by the user.", found, budget, why="the plan was given")
+        return _begin_checked(planned, sample, found)
+
+    return _in_ways(setup, sample, plan, begin)
+
+
+def begin_resumed(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tuple[StepRunner, str]:
+    """Begins the steps under the plan that the run had, or another one where that does not do.
+
+    Returns:
+        The runner of its steps; and, in words, what is summed otherwise from here on.
+    """
+    run, why_not = setup.run, ""
+    assert run is not None
+
+    def like_before(own: Setup) -> StepRunner | None:
+        nonlocal why_not
+        found, why_not = _own_plan(own, sample, plan, budget)
+        if found is None:
+            return None
+        why = "it is the plan that the run had"
+        return _begin_checked(
+            make_planned(own, sample, plan, stored_reason(run), found, budget, why=why), sample, found
+        )
+
+    runner = _in_ways(setup, sample, plan, like_before)
+    if runner is not None:
+        return runner, ""
+    told = f"The plan that the run had is not taken: {why_not}."
+
+    def remark(after: Plan) -> str:
+        return " ".join(filter(None, ["", told, other_sums(plan, after)]))
+
+    runner = begin_chosen(setup, sample, budget, remark)
+    sums = other_sums(plan, runner.assembly.plan)
+    return runner, "" if sums is None else f"{told} {sums}"
+
+
+def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Plan], str] = lambda _: "") -> StepRunner:
+    """Begins the steps under the fastest plan that fits; its reason ends with the remark."""
+    ways = setup.problem.ways(sample, setup.split)
+    if setup.resumed_plan is None:
+        check_effect(setup.problem, setup.allow, setup.device)
+    if budget.limit_bytes is None and setup.resumed_plan is None and not setup.has_journal:
+        own = setup.cut_by(ways[0])
+        found = own.problem.profile(sample, (1,), chunk_tokens=None)
+        plan = Plan(update=update_time(found, clips_norm=False))
+        reason = "no limit was given: everything stays on the device."
+        return _begin_checked(make_planned(own, sample, plan, reason, found, budget, why=""), sample, found)
+    setup.hardware()  # measured before anything is traced
+    why, whole = "", None
+    for way in ways[:-1]:
+        own = setup.cut_by(way)
+        try:
+            found = _profile_counts(own, sample)
+        except UncuttableError as error:
+            why = why or str(error)
+            continue
+        chosen = _choose(own, sample, found, budget, may_split=found.may_split)
+        note = (
+            ""
+            if found.may_split
+            else _not_cut("the model computes over its batch, or its forward changes what it computes with")
+        )
+        try:
+            reason = chosen.reason + note + remark(chosen.plan)
+            planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, why=chosen.why)
+            return _begin_checked(planned, sample, chosen.profile)
+        except UnsupportedError as error:
+            if chosen.plan.microbatches == 1:
+                raise
+            why, whole = why or str(error), (own, found)
+    own, found = whole or (setup.cut_by(ways[-1]), None)
+    if found is None:
+        found = _profile_counts(own, sample)
+        why = why or ways[-1].why_whole(sample) or ""
+    try:
+        chosen = _choose(own, sample, found, budget, may_split=False)
+    except DoesNotFitError as error:
+        if isinstance(error.refusal, Refusal):
+            raise error.refusal.error(_not_cut(why)) from None
+        error.add_note(_not_cut(why).strip())
+        raise
+    reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
+    planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
+    return begin_steps(planned)
+
+
+def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _RunnerT]) -> _RunnerT:
+    """Begins the steps under a plan that is decided, with the first way to cut batches by which its microbatches can be made.
+
+    Raises:
+        UnsupportedError, UncuttableError: there is none; what the likeliest one met.
+    """
+    ways = setup.problem.ways(sample, setup.split)
+    if plan.microbatches == 1:
+        return begin(setup.cut_by(ways[0]))
+    refusal: UncuttableError | UnsupportedError | None = None
+    for way in ways[:-1] or ways:
+        try:
+            return begin(setup.cut_by(way))
+        except (UncuttableError, UnsupportedError) as error:
+            refusal = refusal or error
+    assert refusal is not None, "not to cut refuses by another error"
+    raise refusal
+
+
+def _begin_checked(planned: Planned, sample: Any, found: Profile) -> StepRunner:
+    """Begins runner, and shows that the loss is what it says, and adds up over microbatches; else everything is given back."""
+    runner, setup = begin_steps(planned), planned.setup
+    try:
+        if planned.plan.compute_dtype is not ComputeDtype.GIVEN:
+            check_dtype(runner.assembly, sample)
+        if found.counts_losses:
+            check_counted(runner.assembly, sample)
+        if planned.plan.microbatches > 1 and NONADDITIVE not in setup.allow:
+            if found.source == "fake":
+                setup.problem.check_rows(sample)
+            check_split(runner.assembly, sample)
+    except BaseException:
+        runner.undo()
+        raise
+    return runner
+
+
+def _not_cut(why: str) -> str:
+    return f" The batch is not cut into microbatches: {why.split('. ', maxsplit=1)[0].rstrip('.')}."
+
+
+# --- another plan for a running job -------------------------------------------------------------------------------------
+
+
+def replan(
+    setup: Setup,
+    batch: Any,
+    *,
+    like: Plan,
+    adds_up: bool | None,
+    held: Iterable[torch.Tensor] = (),
+    margin_bytes: int = 0,
+    below_bytes: int | None = None,
+) -> Planned:
+    """Decides the fastest plan that fits beside what is allocated now.
+
+    Args:
+        setup: of the job.
+        batch: that must fit.
+        like: the plan that it takes the place of, in whose formats bytes rest.
+        adds_up: as in `Planned`.
+        held: what goes with that plan.
+        margin_bytes: to be left free besides.
+        below_bytes: what it must be predicted to take less than, by the margin too: a plan of that peak did not do.
+
+    Raises:
+        DoesNotFitError: none does.
+    """
+    setup = replace(setup, problem=replace(setup.problem, aside=None))
+    problem = setup.problem
+    budget = setup.machine.budget(beside=[*held, *tensors_in(batch), *problem.model.buffers()])
+    if below_bytes is not None and budget.tensor_bytes is not None:
+        margin_bytes += max(0, budget.tensor_bytes - below_bytes)
+    budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
+    try:
+        found = _profile_counts(setup, batch)
+    except UncuttableError as error:
+        setup = setup.cut_by(Whole(str(error)))
+        found = _profile_counts(setup, batch)
+    may_split = found.may_split and adds_up is not False
+    chosen = _choose(setup, batch, found, budget, may_split=may_split, running=like)
+    plan = chosen.plan
+    if plan.microbatches == setup.problem.cut.rows(batch):
+        # It is cut into as many by any larger number too: then batches with more rows keep theirs.
+        plan = replace(plan, microbatches=max(plan.microbatches, like.microbatches))
+    return make_planned(setup, batch, plan, chosen.reason, chosen.profile, budget, adds_up=adds_up, why=chosen.why)
+
+
+# --- a plan that is decided ---------------------------------------------------------------------------------------------
+
+
+def trace(setup: Setup, sample: Any, plan: Plan) -> Profile:
+    """Traces the sample under a plan that is decided.
+
+    Raises:
+        PlanError, UsageError, UnsupportedError: the machine, what is allowed, or the model does not go with the plan.
+    """
+    check_tiers(plan, setup.machine)
+    check_precision(plan, setup.problem.model, setup.allow)
+    found = setup.problem.profile_for(plan, sample)
+    check_meaning(plan, found, is_committed=setup.run is not None)
+    check_exact(plan, found, setup.numerics)
+    if setup.has_journal:
+        check_journaled(plan, found)
+    return found
+
+
+def make_planned(
+    setup: Setup,
+    sample: Any,
+    plan: Plan,
+    reason: str,
+    found: Profile,
+    budget: Budget,
+    *,
+    why: str,
+    adds_up: bool | None = None,
+) -> Planned:
+    """Prepares a plan for the sample.
+
+    Args:
+        setup: of the job.
+        sample: a batch.
+        plan: decided.
+        reason: why this plan.
+        found: the profile that it was decided with.
+        budget: of the device.
+        why: why sums are regrouped, where they are.
+        adds_up: see `Planned`.
+
+    Raises:
+        UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the host or the disk than it may.
+    """
+    check_meaning(plan, found, is_committed=setup.run is not None)
+    check_compiled(setup.problem, plan)
+    arranged = replace(setup.problem, block_map=arrange_blocks(setup.problem.block_map, found))
+    own = replace(setup, problem=arranged)
+    adds_apart = plan.adds_apart(has_masters=found.has_masters, clips_norm=setup.clips_norm)
+    ready = _prepared(own, sample, plan, found, adds_apart=adds_apart)
+    excess = excess_beside_device(setup, ready)
+    if excess is not None:
+        raise DoesNotFitError(f"the plan {excess}: raise the limit, or keep less there")
+    peak = ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes
+    return Planned(
+        setup=own,
+        plan=plan,
+        reason=reason,
+        numerics=declare(plan, found, allow=setup.allow, why=why),
+        adds_apart=adds_apart,
+        prepared=ready,
+        signature=signature_of(sample, arranged.cut, plan.microbatches),
+        predicted_peak_bytes=max(peak, setup.load_bytes),
+        adds_up=True if NONADDITIVE in setup.allow else adds_up,
+        replan=partial(replan, setup) if setup.replans else None,
+    )
+
+
+def _prepared(setup: Setup, sample: Any, plan: Plan, found: Profile, *, adds_apart: bool) -> Prepared:
+    """Prepares the sample, from the profile that the plan was decided with where that has its sizes."""
+    cut = _cut_for(setup, sample, plan)
+    rows = -(-found.batch_rows // cut.microbatches)
+    if found.batch_rows == setup.problem.cut.rows(sample) and rows in found.traces:
+        return prepared_for(found, cut, clips_norm=setup.clips_norm, adds_apart=adds_apart, device=setup.device)
+    return prepare(setup, plan, sample, adds_apart=adds_apart)
+
+
+def _cut_for(setup: Setup, batch: Any, plan: Plan) -> Plan:
+    """Returns the plan with as many microbatches as the batch can be cut into."""
+    return replace(plan, microbatches=setup.problem.cut.most(batch, plan.microbatches))
+
+
+def _profile_counts(setup: Setup, batch: Any) -> Profile:
+    """Traces a batch in all the sizes of microbatches that plans are looked for with.
+
+    Raises:
+        UncuttableError: the model runs on no part of it.
+    """
+    return setup.problem.profile(batch, setup.problem.counts(batch), chunk_tokens=None)
+
+
+def _choose(
+    setup: Setup, batch: Any, found: Profile, budget: Budget, *, may_split: bool, running: Plan | None = None
+) -> Choice:
+    """Chooses a plan; see `choosing.choose`. While a job runs, under `running`, nothing is loaded, and no cut is checked."""
+    run, is_running = setup.run, running is not None
+    wanted = Wanted(
+        allow=setup.allow,
+        may_split=may_split,
+        clips_norm=setup.clips_norm,
+        load_bytes=0 if is_running else setup.load_bytes,
+        checks_split=not is_running,
+        like=running or setup.resumed_plan,
+        scheme=None if run is None else run.scheme,
+        numerics=setup.numerics,
+        commits=0.0 if run is None else _commits_a_step(run.durability),
+    )
+    return choose(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted)
+
+
+def _commits_a_step(durability: Durability) -> float:
+    """Returns how many commits a step brings with it."""
+    if isinstance(durability, int):
+        return 1.0 / durability
+    return 1.0 if durability == "step" else 0.0
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def check_claim(setup: Setup) -> None:
+    """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
+    limit, run = setup.machine.limits.of(Tier.DISK), setup.run
+    if run is not None and limit is not None and run.nbytes > limit:
+        raise DoesNotFitError(
+            f"the store claims {format_bytes(run.nbytes)} of disk, above disk_limit of {format_bytes(limit)}: raise it, or "
+            "keep states in fewer bits"
+        )
+
+
+def _own_plan(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tuple[Profile | None, str]:
+    """Checks whether the stored plan of a resumed run still fits. Returns the profile, or None and the reason."""
+    lacking = lacking_tier(plan, setup.machine)
+    if lacking is not None:
+        return None, f"it puts something into the tier {str(lacking)!r}, which this machine does not have"
+    cut = _cut_for(setup, sample, plan)
+    found = trace(replace(setup, numerics="auto"), sample, cut)
+    if setup.numerics == "exact" and not declare(cut, found).is_exact:
+        return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
+    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, device=setup.device)
+    peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
+    if left is not None and peak > left:
+        return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
+    excess = excess_beside_device(setup, ready)
+    return (found, "") if excess is None else (None, f"it {excess}")
+
+
+def _check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: Budget) -> None:
+    """Refuses a given plan that is predicted to pass the limit.
+
+    Raises:
+        DoesNotFitError: with its peak, what stands there, and the smallest limit for it.
+    """
+    if budget.limit_bytes is None or budget.tensor_bytes is None or not setup.enforces:
+        return
+    cut, device = _cut_for(setup, sample, plan), setup.device
+    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, device=device)
+    peak = ready.timeline.peak_bytes
+    report = peak_report(lower(ready.step.schedule, cut, found, device=device, is_itemized=True), rows=6)
+    if cut.microbatches > 1 and NONADDITIVE not in setup.allow:
+        rows = min(checked_rows(setup.problem.cut), found.batch_rows)
+        traced = found
+        if max(found.traces) < rows:
+            traced = setup.problem.profile_for(replace(cut, microbatches=found.batch_rows // rows), sample)
+        checked = bytes_of_check(cut, traced, rows, device=device)
+        if checked > peak:
+            peak = checked
+            report = f"{rows} rows that run whole, to show that the batch may be cut, {format_bytes(checked)}"
+    load_bytes = setup.load_bytes if setup.machine.counts_process else 0
+    if peak > budget.tensor_bytes or load_bytes > budget.limit_bytes:
+        raise Refusal(
+            budget=budget,
+            peak_bytes=peak,
+            plan="the given plan",
+            report=report,
+            advice=("a plan that keeps less here", "none, so that one is chosen"),
+            load_bytes=load_bytes,
+            is_given=True,
+            varies=setup.machine.counts_process,
+        ).error()

@@ -1,0 +1,260 @@
+"""Contents of a job's homes: weights and optimizer states, read and changed between two steps.
+
+In: blocks, their states, a `House`. Out: values by name, and changes that become versions of their own, or are forgotten
+where they fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.checkpoints.checkpointer import Checkpointer
+from memfit.core.errors import UsageError
+from memfit.core.tiers import Tier
+from memfit.core.units import format_bytes
+from memfit.engine.housing import House
+from memfit.engine.loss_scaling import LossScaler
+from memfit.files.matching import Matched
+from memfit.homes import ByteHome
+from memfit.homes.optimizer_states import BlockStates
+from memfit.homes.weights import BlockWeights
+from memfit.job.journaling import StepJournal
+from memfit.job.setup import Planned
+from memfit.tensors.noise import RoundingNoise
+
+
+class Contents:
+    """Weights and optimizer states of a job under one plan, at their homes.
+
+    Args:
+        planned: what `fit` decided.
+        house: the homes.
+        noise: of stochastic rounding and of encoded states.
+        scaler: the loss scale of a plan that computes in fp16.
+
+    Attributes:
+        place: by parameter, its block and its slot there.
+        checkpointer: commits what changes; nothing without a store.
+        journal: of a store that keeps one.
+        torn: why blocks hold weights of different steps; None while they do not.
+        is_stepping: in the middle of a step, or of inference.
+        has_told_changes: the user knows that a parameter was changed past its memory.
+    """
+
+    def __init__(self, planned: Planned, house: House, *, noise: RoundingNoise, scaler: LossScaler | None) -> None:
+        self.planned = planned
+        self.setup = planned.setup
+        self.plan = planned.plan
+        self.machine = planned.setup.machine
+        self.model = planned.setup.problem.model
+        self.driver = planned.setup.problem.driver
+        self.house = house
+        self.blocks = house.blocks
+        self.states: dict[int, BlockStates] = house.states
+        self.place = {slot.name: (block, slot) for block in self.blocks for slot in block.slots}
+        self.noise = noise
+        self.scaler = scaler
+        self.checkpointer = Checkpointer()
+        self.journal: StepJournal | None = None
+        self.torn: str | None = None
+        self.is_stepping = False
+        self.has_told_changes = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within it nothing else is done with the job, and what is written is no version yet."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def check_unchanged(self) -> None:
+        """Checks that the parameters are those of `fit`, lie where the job put them, and train as they did.
+
+        Raises:
+            UsageError: one does not.
+        """
+        now = dict(self.model.named_parameters())
+        for name, (block, slot) in self.place.items():
+            parameter = now.get(name)
+            problem = None
+            if parameter is None:
+                problem = "was removed from the model"
+            elif parameter is not slot.parameter:
+                problem = "was replaced by another parameter"
+            elif parameter.requires_grad != slot.requires_grad:
+                problem = f"had requires_grad={slot.requires_grad} and has {parameter.requires_grad} now"
+            elif block.is_here and parameter.untyped_storage()._cdata != block.storage._cdata:  # noqa: SLF001, identity
+                problem = "was given other memory (parameter.data = ..., model.to(...))"
+            if problem is not None:
+                self.has_told_changes = True
+                raise UsageError(
+                    f"the parameter {name!r} {problem} behind the job's back: homes, plan and optimizer states belong to "
+                    "the old one. Change values in place inside `with job.weights():`; for anything else close the job, "
+                    "change the model, and fit again"
+                )
+        added = [name for name in now if name not in self.place]
+        if added:
+            raise UsageError(
+                f"the model has a new parameter {added[0]!r} that the job does not know: close the job and fit again"
+            )
+
+    def choose_blocks(self, names: Sequence[str]) -> list[BlockWeights]:
+        """Returns the blocks of these names, or of parameters of these names; all without any.
+
+        Raises:
+            UsageError: an unknown name.
+        """
+        if not names:
+            return list(self.blocks)
+        by_name = {block.name: block for block in self.blocks} | {n: b for n, (b, _) in self.place.items()}
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            raise UsageError(
+                f"no block or parameter is called {unknown[0]!r}; blocks are {[block.name for block in self.blocks]}"
+            )
+        return list(dict.fromkeys(by_name[name] for name in names))
+
+    # --- changes between two steps ----------------------------------------------------------------------------------
+
+    def keep_changes(self) -> None:
+        """Makes what was written to homes between two steps a version of its own. Within a step nothing is one yet."""
+        if not self.is_stepping:
+            if self.journal is not None:
+                self.journal.finish()
+            self.house.keep_changes()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is written to homes inside becomes a version of its own, or is forgotten where it fails."""
+        self.keep_changes()
+        try:
+            yield
+        except BaseException:
+            self.house.forget_step()
+            raise
+        self.keep_changes()
+
+    def write_home(self, changed: Sequence[BlockWeights], before: Mapping[int, Sequence[int]]) -> None:
+        """Writes weights that were changed on the device to their homes.
+
+        Args:
+            changed: blocks.
+            before: the versions of their tensors when they came.
+
+        Raises:
+            StoreError: the disk; where homes have one slot, the weights are torn.
+            UnsupportedError: there is no room for a version that no step makes.
+        """
+        self._note_changes(changed)
+        try:
+            for block in changed:
+                ticket = block.write_home(before[block.index])
+                if ticket is not None:
+                    ticket.wait()
+            self.keep_changes()
+        except BaseException as error:
+            if any(_is_overwritten(block.home) or _is_overwritten(block.master_home) for block in changed):
+                self.torn = (
+                    "weights that were changed between two steps could not be written "
+                    f"({type(error).__name__}: {error})"
+                )
+            self.house.forget_step()
+            raise
+
+    def fill(self, found: Mapping[int, Matched]) -> None:
+        """Gives weights the values that files have, one at a time, at home.
+
+        Args:
+            found: by identity of the parameter.
+
+        Raises:
+            StoreError: a file, or the disk; the weights are torn where some had been replaced.
+            UnsupportedError: see `write_home`.
+        """
+        chosen = [block for block in self.blocks if any(id(slot.parameter) in found for slot in block.slots)]
+        self._note_changes(chosen)
+        try:
+            for block in chosen:
+                block.release()
+                for slot in block.slots:
+                    values = torch.empty_strided(
+                        slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device
+                    )
+                    found[id(slot.parameter)].read(values)
+                    block.put(slot, values)
+        except BaseException as error:
+            if not all(_has_spare_slot(home) for block in chosen for home in (block.home, block.master_home)):
+                self.torn = f"a load ended in its middle ({type(error).__name__}: {error})"
+            raise
+
+    def _note_changes(self, blocks: Sequence[BlockWeights]) -> None:
+        is_deciding = self.journal is not None and self.journal.is_waiting
+        for block in blocks:
+            self.checkpointer.check_changeable(block, is_deciding=is_deciding)
+        self.checkpointer.note_changed(block.index for block in blocks)
+
+    def gather_state(self, name: str) -> dict[str, Any]:
+        """Reads the optimizer states of a parameter from home."""
+        self.keep_changes()
+        block, slot = self.place[name]
+        return self.states[block.index].gather(slot)
+
+    def scatter_state(self, name: str, state: dict[str, Any]) -> None:
+        """Writes optimizer states of a parameter to their home.
+
+        Raises:
+            UnsupportedError: there is no room for a version that no step makes.
+        """
+        block, slot = self.place[name]
+        self._note_changes([block])
+        self.states[block.index].put(slot, state)
+
+    # --- bytes ------------------------------------------------------------------------------------------------------
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Yields what is on the device between steps and goes with the plan."""
+        yield from self.house.held()
+        yield from (p.grad for p in self.model.parameters() if p.grad is not None)
+
+    def largest_residents(self, count: int) -> str:
+        """Names what of the job takes most of the device now, with its bytes."""
+        found: list[tuple[int, str]] = []
+        for block in self.blocks:
+            if block.is_here:
+                found.append((block.nbytes, f"weights of {block.name!r}"))
+            found += [(self.house.gradients.held_bytes(s), f"gradient of {s.name!r}") for s in block.slots]
+        for index, states in self.states.items():
+            if states.home is not None and states.home.memory is not None:
+                found.append((states.nbytes, f"optimizer states of {self.blocks[index].name!r}"))
+        largest = sorted(found, key=lambda item: -item[0])[:count]
+        return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in largest if nbytes) or "none of memfit"
+
+    def bytes_to_come(self) -> int:
+        """Returns what giving everything back brings to the device, at its peak."""
+        coming = sum(b.master_nbytes if b.has_masters else b.nbytes for b in self.blocks if b.travels)
+        coming += sum(s.nbytes for s in self.states.values() if s.home is not None and s.home.tier is not Tier.DEVICE)
+        return coming + max(block.nbytes for block in self.blocks)  # one is here twice for a moment
+
+    def can_undo(self, updated: Sequence[int]) -> bool:
+        """Returns True if the homes of updated blocks still hold the weights and states of before."""
+        return all(
+            _has_spare_slot(self.blocks[b].home)
+            and _has_spare_slot(self.blocks[b].master_home)
+            and (not self.states[b].nbytes or _has_spare_slot(self.states[b].home))
+            for b in updated
+        )
+
+
+def _has_spare_slot(home: ByteHome | None) -> bool:
+    return home is not None and home.has_spare_slot
+
+
+def _is_overwritten(home: ByteHome | None) -> bool:
+    """Returns True if what is written there changes what reads see."""
+    return home is not None and home.has_versions and not home.has_spare_slot

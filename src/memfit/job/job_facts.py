@@ -1,0 +1,160 @@
+"""What can be read of a job: its plan, its profile and schedule, what was measured.
+
+In: the steps of a job. Out: values and reports; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.checkpoints import CommitReport
+from memfit.core.errors import UsageError
+from memfit.core.numerics import Numerics
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.schedule import Schedule
+from memfit.core.showing import html_table
+from memfit.job.assembly import Assembly
+from memfit.job.step_runner import StepRunner
+from memfit.verification.census import CensusReport
+from memfit.verification.meters import Proof
+
+
+class JobFacts:
+    """Facts of a job.
+
+    Args:
+        runner: its steps.
+
+    Attributes:
+        loss_scaler: the dynamic loss scale of a plan that computes in fp16; part of every commit. None for other plans.
+        breaches: plans that were exchanged under `on_breach="replan"`, with their causes.
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        self.loss_scaler = runner.scaler
+        self.breaches = runner.breaches
+        self._runner = runner
+        self._machine = runner.machine
+        self._was_closed = False
+
+    @property
+    def _assembly(self) -> Assembly:
+        return self._runner.assembly
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._was_closed or self._runner.has_ended
+
+    def _check_open(self) -> Assembly:
+        if self._is_closed:
+            raise UsageError(
+                "the job is closed; its model and optimizer are ordinary ones again. memfit.fit makes a new job"
+            )
+        return self._assembly
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return f"<memfit.Job, closed after step {self.steps}>"
+        plan, proof = self._assembly.planned.reason.rstrip("."), self.proof().line().removeprefix("proof: ")
+        return f"<memfit.Job at step {self.steps}; plan: {plan}; {proof}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: where it stands, why this plan, and the proof so far."""
+        facts = [
+            ("steps", str(self.steps)),
+            ("state", "closed" if self._is_closed else "live"),
+            ("plan", self._assembly.planned.reason.rstrip(".")),
+            ("numerics", self.numerics.short()),
+        ]
+        return html_table("memfit.Job", facts) + self.proof()._repr_html_()
+
+    # --- the plan ---------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: given, the run's own, or the fastest that fit; another one where `on_breach="replan"` made it."""
+        return self._assembly.plan
+
+    @property
+    def reason(self) -> str:
+        """Reason of this plan, and what it does to the numbers."""
+        planned = self._assembly.planned
+        return f"{planned.reason} {planned.numerics.sentence()}"
+
+    @property
+    def numerics(self) -> Numerics:
+        """Effect of the plan on the numbers: exact, reordered or approximate; which sums are regrouped, and why. Prints as text."""
+        return self._assembly.planned.numerics
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Predicted peak of the process without a GPU, else of the device, in a steady step."""
+        return self._assembly.planned.predicted_peak_bytes
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the blocks, in the order of their first call."""
+        return tuple(block.name for block in self._assembly.blocks)
+
+    @property
+    def profile(self) -> Profile:
+        """Profile of the sample's shapes."""
+        return self._assembly.planned.prepared.profile
+
+    @property
+    def schedule(self) -> Schedule:
+        """The step as data; `.text()` prints it."""
+        return self._assembly.planned.prepared.step.schedule
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps made in the run so far: since `fit`, or, with `store=` or `load_states`, since the run began.
+
+        A loop over `range(job.steps, total)` goes on.
+        """
+        return self._assembly.steps
+
+    @property
+    def commits(self) -> CommitReport | None:
+        """Cost and promise of committing; None without `store=`."""
+        return self._assembly.checkpointer.report()
+
+    @property
+    def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(read, written) bytes of the disk since the job began, by purpose."""
+        return self._assembly.house.bytes_moved
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Copies a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it received none."""
+        assembly = self._check_open()
+        if not assembly.setup.keeps_gradients:
+            raise UsageError("gradients are given up after the update; fit(keep_gradients=True) keeps them readable")
+        if name not in assembly.place:
+            raise UsageError(f"no parameter is called {name!r}; names are those of model.named_parameters()")
+        block, slot = assembly.place[name]
+        return assembly.house.gradients.read(block, slot)
+
+    def proof(self, *, before_bytes: int = 0) -> Proof:
+        """Returns the limit, the predicted peak, and the measured peak over all phases so far.
+
+        Args:
+            before_bytes: a peak that was measured before `fit`, to be covered too.
+        """
+        return Proof(
+            limit_bytes=self._machine.limits.device_bytes,
+            predicted_peak_bytes=self.predicted_peak_bytes,
+            measured_peak_bytes=max(before_bytes, self._machine.measured_peak_bytes()),
+            phases=self._machine.phases.records,
+            numerics=self.numerics,
+        )
+
+    def census(self) -> CensusReport:
+        """Reports what lives from step to step: tensors that survive and who holds them, callbacks that keep too much alive.
+
+        Prints as text; `.warn()` warns. Live bytes and blocks are noted at each step's end. While they are flat this takes
+        milliseconds; else seconds, and it may run the garbage collector.
+        """
+        return self._runner.census()

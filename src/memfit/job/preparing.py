@@ -1,0 +1,161 @@
+"""Preparing a batch: its schedules and their prediction, once for each shape.
+
+In: a plan and a batch. Out: `Prepared`, or a refusal that says which limit the batch would pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from memfit.batches.splitting import signature_of
+from memfit.core.errors import DoesNotFitError
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
+from memfit.core.units import format_bytes
+from memfit.job.plan_checks import check_meaning
+from memfit.job.setup import Planned, Prepared, Setup
+from memfit.prediction.predict import predict
+from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.check import check_schedule
+from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
+
+_SHAPES = 64
+"""Shapes of batches that a job remembers its schedules for; of more, those that were used longest ago are planned again."""
+
+
+def prepared_for(
+    profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None, device: str = "cpu"
+) -> Prepared:
+    """Builds and checks the schedules of a plan for the batch that the profile is of, and predicts the step.
+
+    Args:
+        profile: of the batch.
+        plan: cut into no more microbatches than the batch has rows.
+        clips_norm: gradients are clipped by their global norm.
+        adds_apart: `Plan.adds_apart` of the job's own plan; None: this is it.
+        device: as in `scheduling.lower`.
+    """
+    schedule = build_step(plan, profile, clips_norm=clips_norm)
+    check_schedule(schedule, plan, profile, clips_norm=clips_norm)
+    step = lower(schedule, plan, profile, adds_apart=adds_apart, device=device)
+    return Prepared(
+        plan=plan,
+        profile=profile,
+        rows=-(-profile.batch_rows // plan.microbatches),
+        step=step,
+        evaluation=lower(build_forward(plan, profile, plan.microbatches), plan, profile, device=device),
+        timeline=predict(step),
+    )
+
+
+def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepared:
+    """Traces a batch and prepares it.
+
+    Args:
+        setup: of the job.
+        plan: the job's.
+        batch: with any number of rows: the last one of an epoch may have fewer than the plan has microbatches.
+        adds_apart: of the job's plan.
+
+    Raises:
+        UnsupportedError: the plan would train another model on this batch.
+    """
+    problem = setup.problem
+    cut = replace(plan, microbatches=problem.cut.most(batch, plan.microbatches))
+    traced = problem.profile_for(cut, batch, checks_repeat=False)
+    check_meaning(cut, traced, is_committed=setup.run is not None)
+    return prepared_for(traced, cut, clips_norm=setup.clips_norm, adds_apart=adds_apart, device=setup.device)
+
+
+def excess_beside_device(setup: Setup, ready: Prepared) -> str | None:
+    """Says what a step takes above the limit of a tier beside the device; None if nothing.
+
+    On disk the store's room counts, and homes and activations beside it.
+    """
+    plan, found = ready.plan, ready.profile
+    for tier, limit in setup.machine.limits.by_tier.items():
+        if tier.traits.is_device:
+            continue
+        taken, store, less = ready.timeline.peak_in(tier), "", ""
+        if tier is Tier.DISK and setup.run is not None:
+            taken = disk_bytes_with_store(plan, found, taken, setup.run.scheme)
+            store = f", {format_bytes(store_bytes(plan, found, setup.run.scheme))} of it claimed by the store"
+            less = "" if setup.has_journal else ' (a run that is begun with scheme="journal" claims less)'
+        if taken > limit:
+            word = "host memory" if tier is Tier.HOST else tier
+            return f"takes {format_bytes(taken)} of {word}{store}, above {tier}_limit of {format_bytes(limit)}{less}"
+    return None
+
+
+class PreparedShapes:
+    """Schedules of the shapes of batches that came, under one plan.
+
+    Args:
+        planned: its own sample is prepared already.
+        looking_away: context in which the job's hooks let the model run as it is.
+    """
+
+    def __init__(self, planned: Planned, looking_away: Callable[[], AbstractContextManager[None]]) -> None:
+        self._planned = planned
+        self._looking_away = looking_away
+        self._known = {planned.signature: planned.prepared}
+        self._modes = _modes(planned.setup.problem.model)
+
+    def note_modes(self) -> None:
+        """Forgets all where modules are in other modes (`model.train()` after a frozen start): that is another program."""
+        modes = _modes(self._planned.setup.problem.model)
+        if modes != self._modes:
+            self._known.clear()
+            self._modes = modes
+
+    def prepare(self, batch: Any) -> Prepared:
+        """Returns what depends on the batch's shapes, planned for when they come.
+
+        Raises:
+            DoesNotFitError: the plan passes a limit with this batch.
+        """
+        prepared, excess = self.try_batch(batch)
+        if excess is not None:
+            advice = "cut it, or close the job and fit again with this batch as the sample"
+            if self._planned.replan is None:
+                advice += (
+                    '; fit(store=..., on_breach="replan") looks for another plan by itself when such a batch comes'
+                )
+            raise DoesNotFitError(f"{excess}: {advice}")
+        return prepared
+
+    def try_batch(self, batch: Any) -> tuple[Prepared, str | None]:
+        """As `prepare`. Returns in words what passes a limit, too; None if nothing does."""
+        planned = self._planned
+        signature = signature_of(batch, planned.setup.problem.cut, planned.plan.microbatches)
+        if signature in self._known:
+            known = self._known[signature] = self._known.pop(signature)  # the one that was used last stands last
+            return known, None
+        with self._looking_away():
+            prepared = prepare(planned.setup, planned.plan, batch, adds_apart=planned.adds_apart)
+        excess = self._excess(prepared)
+        if excess is None:
+            self._known[signature] = prepared
+            if len(self._known) > _SHAPES:
+                del self._known[next(iter(self._known))]
+            return prepared, None
+        shapes = [list(shape) for shape, _ in signature.tensors]
+        return prepared, f"a batch of {signature.rows} rows with tensors {shapes} {excess}"
+
+    def _excess(self, prepared: Prepared) -> str | None:
+        setup, peak = self._planned.setup, prepared.timeline.peak_bytes
+        left = setup.machine.room_bytes
+        if setup.enforces and left is not None and peak > left:
+            return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(left)} are left"
+        return excess_beside_device(setup, prepared)
+
+
+def _modes(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in model.modules())

@@ -1,0 +1,172 @@
+"""Setup: what `fit` was asked for, and what a job does under one plan.
+
+In: the user's objects and wishes, a machine. Out: `Setup`, the same for every plan of a job; `Planned`, a setup with the plan
+that was decided. Both are frozen, and nothing has moved yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from memfit.batches.cutting import Cut, UserSplit
+from memfit.batches.splitting import Signature, Weigh
+from memfit.checkpoints.checkpointer import stored_plan
+from memfit.checkpoints.run_store import RunStore
+from memfit.core.hardware import Hardware
+from memfit.core.numerics import Numerics, Wish
+from memfit.core.plan import Plan
+from memfit.core.profile import CallProfile, Profile
+from memfit.core.step import Step
+from memfit.core.timeline import Timeline
+from memfit.job.machine import Machine
+from memfit.job.problem import Problem
+from memfit.job.weight_sources import WeightSources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What `fit` was asked for, whatever plan is decided.
+
+    Attributes:
+        problem: model, loss, optimizer's driver, blocks.
+        optimizer: the user's.
+        machine: with its limits.
+        sources: where the values of weights come from.
+        run: directory that the job is committed to.
+        weight: what a microbatch's loss counts for; rows if None.
+        split: cuts a batch instead of memfit.
+        allow: declared changes of arithmetic.
+        numerics: see `core.numerics.Wish`.
+        max_grad_norm: gradients are clipped to this global norm.
+        directory: where homes on disk are made.
+        keeps_gradients: gradients stay readable after a step.
+        enforces: the limit is armed.
+        replans: a step that meets the limit is made again under another plan.
+        hardware: measures what the machine can do, and what of the disk the run may take, once.
+        load_bytes: held while weights move home.
+    """
+
+    problem: Problem
+    optimizer: torch.optim.Optimizer
+    machine: Machine
+    sources: WeightSources
+    run: RunStore | None
+    weight: Weigh | None
+    split: UserSplit | None
+    allow: frozenset[str]
+    numerics: Wish
+    max_grad_norm: float | None
+    directory: str | Path | None
+    keeps_gradients: bool
+    enforces: bool
+    replans: bool
+    hardware: Callable[[], Hardware]
+    load_bytes: int
+
+    @property
+    def resumed_plan(self) -> Plan | None:
+        """The plan of a resumed run, whose formats it goes on in."""
+        return stored_plan(self.run) if self.run is not None and self.run.is_resumed else None
+
+    @property
+    def has_journal(self) -> bool:
+        """The run keeps a journal."""
+        return self.run is not None and self.run.scheme == "journal"
+
+    @property
+    def clips_norm(self) -> bool:
+        """Gradients are clipped by their global norm."""
+        return self.max_grad_norm is not None
+
+    @property
+    def device(self) -> str:
+        """The device's kind, as `scheduling.lower` takes it."""
+        return self.machine.device.type
+
+    def cut_by(self, way: Cut) -> Setup:
+        """Returns the same, with another way to cut batches."""
+        return replace(self, problem=replace(self.problem, cut=way))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What depends on the shapes of a batch.
+
+    Attributes:
+        plan: the job's, with as many microbatches as the batch has rows where it has fewer than the plan wants.
+        profile: traced with these shapes.
+        rows: of the largest microbatch.
+        step: a training step.
+        evaluation: a forward pass.
+        timeline: the predicted bytes of the step.
+    """
+
+    plan: Plan
+    profile: Profile
+    rows: int
+    step: Step
+    evaluation: Step
+    timeline: Timeline
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches that the batch is cut into."""
+        return self.plan.microbatches
+
+    @property
+    def calls(self) -> tuple[CallProfile, ...]:
+        """The calls of a microbatch, as traced."""
+        return self.profile.traces[self.rows].calls
+
+
+class Replan(Protocol):
+    """Decides another plan for a running job. See `api.deciding.replan`."""
+
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        like: Plan,
+        adds_up: bool | None,
+        held: Iterable[torch.Tensor] = (),
+        margin_bytes: int = 0,
+        below_bytes: int | None = None,
+    ) -> Planned:
+        """Plans for a batch that must fit."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A setup with the plan that was decided.
+
+    Attributes:
+        setup: its blocks are in the order of the profile's.
+        plan: the decisions.
+        reason: why this plan.
+        numerics: effect of the plan on the numbers.
+        adds_apart: see `Plan.adds_apart`.
+        prepared: for the sample's shapes.
+        signature: of the sample.
+        predicted_peak_bytes: of the process without a GPU, else of the device.
+        adds_up: the loss of a batch is the sum over its microbatches; None: that was not tried.
+        is_unproven: the sample's rows were alike, so they could not show it: the first batch is tried.
+        replan: decides another plan; None where a breach is an error.
+    """
+
+    setup: Setup
+    plan: Plan
+    reason: str
+    numerics: Numerics
+    adds_apart: bool
+    prepared: Prepared
+    signature: Signature
+    predicted_peak_bytes: int
+    adds_up: bool | None
+    replan: Replan | None
+    is_unproven: bool = False

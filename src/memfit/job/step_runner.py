@@ -1,0 +1,194 @@
+"""StepRunner: the steps of a job, each whole or not at all, under one plan after another.
+
+In: a plan that was decided, batches. Out: results of steps; where a step does not fit and `on_breach="replan"`, another
+assembly. See [Note: replanning] in `job.breaches`.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from memfit.checkpoints.run_state import give_random, take_random
+from memfit.core.errors import LimitBreachError, MemfitWarning, UnsupportedError
+from memfit.engine.loss_scaling import LossScaler
+from memfit.job.assembly import Assembly, assemble
+from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
+from memfit.job.forward_passes import check_first
+from memfit.job.interrupts import Interrupts
+from memfit.job.results import StepResult
+from memfit.job.setup import Planned, Replan
+from memfit.job.steps import cut, finish_step, make_step, step_result
+from memfit.tensors.guard import is_away
+from memfit.verification.census import Census, CensusReport
+
+
+class StepRunner:
+    """Steps of a job.
+
+    Args:
+        assembly: everything at home.
+        interrupts: Ctrl-C, which waits for the end of an action.
+        scaler: the loss scale of a plan that computes in fp16.
+        was_whole: the model was in memory before it moved home.
+
+    Attributes:
+        assembly: what works now; another one after a plan was exchanged.
+        machine: with its limits.
+        breaches: plans that were exchanged.
+        has_ended: exchanging a plan failed, and nothing is left to go on with.
+        owner: the job; a callback that holds it is a cycle.
+    """
+
+    def __init__(
+        self, assembly: Assembly, *, interrupts: Interrupts, scaler: LossScaler | None, was_whole: bool
+    ) -> None:
+        self.assembly = assembly
+        self.interrupts = interrupts
+        self.scaler = scaler
+        self.was_whole = was_whole
+        self.machine = assembly.machine
+        self.breaches: list[BreachReport] = []
+        self.has_ended = False
+        # Weak: in a cycle a dropped job would be collected late, and its limit lifted late.
+        self.owner: Callable[[], object] = lambda: None
+        self._census = Census(self.machine.meter)
+        self._steps_here = 0
+        self._has_told_passed = False
+
+    def step(self, batch: Any) -> StepResult:
+        """Makes a step; see `Job.step`. The step before is committed first, with what was done after it."""
+        assembly = self.assembly
+        assembly.check_unchanged()
+        assembly.checkpointer.check_registered()
+        assembly.shapes.note_modes()
+        assembly.keep_changes()
+        assembly.checkpointer.commit_if_due()
+        replan = assembly.planned.replan
+        return self._step(batch) if replan is None else self._step_or_replan(batch, replan)
+
+    def census(self) -> CensusReport:
+        """Reports what lives from step to step; see `Job.census`."""
+        setup = self.assembly.setup
+        callbacks: dict[str, Callable[..., Any]] = {"the loss": setup.problem.loss}
+        if setup.weight is not None:
+            callbacks["the weight"] = setup.weight
+        return self._census.report(setup.problem.model, callbacks, keeper=self.owner())
+
+    def take_back_changes(self) -> list[UnsupportedError]:
+        """Takes parameters that were given other memory back. Returns in words what is lost, unless it was told before."""
+        assembly = self.assembly
+        changes = [block.take_back_changes() for block in assembly.blocks]
+        return [] if assembly.has_told_changes else [change for change in changes if change is not None]
+
+    def undo(self) -> None:
+        """Ends a fit that is refused before its first step: every weight comes back in the dtype in which it came, or stays deferred."""
+        self.assembly.has_begun = False
+        self.take_back_changes()
+        with self.interrupts.held():
+            self.assembly.end(restore=True)
+
+    def _step(self, batch: Any) -> StepResult:
+        began = time.perf_counter()
+        assembly = self.assembly
+        if assembly.journal is not None and assembly.journal.is_waiting:
+            outcome = finish_step(assembly, assembly.journal)
+            self._steps_here += 1
+            assembly.checkpointer.note_positions()
+            return step_result(assembly, batch, outcome, time.perf_counter() - began)
+        prepared = assembly.shapes.prepare(batch)
+        check_first(assembly, batch)
+        parts, factors = cut(assembly, prepared, batch)
+        phase = "first step" if self._steps_here == 0 else "steady"
+        if self._steps_here < 2:
+            self.machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
+        self.machine.refuse(prepared.timeline.peak_bytes, assembly.steps + 1)
+        with assembly.stepping(), self.machine.phase(phase, is_step=True):
+            outcome = make_step(assembly, prepared, parts, factors)
+            self._steps_here += 1
+        assembly.checkpointer.note_positions()
+        if self._census.note_step():
+            self._census.warn_once(self.census())
+        result = step_result(assembly, batch, outcome, time.perf_counter() - began)
+        self._tell_passed(result.peak_bytes)
+        return result
+
+    def _tell_passed(self, peak_bytes: int) -> None:
+        """Warns, once, of a limit that was passed without an allocation that could be refused."""
+        passed = None if self._has_told_passed else self.machine.passed(peak_bytes)
+        if passed is not None:
+            self._has_told_passed = True
+            warnings.warn(f"step {self.assembly.steps}: {passed}", MemfitWarning, stacklevel=5)
+
+    # --- another plan -----------------------------------------------------------------------------------------------
+
+    def _step_or_replan(self, batch: Any, replan: Replan) -> StepResult:
+        """Makes a step; where its batch does not fit, or it meets the limit, under another plan."""
+        found = self._make_fitting(batch, replan)
+        for attempt in range(1, TRIES + 2):
+            before = take_random()
+            try:
+                result = self._step(batch)
+            except LimitBreachError as error:
+                if attempt > TRIES:
+                    error.add_note(f"{TRIES} tighter plans met the limit as well")
+                    raise
+                found.append(self._make_tighter(error, batch, attempt, replan))
+                give_random(before)  # the step is made again with the numbers that it would have had
+            else:
+                self.breaches += found
+                for report in found:
+                    warnings.warn(report.in_words(), MemfitWarning, stacklevel=4)
+                return replace(result, departures=(*result.departures, *(report.in_words() for report in found)))
+        raise AssertionError("the loop returns or raises")
+
+    def _make_fitting(self, batch: Any, replan: Replan) -> list[BreachReport]:
+        """Takes a plan that fits the batch, where the one so far is predicted not to.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        assembly = self.assembly
+        if assembly.journal is not None and assembly.journal.is_waiting:
+            return []  # the step is decided, and computes nothing
+        prepared, excess = assembly.shapes.try_batch(batch)
+        if excess is None:
+            beside = self.machine.excess(prepared.timeline.peak_bytes)
+            excess = None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
+        if excess is None:
+            return []
+        before = take_random()
+        try:
+            with self.machine.phases("replan"):
+                self.assembly, found = assemble_fitting(assembly, excess, batch, replan, self.interrupts)
+        except BaseException:
+            self.has_ended = assembly.has_ended
+            raise
+        finally:
+            give_random(before)
+        if isinstance(found, BreachReport):
+            return [found]
+        try:
+            raise found
+        finally:
+            del found  # whose frames would hold it, and it the batch
+
+    def _make_tighter(self, error: LimitBreachError, batch: Any, attempt: int, replan: Replan) -> BreachReport:
+        try:
+            with self.machine.phases("replan"):
+                self.assembly, report = assemble_tighter(self.assembly, error, batch, attempt, replan, self.interrupts)
+        except BaseException:
+            self.has_ended = True
+            raise
+        return report
+
+
+def begin_steps(planned: Planned) -> StepRunner:
+    """Moves everything home under a plan that was decided; see `assembly.assemble`."""
+    interrupts, scaler = Interrupts(), LossScaler() if planned.plan.scales_losses else None
+    was_whole = not any(is_away(p) for p in planned.setup.problem.model.parameters())
+    assembly = assemble(planned, scaler=scaler, interrupts=interrupts)
+    return StepRunner(assembly, interrupts=interrupts, scaler=scaler, was_whole=was_whole)
