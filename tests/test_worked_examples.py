@@ -1,12 +1,33 @@
 """Worked examples of the field, with answers known beforehand, as memfit itself does them.
 
-The one on defragmenting a buffer of `narrow` views is `test_live_tensors_keep_their_contents_through_defragmentation` in
-`unit/test_arena.py`.
+Where each is shown; those without a file are below:
+
+- bytes of weights (175e9 parameters), boundary activations of GPT-3, Adam's bytes a parameter,
+  two bytes against four: `test_175_billion_...`, `test_gpt3s_...`, `test_adam_takes_...` and
+  `test_adams_12_bytes_...`, `test_in_two_bytes_...`;
+- a chain of six, every K-th output kept, and what one recompute costs: `test_a_chain_of_six_...`,
+  `test_a_chain_with_every_kth_...`, `test_recomputing_everything_once_...`;
+- closed forms of saved outputs, attention at twice the sequence, a batch cut in m, a mixture of
+  experts: `test_saved_outputs_are_...`,
+  `test_with_the_sequence_doubled_plain_attention_saves_four_times_the_scores_and_tiled_twice` in
+  `memory/test_trace.py`, `test_a_batch_cut_in_m_...`, `test_a_mixture_of_experts_...`;
+- inference over depth 4 and 64: `test_the_peak_of_inference_is_the_same_at_depth_4_and_64` in
+  `memory/test_inference_memory.py`, predicted in `unit/test_prediction.py`;
+- where accumulation alone fits:
+  `test_where_accumulation_alone_fits_nothing_is_recomputed_unless_that_is_faster` in
+  `unit/test_rules.py`;
+- bit patterns of fp32, subnormals, ranges of integers, two zeros: `test_bit_patterns_of_fp32` and
+  the four tests after it in `unit/test_formats.py`;
+- defragmenting a buffer of `narrow` views:
+  `test_live_tensors_keep_their_contents_through_defragmentation` in `unit/test_arena.py`.
+
+Those that need several ranks (allreduce, data parallel, ZeRO, a product on two ranks) have no test.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -168,6 +189,85 @@ def test_a_batch_cut_in_m_saves_an_mth_of_the_activations_and_gives_equal_gradie
             gradient = job.gradient(name)
             assert gradient is not None
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+# What is saved for backward, in closed forms
+
+
+class TwoTimes(nn.Module):
+    """A module called twice over: what the first gives is what the second saves."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([make(), make()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "shape", "elements"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3, padding=1), (2, 8, 16, 16), 2 * 8 * 16 * 16),
+        (lambda: nn.Linear(24, 24), (5, 24), 5 * 24),
+        (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (3, 10, 16), 3 * 10 * 16),
+    ],
+    ids=["convolution", "linear", "transformer"],
+)
+def test_saved_outputs_are_batch_times_channels_times_places_times_bytes(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], elements: int, dtype: torch.dtype
+) -> None:
+    model = TwoTimes(make).to(dtype)
+    profile = memfit.profile(model, torch.optim.SGD(model.parameters()), _mean, torch.zeros(shape, dtype=dtype))
+    trace = profile.traces[shape[0]]
+    first, second = (call for call in trace.calls if call.site.startswith("layers."))
+    assert first.output_bytes == trace.boundary_bytes(second.index) == elements * dtype.itemsize
+    if isinstance(model.layers[0], nn.Conv2d) and dtype is torch.float32:
+        assert first.output_bytes == 16_384
+
+
+class Mixture(nn.Module):
+    """y = sum over the chosen experts of G(x)_i E_i(x), each expert a call of its own."""
+
+    def __init__(self, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(self.chosen)  # (rows, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            out = out + expert(x) * (weights * (chosen == index)).sum(-1, keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize("chosen", [2, 4])
+def test_a_mixture_of_experts_is_the_sum_over_the_chosen_ones_and_their_mean_with_equal_gates(chosen: int) -> None:
+    torch.manual_seed(1)
+    model = Mixture(4, chosen)
+    if chosen == 4:
+        nn.init.zeros_(model.gate.weight)  # equal gates
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    # By hand, row by row.
+    with torch.no_grad():
+        gates = model.gate(x).softmax(-1)
+        rows: list[Tensor] = []
+        for row, gate in zip(x, gates, strict=True):
+            best = gate.argsort(descending=True)[:chosen]
+            rows.append(sum((gate[i] / gate[best].sum() * model.experts[i](row) for i in best), torch.zeros(WIDTH)))
+        expected = torch.stack(rows)
+        if chosen == 4:
+            torch.testing.assert_close(expected, torch.stack([expert(x) for expert in model.experts]).mean(0))
+    plan = Plan(calls=(), blocks={f"experts.{i}": BlockPlan(weight_home=Tier.DISK) for i in range(4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memfit.fit(model, optimizer, _distance, {"x": x, "y": y}, plan=plan) as job:
+        assert job.step({"x": x, "y": y}).loss == pytest.approx((expected - y).square().mean().item(), rel=1e-5)
 
 
 # Sizes in bytes, from shapes alone: models whose weights have no bytes
