@@ -18,7 +18,11 @@ from faults.small_run import adamw, build, draw, loss, profile, train
 from faults.test_resume import Loop, assert_same
 from memfit.core.errors import MemfitWarning, PlanError, StoreError, UnsupportedError, UsageError
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.step import Step
 from memfit.core.tiers import Tier
+from memfit.engine.engine import Engine
+from memfit.engine.measured_step import StepRecorder
+from memfit.engine.work import Outcome, StepInput
 from memfit.job.exporting import export_run
 from memfit.store import DiskStore, verify
 from memfit.store.os_errors import store_error
@@ -56,6 +60,33 @@ def test_a_run_with_a_journal_is_the_run_of_two_generations(model: str, plan: st
     train(model, decided, tmp_path / "parts", total=4, stop=2, scheme="journal", **options)
     assert_same(train(model, decided, tmp_path / "parts", total=4, **options), whole)
     assert verify(tmp_path / "parts").is_whole
+
+
+def test_turns_are_operations_of_the_step_and_done_as_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[list[str], list[str]]] = []
+    run = Engine.run
+
+    def measured(engine: Engine, step: Step, work: StepInput) -> Outcome:
+        recorder = StepRecorder()
+        with engine.recording(recorder):
+            outcome = run(engine, step, work)
+        if work.journal is not None:
+            listed = [str(operation.action) for operation in step]
+            found.append((listed, [moment.action for moment in recorder.timeline().moments]))
+        return outcome
+
+    monkeypatch.setattr(Engine, "run", measured)
+    plan, options = partly_in_memory()
+    train("tied-and-frozen", plan, tmp_path / "run", scheme="journal", total=3, **options)
+    assert len(found) == 3
+    for listed, done in found:
+        assert done == listed
+        decided = listed.index("decide")
+        updates = [i for i, text in enumerate(listed) if text.startswith("update")]
+        keeps = [i for i, text in enumerate(listed) if text.startswith("keep")]
+        assert decided < min(updates) and max(updates) < min(keeps) and len(keeps) == 2
+    orders = [[text for text in listed if text.startswith("keep")] for listed, _ in found]
+    assert orders[0] == orders[2] != orders[1], "the two that move exchange their room each step"
 
 
 class Killed(BaseException):

@@ -27,6 +27,9 @@ reload, accumulate, update) return at once; whoever needs the result waits for i
 |                     |                                                                             | check                    |
 | clear B3            | block 3's gradient on the device is given up                                | update of B3             |
 | release B3          | block 3's bytes on the device are given up                                  | update of B3             |
+| decide              | gradients and the step's record are durable: a journal has the step          | all accumulates          |
+| keep B0 B3          | the new versions of blocks 0 and 3 are committed, before the next turn's are | updates of B0 and B3     |
+|                     | written; their updates change nothing before                                 |                          |
 | commit              | the step is complete: homes flip to the new state                           | all updates              |
 
 *Passes of backward.* Without a tail, a seed runs through all the backwards that follow it. With a tail (layer-major
@@ -241,6 +244,26 @@ class Clear:
 
 
 @dataclass(frozen=True)
+class Decide:
+    """Gradients and the record of the step are durable: from here on its updates will be made, by this process or the next."""
+
+    waits_for: ClassVar[tuple[str, ...]] = ("accumulate",)
+
+    def __str__(self) -> str:
+        return "decide"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """New versions of blocks are committed, before anything is written where the blocks of the next turn go."""
+
+    blocks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return " ".join(["keep", *(f"B{block}" for block in self.blocks)])
+
+
+@dataclass(frozen=True)
 class Commit:
     """The step is complete."""
 
@@ -268,6 +291,8 @@ Action = (
     | Norm
     | Update
     | Clear
+    | Decide
+    | Keep
     | Commit
 )
 
@@ -419,5 +444,7 @@ _PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[Sequence[str]], Action]]] =
     (re.compile(r"norm"), lambda _: Norm()),
     (re.compile(r"update B(\d+)"), lambda g: Update(int(g[0]))),
     (re.compile(r"clear B(\d+)"), lambda g: Clear(int(g[0]))),
+    (re.compile(r"decide"), lambda _: Decide()),
+    (re.compile(r"keep((?: B\d+)+)"), lambda g: Keep(tuple(int(w.removeprefix("B")) for w in g[0].split()))),
     (re.compile(r"commit"), lambda _: Commit()),
 ]

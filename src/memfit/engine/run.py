@@ -30,10 +30,12 @@ from memfit.core.schedule import (
     Check,
     Clear,
     Commit,
+    Decide,
     Drop,
     Fetch,
     Forward,
     Joint,
+    Keep,
     Norm,
     Offload,
     Release,
@@ -51,6 +53,7 @@ from memfit.engine.entered_calls import Listener, StepCalls
 from memfit.engine.measured_step import StepRecorder
 from memfit.engine.open_frames import OpenFrames
 from memfit.engine.seeding import Counts, Seeds, seed
+from memfit.engine.turn_gates import TurnGates
 from memfit.engine.work import EngineParts, EnginePhase, Outcome, StepInput
 
 
@@ -114,6 +117,7 @@ class StepRun:
         self._next = 0
         # Of the forward or backward that runs or ran last, what its end waits for.
         self._owed: tuple[Token, ...] = ()
+        self._gates = TurnGates()
         self._loss_scale: float | None = None
         self.at = ""
         self.phase = EnginePhase.FORWARD
@@ -140,6 +144,7 @@ class StepRun:
     def recover(self) -> None:
         """After an error: ends coroutines and updates, gives back visits and gradients. The first error is already on its way."""
         parts = self._parts
+        self._gates.shut()
         for coroutine in self._coroutines.values():
             try:
                 coroutine.cancel()
@@ -205,13 +210,18 @@ class StepRun:
                 self._scale(action)
             case Norm():
                 self.outcome.norm = parts.settling.norm(work.max_norm)
-            case Update() if work.settle is not None:
-                settle, work.settle = work.settle, _nothing
-                if parts.settling.gather():
-                    settle(self.outcome)
             case Update(b):
                 assert operation.update_place is not None
-                parts.settling.update(b, operation.update_place)
+                parts.settling.update(b, operation.update_place, self._gates.before(operation))
+            case Decide():
+                assert work.journal is not None
+                if parts.settling.gather():
+                    work.journal.decide(self.outcome)
+            case Keep(blocks):
+                if not parts.settling.skips:
+                    assert work.journal is not None
+                    work.journal.keep(blocks)
+                    self._gates.open(operation)
             case Accumulate() | Clear() | Commit():
                 parts.settling.do(action)
             case _:
@@ -248,6 +258,8 @@ class StepRun:
                 parts.gradients.wait()
             case "update":
                 parts.settling.wait(_block(token))
+            case "keep":
+                pass  # a gate: the update's own thread waits for it
             case _:
                 pass  # the frames wait for what they move: a drop for its offload, an unpacking for its reload
 
@@ -385,10 +397,6 @@ class StepRun:
             self.calls.ensure(self._schedule.calls[call].blocks)
         if self._observe is not None:
             self._observe(action)
-
-
-def _nothing(_outcome: Outcome) -> None:
-    """The updates have been made."""
 
 
 def _block(token: Token) -> int:

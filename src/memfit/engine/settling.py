@@ -13,7 +13,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Accumulate, Clear, Commit
 from memfit.core.step import UpdatePlace
 from memfit.homes.gradients import GradientHomes
-from memfit.homes.home import Tickets, TransferHandle
+from memfit.homes.home import DONE, Tickets, TransferHandle
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
 
@@ -68,7 +68,7 @@ class Settling:
                 for b in tuple(self._updating):
                     self.wait(b)
 
-    def update(self, b: int, place: UpdatePlace = UpdatePlace.BESIDE) -> None:
+    def update(self, b: int, place: UpdatePlace = UpdatePlace.BESIDE, after: TransferHandle = DONE) -> None:
         """The update of a block begins; at once, it is through when this returns."""
         assert self._gradients is not None and self._updates is not None
         block = self._blocks[b]
@@ -78,7 +78,9 @@ class Settling:
             return
         # A visit that nobody waited for, because its call was left out: what still arrives would overwrite what is updated in place.
         block.wait()
-        self._updating[b] = self._updates.submit(block, is_beside=place is not UpdatePlace.AT_ONCE)
+        self._updating[b] = self._updates.submit(
+            block, after, is_beside=after is not DONE or place is not UpdatePlace.AT_ONCE
+        )
 
     def gather(self) -> bool:
         """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""

@@ -52,6 +52,18 @@ class Outcome:
     departures: list[str] = field(default_factory=list)
 
 
+class TurnKeeper(Protocol):
+    """What makes a step durable before it is made; see `job.journaling`."""
+
+    def decide(self, outcome: Outcome) -> None:
+        """All gradients are at home: the step is made from here on, by this process or the next."""
+        ...
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """The blocks' updates are through: their new versions are committed."""
+        ...
+
+
 @dataclass(kw_only=True)
 class StepInput:
     """One step's input to the engine.
@@ -63,8 +75,7 @@ class StepInput:
         max_norm: clip gradients to this global norm.
         scale: losses are multiplied with it, gradients divided by it.
         begin_updates: called when it is known that the updates will be made, in a step that scales its losses.
-        settle: makes all updates of the step, in the place of the schedule's first: where a journal says in which order (`job.journaling`). All of
-            them come after backward then, with every gradient at home.
+        journal: decides the step and commits its blocks, where the step says so.
     """
 
     run: Callable[[int], Any]
@@ -73,7 +84,7 @@ class StepInput:
     max_norm: float | None = None
     scale: float | None = None
     begin_updates: Callable[[], None] | None = None
-    settle: Callable[[Outcome], None] | None = None
+    journal: TurnKeeper | None = None
 
 
 class FrameFactory(Protocol):

@@ -19,7 +19,7 @@ So an update must be a function of what the record has. An optimizer that draws 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,9 @@ class StepJournal:
         self._updates = updates
         self._states = dict(states)
         self._noise = noise
+        # Of the step that is being made, and where torch's generator stood when its updates began.
+        self._record: dict[str, Any] = {}
+        self._random_before = torch.empty(0, dtype=torch.uint8)
         self._by_name = {block.name: block for block in house.blocks}
         self._journal = run.journal({b.name: copies.updated_regions(b) for b in house.blocks if b.index in states})
 
@@ -91,7 +94,7 @@ class StepJournal:
         self._journal.begin_step()
 
     def decide(self, outcome: Outcome) -> None:
-        """All gradients of a step are at home: it is decided, and its updates are made.
+        """All gradients of a step are at home: it is decided. Its updates are listed behind it, and a `keep` for each turn.
 
         Args:
             outcome: of its forward and backward.
@@ -115,7 +118,7 @@ class StepJournal:
             "norm": None if outcome.norm is None else float(outcome.norm),
         }
         self._journal.begin(record["step"], record, self._copies.write_buffers())
-        self._make(record)
+        self._begin_turns(record)
 
     def take_up(self) -> None:
         """As a run goes on: a step that was decided is made, and the counters are those after it.
@@ -188,29 +191,46 @@ class StepJournal:
 
     def _make(self, record: Mapping[str, Any]) -> None:
         """The updates that are left, as many blocks at a time as the spare room takes."""
-        before = torch.get_rng_state()
+        self._begin_turns(record)
         turns = [[self._by_name[name] for name in names] for names in self._journal.turns()]
         gates = [Gate() for _ in turns]
-        counters = dict(record["counters"])
         try:
             # All at once: while the blocks of a turn are committed, what the next ones need comes.
             updates = [[self._updates.submit(b, gate) for b in turn] for turn, gate in zip(turns, gates, strict=True)]
             for turn, gate, tickets in zip(turns, gates, updates, strict=True):
                 gate.open()
                 Tickets(tickets).wait()
-                for block in turn:
-                    self._copies.write_block(block)
-                counters |= {block.name: self._counters(block.index) for block in turn}
-                self._journal.moved([block.name for block in turn], {**record, "counters": counters})
-                self._copies.begin_versions(turn)
+                self.keep([block.index for block in turn])
         finally:
             for gate in gates:
                 gate.shut(StoreError("the step was given up before this block's turn"))
-        if not torch.equal(before, torch.get_rng_state()):
+
+    def turns(self) -> list[tuple[int, ...]]:
+        """The blocks of the next step in the order in which the store's room lets them be written."""
+        return [tuple(self._by_name[name].index for name in turn) for turn in self._journal.turns(of_next=True)]
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Commits the new versions of a turn's blocks, whose updates are through.
+
+        Raises:
+            StoreError: the disk; `finish` goes on.
+            UnsupportedError: they were the last, and the optimizer has drawn random numbers.
+        """
+        turn = [self._house.blocks[index] for index in blocks]
+        for block in turn:
+            self._copies.write_block(block)
+        self._record["counters"] |= {block.name: self._counters(block.index) for block in turn}
+        self._journal.moved([block.name for block in turn], self._record)
+        self._copies.begin_versions(turn)
+        if not self._journal.pending and not torch.equal(self._random_before, torch.get_rng_state()):
             raise UnsupportedError(
                 f"{type(self._optimizer).__name__} draws random numbers while it updates, so that an update that is made again from the journal would be another: "
                 "begin the run with scheme='generations'"
             )
+
+    def _begin_turns(self, record: Mapping[str, Any]) -> None:
+        self._record = {**record, "counters": dict(record["counters"])}
+        self._random_before = torch.get_rng_state()
 
     def _counters(self, index: int) -> bytes:
         """Of one block, as the record has them: each turn writes it again, and most are what they were."""

@@ -16,6 +16,8 @@ from memfit.batches.splitting import signature_of
 from memfit.core.errors import DoesNotFitError
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.core.schedule import Schedule
+from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.job.plan_checks import check_meaning
@@ -44,7 +46,11 @@ def prepared_for(
     """
     schedule = build_step(plan, profile, clips_norm=clips_norm)
     check_schedule(schedule, plan, profile, clips_norm=clips_norm)
-    step = lower(schedule, plan, profile, adds_apart=adds_apart, device=device)
+
+    def lowered(chosen: Schedule) -> Step:
+        return lower(chosen, plan, profile, adds_apart=adds_apart, device=device)
+
+    step = lowered(schedule)
     return Prepared(
         plan=plan,
         profile=profile,
@@ -52,6 +58,7 @@ def prepared_for(
         step=step,
         evaluation=lower(build_forward(plan, profile, plan.microbatches), plan, profile, device=device),
         timeline=predict(step),
+        lower=lowered,
     )
 
 

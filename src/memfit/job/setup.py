@@ -6,8 +6,8 @@ that was decided. Both are frozen, and nothing has moved yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +21,17 @@ from memfit.core.hardware import Hardware
 from memfit.core.numerics import Numerics, Wish
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
+from memfit.core.schedule import Schedule
 from memfit.core.step import Step
 from memfit.core.timeline import Timeline
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem
 from memfit.job.weight_sources import WeightSources
+from memfit.scheduling.journal_actions import place_turns
+
+
+_TURNS = 8
+"""Orders of a journal's blocks that are remembered: a store's room has two slots, so that two come round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,7 @@ class Prepared:
         step: a training step.
         evaluation: a forward pass.
         timeline: the predicted bytes of the step.
+        lower: gives other schedules of the same plan their meaning.
     """
 
     plan: Plan
@@ -112,11 +119,25 @@ class Prepared:
     step: Step
     evaluation: Step
     timeline: Timeline
+    lower: Callable[[Schedule], Step]
+    _turns: dict[tuple[tuple[int, ...], ...], Step] = field(default_factory=dict[tuple[tuple[int, ...], ...], Step])
 
     @property
     def microbatches(self) -> int:
         """Number of microbatches that the batch is cut into."""
         return self.plan.microbatches
+
+    def in_turns(self, turns: Sequence[tuple[int, ...]]) -> Step:
+        """The step of a run with a journal, whose store lets blocks be written in these turns.
+
+        They come round again, so that each order is lowered once.
+        """
+        key = tuple(turns)
+        if key not in self._turns:
+            if len(self._turns) >= _TURNS:
+                self._turns.clear()
+            self._turns[key] = self.lower(place_turns(self.step.schedule, key))
+        return self._turns[key]
 
     @property
     def calls(self) -> tuple[CallProfile, ...]:

@@ -52,6 +52,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         assembly.house.gradients.begin_step()
         if assembly.journal is not None:
             assembly.journal.begin_step()
+        step = prepared.step if assembly.journal is None else prepared.in_turns(assembly.journal.turns())
         assembly.frames.begin_step(prepared.plan, prepared.calls, [*model.buffers(), *tensors_in(list(parts))])
         work = StepInput(
             run=lambda m: loss(model, parts[m]),
@@ -60,10 +61,10 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             max_norm=assembly.setup.max_grad_norm,
             scale=None if scaler is None else scaler.scale,
             begin_updates=None if scaler is None else driver.begin_step,
-            settle=None if assembly.journal is None else assembly.journal.decide,
+            journal=assembly.journal,
         )
         with assembly.setting():
-            outcome = assembly.engine.run(prepared.step, work)
+            outcome = assembly.engine.run(step, work)
         if scaler is not None:
             scaler.update(has_overflowed=outcome.is_skipped)
         assembly.checkpointer.note_changed(assembly.updates.updated_blocks)

@@ -18,10 +18,12 @@ from memfit.core.schedule import (
     Check,
     Clear,
     Commit,
+    Decide,
     Drop,
     Fetch,
     Forward,
     Joint,
+    Keep,
     Norm,
     Offload,
     Release,
@@ -119,6 +121,8 @@ class _Checker:
         self.updated: set[int] = set()
         self.cleared: set[int] = set()
         self.norm_known = False
+        self.is_decided = False
+        self.kept: set[int] = set()
         self.scaling: list[str] = []
         self.committed = False
 
@@ -147,10 +151,30 @@ class _Checker:
                 _require(not self.plan.scales_losses or "unscale" in self.scaling, "gradients are scaled")
                 self._require_whole_gradients()
                 self.norm_known = True
+            case Decide() | Keep():
+                self._journal(action)
             case Commit():
                 if missing := self.missing(is_committing=True):
                     raise _IllegalError(missing)
                 self.committed = True
+
+    def _journal(self, action: Decide | Keep) -> None:
+        """Decided once, before any update, with all gradients at home; each block is kept once, after its update."""
+        if isinstance(action, Decide):
+            _require(not self.is_decided, "the step is already decided")
+            _require(not self.updated, "a block is already updated: the step could not be made again")
+            _require(self.norm_known or not self.clips_norm, "the norm is not known")
+            self._require_whole_gradients()
+            _require(not self._device_gradients(), "gradients have their home on the device")
+            self.is_decided = True
+            return
+        _require(self.is_decided, "the step is not decided")
+        for block in action.blocks:
+            _require(
+                block in range(len(self.shape.blocks)) and block not in self.kept, f"B{block} cannot be kept (again)"
+            )
+            _require(block in self.updated or block not in self.shape.trainable, f"B{block} is not updated")
+            self.kept.add(block)
 
     def _scale(self, action: Scale | Unscale | Check) -> None:
         """Scale, then all backwards, then unscale, then check."""
@@ -180,6 +204,8 @@ class _Checker:
             return f"blocks {blocks} have not been updated"
         if blocks := sorted(b for b in self._device_gradients() if b not in self.cleared):
             return f"gradients of blocks {blocks} have not been cleared"
+        if self.is_decided and (blocks := sorted(self.updated - self.kept)):
+            return f"new versions of blocks {blocks} have not been kept"
         if self.clips_norm and not self.norm_known:
             return "the norm was never made known"
         return None if is_committing or self.committed else "there is no commit"

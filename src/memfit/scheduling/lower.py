@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from memfit.core.layout import PINNED_STAGING_BYTES
 from memfit.core.plan import Plan
@@ -30,6 +31,7 @@ from memfit.core.schedule import (
     Drop,
     Fetch,
     Forward,
+    Keep,
     Norm,
     Offload,
     Release,
@@ -249,6 +251,8 @@ class _Lowering:
         self._tail_left = 0
         self._joint_left = sum(isinstance(a, Backward) and not self._is_of_tail(a) for a in schedule)
         self._crossed: set[int] = set()
+        # In a journal: what is kept before a block's update changes anything.
+        self._turn_before = _turns_before(schedule)
         self._live = [0] * schedule.microbatches
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
         self._reliefs: dict[tuple[int, Arrival], int] = {}
@@ -342,6 +346,11 @@ class _Lowering:
                 draft.waits = self._updated(b)
             case Update(block=b):
                 self._update(b)
+            case Keep(blocks=blocks):
+                for b in blocks:
+                    self._line.wait(b)
+                draft.waits = [token for b in blocks for token in self._waits(_UPDATE, b)]
+                draft.gives = _kept(action)
             case Commit():
                 self._wait_for_kinds(action.waits_for)
                 if self._plan.is_atomic and self._staging_bytes:
@@ -375,7 +384,7 @@ class _Lowering:
         traffic = update_traffic(
             self._plan, self._profile, block, is_visiting=block in self._visiting, device=self._device
         )
-        draft.after = self._waits(_ACCUMULATE, block)
+        draft.after = [*self._waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(Transfer(tier, direction, category, nbytes))
@@ -559,6 +568,15 @@ class _Lowering:
             return []
         self._line.wait(block)
         return self._waits(_UPDATE, block)
+
+
+def _kept(action: Keep) -> Token:
+    return Token("keep", str(action))
+
+
+def _turns_before(schedule: Schedule) -> dict[int, list[Token]]:
+    turns = [action for action in schedule if isinstance(action, Keep)]
+    return {b: [_kept(before)] for before, turn in pairwise(turns) for b in turn.blocks}
 
 
 def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[ActivationEvent, int], ...]]:

@@ -122,11 +122,15 @@ class Journal:
             name for name, regions in self._blocks.items() if any(self._disk.region(r).step != step for r in regions)
         )
 
-    def turns(self) -> list[tuple[str, ...]]:
+    def turns(self, *, of_next: bool = False) -> list[tuple[str, ...]]:
         """The pending blocks in the order in which they may be written: those of a turn when all
         before it have `moved`.
+
+        Args:
+            of_next: all blocks, as the next step will find them when it is decided.
         """
-        left, turns, moved = list(self.pending), list[tuple[str, ...]](), set[str]()
+        left = list(self._blocks if of_next else self.pending)
+        turns, moved = list[tuple[str, ...]](), set[str]()
         while left:
             free = tuple(n for n in left if all(self._disk.is_free(region, moved) for region in self._blocks[n]))
             assert free, "the spare room takes the largest block"
