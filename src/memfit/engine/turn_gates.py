@@ -24,7 +24,7 @@ class TurnGates:
 
     def open(self, keep: Operation) -> None:
         """A turn is kept."""
-        if keep.gives in self._gates:
+        if keep.gives is not None and keep.gives in self._gates:
             self._gates[keep.gives].open()
 
     def shut(self) -> None:

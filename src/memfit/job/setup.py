@@ -29,7 +29,6 @@ from memfit.job.problem import Problem
 from memfit.job.weight_sources import WeightSources
 from memfit.scheduling.journal_actions import place_turns
 
-
 _TURNS = 8
 """Orders of a journal's blocks that are remembered: a store's room has two slots, so that two come round."""
 
