@@ -20,8 +20,6 @@ EXCEPTIONS: dict[str, str] = {
     "api/fit.py:fit": "the users' one call: its keywords stay flat and are told one by one",
     "cli/train_command.py:train": "not split yet",
     "devices/accelerator.py:Accelerator": "one short method for each thing that memfit asks of a backend: a list, not a design",
-    "homes/gradients.py:GradientHomes": "not split yet",
-    "homes/weights.py:BlockWeights": "not split yet",
     "job/machine.py:Machine": "not split yet",
     "planning/candidates.py:list_candidates": "not split yet",
     "planning/rules.py": "not split yet",

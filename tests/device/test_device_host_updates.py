@@ -414,7 +414,8 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
             accumulate=lambda block: None,
             wait=lambda: None,
             clear=lambda block: log.append("clear"),
-            has_on_device=lambda block: False,
+            awaits_accumulate=lambda block: False,
+            here=SimpleNamespace(has=lambda block: False),
         )
         updates: Any = SimpleNamespace(submit=lambda block, is_beside: Ticket())
         block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None)

@@ -62,7 +62,7 @@ class Engine:
         loose: Sequence[int] = (),
         observe: Callable[[Action], None] | None = None,
     ) -> None:
-        adds_apart = gradients is not None and gradients.adds_apart
+        adds_apart = gradients is not None and gradients.here.adds_apart
         # What the schedule did not foresee; its `append` is shared, because a method of the engine would be a cycle.
         departures: list[str] = []
         settling = Settling(blocks, gradients, updates, parameter_order, departures.append)

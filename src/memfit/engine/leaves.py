@@ -93,7 +93,7 @@ class _Arrival:
     def __call__(self, parameter: torch.Tensor) -> None:
         gradients = self._gradients()
         if gradients is not None and gradients.is_receiving:
-            gradients.receive(self._slot, parameter)
+            gradients.here.receive(self._slot, parameter)
 
 
 def _leaf_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -63,7 +63,7 @@ class Settling:
                 self._gradients.clear(self._blocks[b])
             case Commit():
                 if self.skips:
-                    self._gradients.drop()
+                    self._gradients.here.drop(self._blocks)
                 self._update_late()
                 for b in tuple(self._updating):
                     self.wait(b)
@@ -106,12 +106,12 @@ class Settling:
         """Gradients count as multiplied with this. See `engine.seeding`, [Note: counts that come late]."""
         assert self._gradients is not None
         if factor != 1.0:
-            self._gradients.multiply(factor)
+            self._gradients.scaling.multiply(factor)
 
     def unscale(self, scale: float) -> None:
         """Gradients count as divided by the loss scale."""
         assert self._gradients is not None
-        self._gradients.unscale(scale)
+        self._gradients.scaling.unscale(scale)
 
     def check(self) -> bool:
         """Whether all gradients of what is updated are finite; if not, updates do nothing until the next run."""
@@ -126,7 +126,7 @@ class Settling:
         self._accumulate_late(self._blocks)
         norm = self._gradients.norm(self._parameter_order)
         if max_norm is not None:
-            self._gradients.set_clip(norm, max_norm)
+            self._gradients.scaling.clip(norm, max_norm)
         return norm
 
     def abandon(self) -> None:
@@ -137,7 +137,7 @@ class Settling:
         except Exception as error:  # noqa: BLE001, reported beside the first error
             self._depart(f"an update failed as well: {error!r}")
         if self._gradients is not None:
-            self._gradients.drop()
+            self._gradients.here.drop(self._blocks)
 
     def _accumulate_late(self, blocks: Iterable[BlockWeights]) -> None:
         """Takes gradients that came behind their block's own accumulate, by a further one: a step that left the traced order.
@@ -155,7 +155,7 @@ class Settling:
         """Gradients that arrived where the schedule had passed their block's update: a step that left the traced order."""
         assert self._gradients is not None and self._updates is not None
         for block in self._blocks:
-            if not self._gradients.has_on_device(block):
+            if not self._gradients.here.has(block):
                 continue
             if block.index in self._updates.updated_blocks:
                 raise UnsupportedError(

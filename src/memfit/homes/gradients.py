@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from memfit.core.layout import PIECE_ELEMENTS
+from memfit.homes.device_gradients import DeviceGradients, dense_gradient, flat_gradient
+from memfit.homes.gradient_scale import GradientScale
 from memfit.homes.home import ByteHome, Tickets, TransferHandle
 from memfit.homes.weights import BlockWeights, ParameterSlot, begin_write_masters
 from memfit.tensors.trees import typed_view
@@ -48,10 +50,11 @@ class GradientHomes:
         keeps_norms: norms of single gradients are taken on the way (for clipping).
         keeps_gradients: device gradients outlive `clear` until the next step, for `read`.
         keeps_peaks: the largest magnitudes of single gradients are taken on the way (for the check of fp16).
-        adds_apart: gradients come by `receive`; see [Note: gradients of low-precision weights].
+        adds_apart: gradients come by `here.receive`; see [Note: gradients of low-precision weights].
 
     Attributes:
-        adds_apart: as given.
+        here: gradients on the device.
+        scaling: what updates multiply gradients with.
         is_receiving: a step is under way: what arrives on a leaf is a gradient of the step.
     """
 
@@ -65,9 +68,9 @@ class GradientHomes:
         adds_apart: bool = False,
         keeps_peaks: bool = False,
     ) -> None:
-        self.adds_apart = adds_apart
+        self.here = DeviceGradients(adds_apart=adds_apart)
+        self.scaling = GradientScale()
         self.is_receiving = False
-        self._sums: dict[str, torch.Tensor] = {}
         self._blocks = tuple(blocks)
         self._kept: dict[str, torch.Tensor] | None = {} if keeps_gradients else None
         self._homes = dict(homes)
@@ -76,25 +79,20 @@ class GradientHomes:
         self._norms: dict[str, torch.Tensor] = {}
         self._keeps_peaks = keeps_peaks
         self._peaks: dict[str, torch.Tensor] = {}
-        self._factor = 1.0
         self._clipped: set[str] = set()
         self._leaving: TransferHandle | None = None
-        self.scale: torch.Tensor | None = None
-        # The scale, and the same number where the host works with it.
-        self._scale_on_host: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def begin_step(self) -> None:
         """Forgets the last step's gradients."""
         self.wait()
-        self._sums.clear()
+        self.here.begin_step()
         self._held.clear()
         self._norms.clear()
         self._peaks.clear()
-        self._factor = 1.0
+        self.scaling.begin_step()
         self._clipped.clear()
         if self._kept is not None:
             self._kept.clear()
-        self.scale = None
 
     @property
     def arrived(self) -> tuple[str, ...]:
@@ -106,61 +104,15 @@ class GradientHomes:
 
         Args:
             names: what `arrived` was then.
-            scale: what `scale` was then, or None.
+            scale: what `scaling.value` was then, or None.
         """
         self.begin_step()
         self._held.update(names)
-        self.scale = None if scale is None else torch.tensor(scale)
-
-    def receive(self, slot: ParameterSlot, leaf: torch.Tensor) -> None:
-        """Takes a leaf's gradient off it and adds it to the parameter's sum.
-
-        Memory: the sum, in the master's dtype, from the first arrival of a step on; a piece of 2 MiB while it adds.
-
-        Args:
-            slot: of the parameter.
-            leaf: it, or another leaf over its storage; its `.grad` is None afterwards.
-        """
-        gradient = leaf.grad
-        if gradient is None:
-            return
-        leaf.grad = None
-        gradient = _dense(gradient.detach(), slot)
-        total = self._sums.get(slot.name)
-        if total is None:
-            self._sums[slot.name] = gradient.to(slot.master_dtype, copy=True)
-        else:
-            _add_in_pieces(total, gradient)
-
-    def has_on_device(self, block: BlockWeights) -> bool:
-        """A parameter of the block has a gradient that is not at its home."""
-        return any(self._on_device(slot) is not None for slot in block.slots)
+        self.scaling.value = None if scale is None else torch.tensor(scale)
 
     def awaits_accumulate(self, block: BlockWeights) -> bool:
         """A gradient of the block is here that an accumulate would take to its home elsewhere."""
-        return block.index in self._homes and self.has_on_device(block)
-
-    def held_bytes(self, slot: ParameterSlot) -> int:
-        """Bytes of the parameter's gradient on the device; 0 if there is none."""
-        gradient = self._on_device(slot)
-        return 0 if gradient is None else gradient.nbytes
-
-    def _on_device(self, slot: ParameterSlot) -> torch.Tensor | None:
-        """What has arrived and not gone home. A parameter that was read past its leaf has its gradient on `.grad` even where sums are made."""
-        if self.adds_apart and slot.parameter.grad is not None:
-            self.receive(slot, slot.parameter)
-        total = self._sums.get(slot.name)
-        return slot.parameter.grad if total is None else total
-
-    def _give_up(self, slot: ParameterSlot) -> None:
-        slot.parameter.grad = None
-        self._sums.pop(slot.name, None)
-
-    def drop(self) -> None:
-        """After an error: gives up every gradient on the device."""
-        for block in self._blocks:
-            for slot in block.slots:
-                self._give_up(slot)
+        return block.index in self._homes and self.here.has(block)
 
     def accumulate(self, block: BlockWeights) -> None:
         """Adds the block's gradient into its home and takes it off the device."""
@@ -170,12 +122,12 @@ class GradientHomes:
         self.wait()
         tickets: list[TransferHandle] = []
         for slot in block.slots:
-            gradient = self._on_device(slot)
+            gradient = self.here.of(slot)
             if gradient is None:
                 continue
-            self._give_up(slot)
+            self.here.give_up(slot)
             # Before it is added to the sum: the sum at home is one of sums over all who share it.
-            gradient = home.reduce(_dense(gradient, slot))
+            gradient = home.reduce(dense_gradient(gradient, slot))
             if slot.name in self._held:
                 gradient = gradient.to(slot.master_dtype)
                 _add_home(gradient, home, slot)
@@ -207,20 +159,11 @@ class GradientHomes:
         for block in self._blocks:
             if block.index not in self._homes:
                 for slot in block.slots:
-                    gradient = self._on_device(slot)
+                    gradient = self.here.of(slot)
                     if gradient is not None:
                         norms[slot.name] = torch.linalg.vector_norm(gradient)
         found = [norms[name] for name in order if name in norms]
-        return torch.linalg.vector_norm(torch.stack(found)) * self._factor if found else torch.tensor(0.0)
-
-    def multiply(self, factor: float) -> None:
-        """From now on gradients count as multiplied with this, besides what was said before. Before `set_clip`."""
-        self._factor *= factor
-        self.scale = torch.tensor(self._factor)
-
-    def unscale(self, scale: float) -> None:
-        """From now on gradients count as divided by the loss scale."""
-        self.multiply(_inverse(scale))
+        return torch.linalg.vector_norm(torch.stack(found)) * self.scaling.factor if found else torch.tensor(0.0)
 
     def is_finite(self, names: Collection[str]) -> bool:
         """No gradient of these parameters holds an infinity or a NaN."""
@@ -228,26 +171,22 @@ class GradientHomes:
         peaks = [peak for name, peak in self._peaks.items() if name in names]
         for block in self._blocks:
             for slot in block.slots if block.index not in self._homes else ():
-                gradient = self._on_device(slot) if slot.name in names else None
+                gradient = self.here.of(slot) if slot.name in names else None
                 if gradient is not None and gradient.numel():
                     dense = gradient.coalesce().values() if gradient.is_sparse else gradient
                     peaks.append(torch.linalg.vector_norm(dense, math.inf))
         return not peaks or bool(torch.stack(peaks).isfinite().all())
 
-    def set_clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """From now on the update multiplies gradients with the clip factor, and with what `multiply` and `unscale` said."""
-        self.scale = clip_factor(norm, max_norm) * self._factor
-
     def has(self, slot: ParameterSlot) -> bool:
         """The parameter received a gradient in this step."""
-        return slot.name in self._held or self._on_device(slot) is not None
+        return slot.name in self._held or self.here.of(slot) is not None
 
     def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
         """Begins to bring elements [first, first + count) of a parameter's gradient, in the parameter's memory order, to `finish_piece`."""
         device = block.update_device
-        gradient = None if block.updates_on_host else self._on_device(slot)
+        gradient = None if block.updates_on_host else self.here.of(slot)
         if gradient is not None:
-            return GradientPiece(slot, _flat(self._dense_in_place(slot, gradient))[first : first + count])
+            return GradientPiece(slot, flat_gradient(self.here.dense_in_place(slot, gradient))[first : first + count])
         home = self._homes[block.index]
         size = slot.master_dtype.itemsize
         offset = slot.master_offset_bytes + first * size
@@ -264,90 +203,43 @@ class GradientHomes:
         slot = piece.slot
         if piece.ready is not None:
             piece.ready.wait()
-        if self.scale is None:
+        if self.scaling.value is None:
             return piece.values.to(slot.master_dtype)
         if piece.ready is None and piece.values.dtype == slot.master_dtype:
             self._clipped.add(slot.name)  # in place, where it lies
-        return piece.values.to(slot.master_dtype).mul_(self._scale_at(piece.values.device))
-
-    def _scale_at(self, device: torch.device) -> torch.Tensor:
-        """The scale, where a piece is multiplied with it: a norm that clips was taken on the device."""
-        scale = self.scale
-        assert scale is not None
-        if device.type != "cpu" or scale.device.type == "cpu":
-            return scale
-        if self._scale_on_host is None or self._scale_on_host[0] is not scale:
-            self._scale_on_host = scale, scale.cpu()
-        return self._scale_on_host[1]
-
-    def _dense_in_place(self, slot: ParameterSlot, gradient: torch.Tensor) -> torch.Tensor:
-        dense = _dense(gradient, slot)
-        if dense is not gradient:  # sums are dense from the first arrival on
-            slot.parameter.grad = dense
-        return dense
+        return piece.values.to(slot.master_dtype).mul_(self.scaling.at(piece.values.device))
 
     def read(self, block: BlockWeights, slot: ParameterSlot) -> torch.Tensor | None:
         """A copy of a parameter's gradient of the last step, in the master's dtype, clipped if the step clipped; None if it received none. Costs its bytes."""
-        gradient = self._on_device(slot)
+        gradient = self.here.of(slot)
         if gradient is None and self._kept is not None:
             gradient = self._kept.get(slot.name)
         if gradient is None and slot.name not in self._held:
             return None
         if gradient is not None:
             whole = gradient.to(slot.master_dtype, copy=True)
-            return whole if self.scale is None or slot.name in self._clipped else whole.mul_(self.scale)
+            return whole if self.scaling.value is None or slot.name in self._clipped else whole.mul_(self.scaling.value)
         self.wait()
         home = self._homes[block.index]
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
         home.read(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
-        return whole if self.scale is None or slot.name in self._clipped else whole.mul_(self.scale)
+        return whole if self.scaling.value is None or slot.name in self._clipped else whole.mul_(self.scaling.value)
 
     def clear(self, block: BlockWeights) -> None:
         """Gives up the block's gradients on the device."""
         for slot in block.slots:
-            gradient = self._on_device(slot)
+            gradient = self.here.of(slot)
             if self._kept is not None and gradient is not None:
                 self._kept[slot.name] = gradient
-            self._give_up(slot)
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of this norm are multiplied with. Source: `torch.nn.utils.clip_grads_with_norm_`."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def _inverse(scale: float) -> float:
-    """As `GradScaler` takes it: in double precision, rounded to fp32."""
-    return float(torch.tensor(1.0 / scale, dtype=torch.float32))
-
-
-def _add_in_pieces(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    """`total += gradient`, both dense in the same order, without a widened copy of the whole gradient."""
-    to, new = _flat(total), _flat(gradient)
-    for start in range(0, to.numel(), PIECE_ELEMENTS):
-        to[start : start + PIECE_ELEMENTS].add_(new[start : start + PIECE_ELEMENTS])
+            self.here.give_up(slot)
 
 
 def _add_home(gradient: torch.Tensor, home: ByteHome, slot: ParameterSlot) -> None:
     """Adds what the home holds to a dense gradient of the master's dtype. Costs a piece of 2 MiB."""
-    flat, size = _flat(gradient), slot.master_dtype.itemsize
+    flat, size = flat_gradient(gradient), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS]
         staged = torch.empty_like(piece)
         offset = slot.master_offset_bytes + start * size
         home.read(offset, piece.numel() * size, staged.untyped_storage()).wait()
         piece.add_(staged)
-
-
-def _dense(gradient: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
-    """The gradient in the memory order of its parameter's slot."""
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    if tuple(gradient.stride()) == slot.stride or gradient.numel() < 2:
-        return gradient
-    return torch.empty_strided(slot.shape, slot.stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as 1-D, in memory order, without a copy."""
-    return dense.as_strided((dense.numel(),), (1,))

@@ -17,7 +17,7 @@ import torch
 
 from memfit.core.tiers import Tier
 from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
-from memfit.homes.weights import BlockWeights
+from memfit.homes.weights import BlockWeights, master_pieces
 from memfit.tensors.trees import new_storage, typed_view
 
 
@@ -52,7 +52,7 @@ class RoundedMasters(ByteHome):
         if here is not None and here.device.type != into.device.type:
             here = None  # the host updates: what visits the device is not its to read
         at_home = self._weights.memory_at(into.device)
-        for slot, first, count, at in self._block.master_pieces(offset, nbytes):
+        for slot, first, count, at in master_pieces(self._block, offset, nbytes):
             target = typed_view(into, into_offset + at, slot.master_dtype, (count,))
             if here is not None:
                 target.copy_(slot.flat_view(here)[first : first + count])

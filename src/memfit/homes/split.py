@@ -22,7 +22,7 @@ from torch import Tensor
 from memfit.core.layout import split_layout
 from memfit.core.tiers import Tier
 from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
-from memfit.homes.weights import BlockWeights, ParameterSlot
+from memfit.homes.weights import BlockWeights, ParameterSlot, master_pieces
 from memfit.tensors.trees import new_storage, typed_view
 
 _TIE = 1 << 15
@@ -163,7 +163,7 @@ class SplitMasters(ByteHome):
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
         tickets: list[TransferHandle] = []
-        for slot, first, count, at in self._block.master_pieces(offset, nbytes):
+        for slot, first, count, at in master_pieces(self._block, offset, nbytes):
             place = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
                 size = slot.dtype.itemsize
@@ -202,7 +202,7 @@ class SplitMasters(ByteHome):
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`. The weights themselves are the writer's to write."""
         tickets: list[TransferHandle] = []
-        for slot, first, count, at in self._block.master_pieces(offset, nbytes):
+        for slot, first, count, at in master_pieces(self._block, offset, nbytes):
             differences, marks = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
                 size = slot.dtype.itemsize

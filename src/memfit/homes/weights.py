@@ -325,30 +325,6 @@ class BlockWeights:
                 first = refused_change(slot.name, self.name, what)
         return first
 
-    def master_pieces(self, offset: int, nbytes: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
-        """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
-        if not nbytes:
-            return
-        slot = next(s for s in self.slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)
-        begin, size = offset - slot.master_offset_bytes, slot.master_dtype.itemsize
-        assert begin % size == 0 and begin + nbytes <= slot.master_nbytes
-        first, end = begin // size, (begin + nbytes) // size
-        for start in range(first, end, PIECE_ELEMENTS):
-            yield slot, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
-
-    def put(self, slot: ParameterSlot, values: torch.Tensor) -> None:
-        """Makes a parameter's values these, at home (and here, where home is the device); the block is away, or lives on the device.
-
-        Memory: one parameter in the compute dtype, and two pieces of 2 MiB.
-
-        Args:
-            slot: the parameter's.
-            values: of its shape, in the master's dtype.
-        """
-        assert self.home is not None and (not self.travels or not self._is_here)
-        with torch.no_grad():
-            _put(slot, values, self.home, self._masters)
-
     def write_home(self, before: Sequence[int]) -> TransferHandle | None:
         """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.
 
@@ -373,6 +349,33 @@ class BlockWeights:
         self._is_here = False
         for slot in self.slots:
             mark_away(slot.parameter, slot.name, self.name)
+
+
+def master_pieces(block: BlockWeights, offset: int, nbytes: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
+    """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
+    if not nbytes:
+        return
+    slot = next(s for s in block.slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)
+    begin, size = offset - slot.master_offset_bytes, slot.master_dtype.itemsize
+    assert begin % size == 0 and begin + nbytes <= slot.master_nbytes
+    first, end = begin // size, (begin + nbytes) // size
+    for start in range(first, end, PIECE_ELEMENTS):
+        yield slot, start, min(PIECE_ELEMENTS, end - start), (start - first) * size
+
+
+def put_values(block: BlockWeights, slot: ParameterSlot, values: torch.Tensor) -> None:
+    """Makes a parameter's values these, at home (and here, where home is the device); the block is away, or lives on the device.
+
+    Memory: one parameter in the compute dtype, and two pieces of 2 MiB.
+
+    Args:
+        block: its own.
+        slot: the parameter's.
+        values: of its shape, in the master's dtype.
+    """
+    assert block.home is not None and (not block.travels or not block.is_here)
+    with torch.no_grad():
+        _put(slot, values, block.home, block.master_home if block.has_masters else None)
 
 
 def check_untouched(blocks: Iterable[BlockWeights]) -> None:

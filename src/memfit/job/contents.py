@@ -21,7 +21,7 @@ from memfit.engine.loss_scaling import LossScaler
 from memfit.files.matching import Matched
 from memfit.homes import ByteHome
 from memfit.homes.optimizer_states import BlockStates
-from memfit.homes.weights import BlockWeights
+from memfit.homes.weights import BlockWeights, put_values
 from memfit.job.journaling import StepJournal
 from memfit.job.setup import Planned
 from memfit.tensors.noise import RoundingNoise
@@ -187,7 +187,7 @@ class Contents:
                         slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device
                     )
                     found[id(slot.parameter)].read(values)
-                    block.put(slot, values)
+                    put_values(block, slot, values)
         except BaseException as error:
             if not all(_has_spare_slot(home) for block in chosen for home in (block.home, block.master_home)):
                 self.torn = f"a load ended in its middle ({type(error).__name__}: {error})"
@@ -228,7 +228,7 @@ class Contents:
         for block in self.blocks:
             if block.is_here:
                 found.append((block.nbytes, f"weights of {block.name!r}"))
-            found += [(self.house.gradients.held_bytes(s), f"gradient of {s.name!r}") for s in block.slots]
+            found += [(self.house.gradients.here.held_bytes(s), f"gradient of {s.name!r}") for s in block.slots]
         for index, states in self.states.items():
             if states.home is not None and states.home.memory is not None:
                 found.append((states.nbytes, f"optimizer states of {self.blocks[index].name!r}"))

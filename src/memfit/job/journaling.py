@@ -109,7 +109,7 @@ class StepJournal:
             "settings": self._driver.settings,
             "counters": {self._house.blocks[index].name: self._counters(index) for index in self._states},
             "gradients": list(gradients.arrived),
-            "scale": None if gradients.scale is None else float(gradients.scale),
+            "scale": None if gradients.scaling.value is None else float(gradients.scaling.value),
             "noise step": self._noise.step,
             "random": run_state.take_random(),
             "extra state": run_state.take_extra(self._model),
@@ -179,7 +179,7 @@ class StepJournal:
         record = self._journal.read()
         run_state.give_random(part(record, "random", dict))
         norm, scale = _number(record, "norm"), _number(record, "scale")
-        self._house.gradients.scale = None if scale is None else torch.tensor(scale)
+        self._house.gradients.scaling.value = None if scale is None else torch.tensor(scale)
         return Outcome(
             losses=[torch.tensor(loss, dtype=torch.float64) for loss in _numbers(record, "losses")],
             shares=_numbers(record, "shares"),

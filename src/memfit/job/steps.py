@@ -17,7 +17,7 @@ from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.units import format_bytes
 from memfit.engine.work import Outcome, StepInput
-from memfit.homes.gradients import clip_factor
+from memfit.homes.gradient_scale import clip_factor
 from memfit.job.assembly import Assembly
 from memfit.job.journaling import StepJournal
 from memfit.job.results import StepResult
