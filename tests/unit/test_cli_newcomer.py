@@ -150,7 +150,7 @@ def test_a_plan_goes_through_a_pipe_and_nothing_else_with_it(parts: str) -> None
     piped = run("plan", f"{parts}:sampled", "--limit", "2GiB", "--json", "-")
     plan = Plan.from_json(piped.stdout)
     assert json.loads(piped.stdout)["format"] == 1
-    assert "Ladder" in piped.stderr
+    assert "Pareto front" in piped.stderr
     told = run("report", f"{parts}:sampled", "--plan", "-", piped=piped.stdout).output
     assert "given by the user" in told
     assert plan.microbatches == 1

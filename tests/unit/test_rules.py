@@ -317,14 +317,14 @@ def test_a_profile_without_any_candidate_size_is_refused() -> None:
 # ---- telling ----
 
 
-def test_the_ladder_falls_in_bytes_as_it_rises_in_seconds_and_marks_the_choice() -> None:
+def test_the_front_falls_in_bytes_as_it_rises_in_seconds_and_marks_the_choice() -> None:
     budget = limit(45 * MIB)
     choice = choose_plan(wide_profile(), budget, machine(), staging_bytes=MIB)
-    seconds = [r.seconds for r in choice.ladder]
-    peaks = [r.peak_bytes for r in choice.ladder]
+    seconds = [r.seconds for r in choice.front]
+    peaks = [r.peak_bytes for r in choice.front]
     assert seconds == sorted(seconds)
     assert peaks == sorted(peaks, reverse=True)
-    assert next(r.name for r in choice.ladder if r.fits) == choice.name
+    assert next(r.name for r in choice.front if r.fits) == choice.name
     text = explain(choice, budget)
     assert f"  {choice.name}" in next(line for line in text.splitlines() if line.startswith("> "))
     assert choice.reason in text

@@ -36,7 +36,7 @@ from memfit.job.problem import (
     encodes_states,
     read_plan,
 )
-from memfit.planning.rules import Rung
+from memfit.planning.rules import ParetoPoint
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step
@@ -58,8 +58,8 @@ class Advice:
         budget: the limit and what is taken off it before tensors.
         profile: that the plan was made from.
         hardware: that it was priced on.
-        ladder: what stood beside it, from the fastest to the leanest; empty for a plan that was given.
-        chosen: name of its rung; empty for a plan that was given.
+        front: what stood beside it, from the fastest to the leanest; empty for a plan that was given.
+        chosen: name of its point; empty for a plan that was given.
     """
 
     plan: Plan
@@ -70,7 +70,7 @@ class Advice:
     budget: Budget
     profile: Profile
     hardware: Hardware
-    ladder: tuple[Rung, ...] = ()
+    front: tuple[ParetoPoint, ...] = ()
     chosen: str = ""
 
     @property
@@ -155,7 +155,7 @@ def advise(
         budget=budget,
         profile=chosen.profile,
         hardware=chosen.hardware,
-        ladder=chosen.found.ladder,
+        front=chosen.found.front,
         chosen=chosen.found.name,
     )
 

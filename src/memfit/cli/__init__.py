@@ -1,7 +1,11 @@
-"""The command line: reading what a person typed, printing what `api` says. Nothing is computed here.
+"""The command line: reading what a person typed, printing what `api` says.
 
-In: arguments. Out: text, exit code 0; 2 with one message for everything that memfit refuses on purpose, 1 for a run that broke its limit, 130 after Ctrl-C.
-The commands are loaded inside of `main` (and by `memfit.cli.app`), the heavy libraries inside of the commands: Ctrl-C while they load is answered too.
+Nothing is computed here.
+
+In: arguments. Out: text, exit code 0; 2 with one message for everything that memfit refuses on
+purpose, 1 for a run that broke its limit, 130 after Ctrl-C. The commands are loaded inside of
+`main` (and by `memfit.cli.app`), the heavy libraries inside of the commands: Ctrl-C while they load
+is answered too.
 """
 
 from __future__ import annotations
@@ -21,7 +25,11 @@ _RUNS_TORCH = frozenset({"profile", "plan", "train", "report"})
 
 
 def main() -> None:
-    """The program `memfit`. As that, and only then, it may start itself again, once, with settings that libraries read when they are loaded."""
+    """The program `memfit`.
+
+    As that, and only then, it may start itself again, once, with settings that libraries read when
+    they are loaded.
+    """
     is_program = _is_the_program()
     try:
         if is_program:
@@ -38,7 +46,8 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
-        # All is done and said. What libraries do while the interpreter shuts down would answer Ctrl-C with their tracebacks.
+        # All is done and said. What libraries do while the interpreter shuts down would answer
+        # Ctrl-C with their tracebacks.
         if is_program:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
@@ -46,7 +55,9 @@ def main() -> None:
 
 
 def _is_the_program() -> bool:
-    """Whether the interpreter was started for memfit, by `memfit` or `python -m memfit`, and not by a program that calls `main`."""
+    """Tells whether the interpreter was started for memfit, by `memfit` or `python -m memfit`, and
+    not by a program that calls `main`.
+    """
     started = sys.modules["__main__"]
     module = getattr(getattr(started, "__spec__", None), "name", None)
     return (

@@ -69,7 +69,10 @@ def _options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """You say how much memory there is; memfit trains your PyTorch model inside it and shows the proof."""
+    """You say how much memory there is.
+
+    Memfit trains your PyTorch model inside it and shows the proof.
+    """
 
 
 app.command()(profile)

@@ -1,4 +1,6 @@
-"""`memfit doctor`: what the machine gives a run, what memfit sets, what a person may change and what it would bring."""
+"""`memfit doctor`: what the machine gives a run, what memfit sets, what a person may change and
+what it would bring.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def doctor(
     measure: Annotated[bool, typer.Option(help="Measure what settings bring: some 5 to 10 seconds.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Looks at processors, memory, pages, malloc and disk; says what memfit sets, what you may change and what it brings."""
+    """Looks at processors, memory, pages, malloc and disk.
+
+    Says what memfit sets, what you may change and what it brings.
+    """
     host = read_host(tempfile.gettempdir() if directory is None else directory)
     settings = choose_settings(host)
     if json:

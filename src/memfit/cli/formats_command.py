@@ -50,7 +50,10 @@ def formats(
     rounding: Annotated[str, typer.Option(help="nearest-even, toward-zero or stochastic.")] = NEAREST_EVEN.name,
     seed: Annotated[int, typer.Option(help="For stochastic rounding.")] = 0,
 ) -> None:
-    """Shows size, range, special values and rounding error of number formats; encodes values and decodes bits."""
+    """Shows size, range, special values and rounding error of number formats.
+
+    Encodes values and decodes bits.
+    """
     rule = find_rounding(rounding, seed=seed)
     if name is None and bits is not None:
         raise UsageError("bits mean nothing without a format: memfit formats bf16 --bits 0x4049")

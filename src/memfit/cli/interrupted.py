@@ -1,6 +1,7 @@
 """Ctrl-C at the command line: one message, one exit code, and never a wait for what cannot end.
 
-What is committed is whole at every instant, so that a process may end anywhere: closing in order only tidies up.
+What is committed is whole at every instant, so that a process may end anywhere: closing in order
+only tidies up.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import sys
 import threading
 
 INTERRUPTED = 130
-"""What shells report of a program that Ctrl-C ended: 128 and the signal's number."""
+"""Exit code that shells report of a program that Ctrl-C ended: 128 and the signal's number."""
 _AGAIN_S = 0.02
 """Until then whatever threw the interrupt away has mostly returned; if not, it comes once more."""
 
 
 def leave_at_once() -> None:
-    """From here on another Ctrl-C ends the process where it stands. Nothing where the program's signals are another's (a test, a notebook)."""
+    """From here on another Ctrl-C ends the process where it stands.
+
+    Nothing where the program's signals are another's (a test, a notebook).
+    """
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -26,10 +30,12 @@ def leave_at_once() -> None:
 
 
 def hear_again() -> None:
-    """From here on a Ctrl-C that the interpreter throws away is sent again, and nothing is printed of it.
+    """From here on a Ctrl-C that the interpreter throws away is sent again, and nothing is printed
+    of it.
 
-    Python raises `KeyboardInterrupt` wherever the main thread is; in a finalizer, or in what a weak reference calls, whatever is raised is told and
-    forgotten, so that the person who typed it would wait for nothing.
+    Python raises `KeyboardInterrupt` wherever the main thread is; in a finalizer, or in what a weak
+    reference calls, whatever is raised is told and forgotten, so that the person who typed it would
+    wait for nothing.
     """
     tell = sys.unraisablehook
     main_thread = threading.main_thread().ident

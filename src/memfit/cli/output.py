@@ -12,7 +12,9 @@ _WIDTH_ELSEWHERE = 160
 
 
 def open_console(*, on_errors: bool = False) -> Console:
-    """A console on standard output, or on that for errors, where standard output is for another program."""
+    """A console on standard output, or on that for errors, where standard output is for another
+    program.
+    """
     console = Console(highlight=False, stderr=on_errors)
     return console if console.is_terminal else Console(highlight=False, stderr=on_errors, width=_WIDTH_ELSEWHERE)
 
@@ -20,7 +22,9 @@ def open_console(*, on_errors: bool = False) -> Console:
 def print_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = ()
 ) -> None:
-    """Prints a table; the first column and those in `left` are text, the others numbers, aligned right."""
+    """Prints a table; the first column and those in `left` are text, the others numbers, aligned
+    right.
+    """
     table = Table(header_style="", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         is_text = index == 0 or column in left

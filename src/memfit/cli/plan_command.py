@@ -48,7 +48,10 @@ def plan(
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule of a step.")] = False,
 ) -> None:
-    """Chooses the fastest plan that fits the limit; shows the reason, the ladder of plans beside it, the schedule."""
+    """Chooses the fastest plan that fits the limit.
+
+    Shows the reason, the front of plans beside it, the schedule.
+    """
     is_piped = json == Path("-")
     console = open_console(on_errors=is_piped)
     with console.status("planning"):
@@ -74,7 +77,7 @@ def plan(
     console.print(f"plan: {advice.reason}", markup=False)
     console.print()
     _print_limit(console, advice)
-    print_ladder(console, advice)
+    print_front(console, advice)
     if text:
         console.print(advice.schedule.text(), markup=False, soft_wrap=True)
     if json is not None and not is_piped:
@@ -112,23 +115,25 @@ def _print_limit(console: Console, advice: Advice) -> None:
 
 
 def what_is_held(device: str) -> str:
-    """Names the bytes that stand before the job's tensors: an accelerator's limit is for tensors alone."""
+    """Names the bytes that stand before the job's tensors: an accelerator's limit is for tensors
+    alone.
+    """
     if is_processor(device):
         return "held before the first tensor (interpreter, libraries)"
     return "alive on the device beside the job"
 
 
-def print_ladder(console: Console, advice: Advice) -> None:
+def print_front(console: Console, advice: Advice) -> None:
     """Prints the plans that stood beside the chosen one, from the fastest to the leanest."""
     rows = [
         (
-            "chosen" if rung.name == advice.chosen else "fits" if rung.fits else "does not fit",
-            format_bytes(rung.peak_bytes),
-            f"{rung.seconds:.3g} s",
-            rung.name,
+            "chosen" if point.name == advice.chosen else "fits" if point.fits else "does not fit",
+            format_bytes(point.peak_bytes),
+            f"{point.seconds:.3g} s",
+            point.name,
         )
-        for rung in advice.ladder
+        for point in advice.front
     ]
     if rows:
         columns = ("", "tensors, predicted", "step, predicted", "plan")
-        print_table(console, "Ladder", columns, rows, left=("plan",))
+        print_table(console, "Pareto front", columns, rows, left=("plan",))

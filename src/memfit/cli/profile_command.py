@@ -30,7 +30,9 @@ def profile(
     sequence: SequenceOption = 512,
     largest: Annotated[int, typer.Option(min=0, help="How many of the largest saved tensors to list.")] = 8,
 ) -> None:
-    """Shows what plain training would take, without training: weights, gradients, states, activations, by block."""
+    """Shows what plain training would take, without training: weights, gradients, states,
+    activations, by block.
+    """
     console = open_console()
     with console.status("tracing a step"):
         source = find_source(function, recipe, model, batch, sequence)

@@ -1,4 +1,5 @@
-"""What a command is about: a built-in recipe, a transformers configuration, or a function of the user's.
+"""Subject of a command: a built-in recipe, a transformers configuration, or a function of the
+user's.
 
 In: the options that name it. Out: `CommandSource`: model, optimizer, loss, sample.
 """
@@ -61,7 +62,7 @@ def given_plan(path: Path | None) -> Path | str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSource:
-    """What the user would hand to `memfit.fit`; `name` for headings."""
+    """Arguments that a user would hand to `memfit.fit`; `name` for headings."""
 
     name: str
     model: Any
@@ -171,7 +172,8 @@ def read_parts(text: str, given: Any) -> Parts:
 
     Args:
         text: MODULE:FUNCTION, for messages.
-        given: what it returned: four things, the last a batch or what gives batches (a loader, or a list of batches); or five, a batch and what gives batches.
+        given: what it returned: four things, the last a batch or what gives batches (a loader, or a
+            list of batches); or five, a batch and what gives batches.
 
     Raises:
         UsageError: something else, or no batches come.
@@ -195,5 +197,8 @@ def read_parts(text: str, given: Any) -> Parts:
 
 
 def _is_list_of_batches(given: Any) -> bool:
-    """A list of containers stands for a loader; a list of tensors is a batch. Who means a batch of containers returns five things."""
+    """A list of containers stands for a loader; a list of tensors is a batch.
+
+    Who means a batch of containers returns five things.
+    """
     return isinstance(given, list) and bool(given) and all(isinstance(each, tuple | list | Mapping) for each in given)

@@ -1,4 +1,6 @@
-"""`memfit verify` and `memfit export`: a run's directory, looked at and copied out without the program that made it."""
+"""`memfit verify` and `memfit export`: a run's directory, looked at and copied out without the
+program that made it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ DirectoryArgument = Annotated[
 
 
 def verify(directory: DirectoryArgument) -> None:
-    """Reads all that a run has committed and compares it with its checksums. Exit code 1 if something is damaged."""
+    """Reads all that a run has committed and compares it with its checksums.
+
+    Exit code 1 if something is damaged.
+    """
     from memfit.job.exporting import verify_run
 
     report = verify_run(directory)
@@ -27,7 +32,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Replaced in one step, when all is written.")],
     shard: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
 ) -> None:
-    """Copies a run's last commit out: weights that from_pretrained and safetensors read, and what continues the run with plain PyTorch."""
+    """Copies a run's last commit out: weights that from_pretrained and safetensors read, and what
+    continues the run with plain PyTorch.
+    """
     from memfit.core.units import format_bytes
     from memfit.job.exporting import export_run
 

@@ -1,4 +1,5 @@
-"""`memfit train`: a function's model, a recipe or a causal language model of transformers, trained inside a limit, with the proof at the end.
+"""`memfit train`: a function's model, a recipe or a causal language model of transformers, trained
+inside a limit, with the proof at the end.
 
 With `--store` it is a run that goes on where it was left.
 """
@@ -72,10 +73,11 @@ def train(
     ] = False,
     save: Annotated[Path | None, typer.Option(help="Save the trained model here, with its tokenizer.")] = None,
 ) -> None:
-    """Trains your function's model, a recipe (gpt2-small by default), or --model on text, inside the limit; prints the proof.
+    """Trains your function's model, a recipe (gpt2-small by default), or --model on text, inside
+    the limit; prints the proof.
 
-    The proof is predicted peak, measured peak, limit. A model given by --model is built without its weights, which come from its files, or are initialised,
-    one at a time on their way home.
+    The proof is predicted peak, measured peak, limit. A model given by --model is built without its
+    weights, which come from its files, or are initialised, one at a time on their way home.
     """
     from memfit.api import fit
     from memfit.core.units import parse_bytes
@@ -183,7 +185,10 @@ def _chosen(
 
 
 def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
-    """The store's directory, with room for it to be made; an older run is removed if that is wanted."""
+    """The store's directory, with room for it to be made.
+
+    An older run is removed if that is wanted.
+    """
     from memfit.job.exporting import remove_run
 
     if store is None:
@@ -198,7 +203,9 @@ def _open_store(store: Path | None, *, fresh: bool) -> Path | None:
 
 
 def _check_save(save: Path | None, model: Any = None) -> None:
-    """Refuses a place that nothing, or that not this model, can be saved to, now and not when all is trained."""
+    """Refuses a place that nothing, or that not this model, can be saved to, now and not when all
+    is trained.
+    """
     from memfit.job.saving import check_save
 
     if save is not None:
@@ -206,7 +213,7 @@ def _check_save(save: Path | None, model: Any = None) -> None:
 
 
 def _tell(job: Job, training: Training, results: list[StepResult], seconds: float) -> None:
-    """What the steps came to, and under which settings."""
+    """Summary of the steps, and under which settings."""
     from memfit.core.units import format_bytes
     from memfit.job.used import used_settings
 
@@ -248,7 +255,7 @@ def _make_steps(job: Job, training: Training, progress: TrainingProgress, steps:
 
 
 class _Begun:
-    """What a run was begun with; it does not go on with something else."""
+    """Arguments that a run was begun with; it does not go on with something else."""
 
     def __init__(self, recipe: str, seed: int) -> None:
         self._words = {"recipe": recipe, "seed": seed}
@@ -266,7 +273,10 @@ class _Begun:
 
 
 def _leave(job: Job | None, store: Path | None) -> None:
-    """After Ctrl-C: says where the run stands. A step that was not through with its scheduler is made again by the run that goes on."""
+    """After Ctrl-C: says where the run stands.
+
+    A step that was not through with its scheduler is made again by the run that goes on.
+    """
     leave_at_once()
     report = None if job is None else job.commits
     if job is not None:

@@ -1,4 +1,4 @@
-"""What `memfit train` trains: a recipe, a model's directory, or what a function of the user's gives.
+"""Subject of `memfit train`: a recipe, a model's directory, or what a function of the user's gives.
 
 In: options. Out: `Training`, built in the order in which memory comes: batches, then the model.
 """
@@ -97,7 +97,8 @@ def _build(chosen: Recipe, seed: int) -> Any:
 
 
 def from_function(text: str, *, seed: int, is_committed: bool, wait_for: Callable[[str], None]) -> Training:
-    """Calls the user's function, which gives (model, optimizer, loss, sample), or with what gives batches in the sample's place or behind it.
+    """Calls the user's function, which gives (model, optimizer, loss, sample), or with what gives
+    batches in the sample's place or behind it.
 
     Args:
         text: MODULE:FUNCTION.
@@ -106,7 +107,8 @@ def from_function(text: str, *, seed: int, is_committed: bool, wait_for: Callabl
         wait_for: tells what is going on.
 
     Raises:
-        UsageError: there is no such function, it gives something else, or its batches cannot go on where they were.
+        UsageError: there is no such function, it gives something else, or its batches cannot go on
+            where they were.
     """
     from memfit.job.machine import prepare_process
 

@@ -1,12 +1,16 @@
-"""Lower bounds of the bytes and seconds of a plan, without its schedule: for searches that look at many plans.
+"""Lower bounds of the bytes and seconds of a plan, without its schedule: for searches that look at
+many plans.
 
-In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below on the device, as `scheduling.lower` counts them; seconds that it takes at least.
+In: `Plan`, `Profile`. Out: bytes that no schedule of the plan stays below on the device, as
+`scheduling.lower` counts them; seconds that it takes at least.
 
 [Note: why it is a bound]
-Whatever the order of actions, at each forward and backward of a segment there are on the device: what rests there, the weights that the segment needs,
-what it rises by, and in backward the gradients that it makes and what was reloaded for it. Where nothing leaves, each microbatch goes through the same
-events in the same order, so its own activations are known at each of them. In layer-major order all microbatches have come to the seed (with a tail: back
-to its cut) before any of them goes on, so there they count k times.
+Whatever the order of actions, at each forward and backward of a segment there are on the device:
+what rests there, the weights that the segment needs, what it rises by, and in backward the
+gradients that it makes and what was reloaded for it. Where nothing leaves, each microbatch goes
+through the same events in the same order, so its own activations are known at each of them. In
+layer-major order all microbatches have come to the seed (with a tail: back to its cut) before any
+of them goes on, so there they count k times.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ from memfit.scheduling.sizes import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Moment:
-    """Activations at one event: what they take at least, and the segment whose weights are there (-1: none in particular)."""
+    """Activations at one event: what they take at least, and the segment whose weights are there
+    (-1: none in particular).
+    """
 
     segment: int
     is_backward: bool
@@ -46,7 +52,8 @@ class _Moment:
 class PeakBounds:
     """Lower bounds of the device peaks of many plans for one profile.
 
-    Activations are looked at once for all plans that differ only in where weights, gradients and states rest.
+    Activations are looked at once for all plans that differ only in where weights, gradients and
+    states rest.
 
     Args:
         profile: of the model.
@@ -63,7 +70,10 @@ class PeakBounds:
         self._activations: dict[Any, tuple[_Moment, ...]] = {}
 
     def of(self, plan: Plan) -> int:
-        """Bytes that the step's predicted device peak is not below. See [Note: why it is a bound]."""
+        """Bytes that the step's predicted device peak is not below.
+
+        See [Note: why it is a bound].
+        """
         shape = describe_step(plan, self._profile)
         resting = self._resting_bytes(plan, shape)
         staging = self._staging_bytes if uses_disk(plan, shape) else 0
@@ -97,7 +107,9 @@ class PeakBounds:
 
 
 def _rises(facts: SegmentFacts) -> tuple[_Moment, ...]:
-    """Of a plan whose activations leave: when they do depends on the schedule, so only what a segment needs at once counts."""
+    """Bound for a plan whose activations leave: when they do depends on the schedule, so only what
+    a segment needs at once counts.
+    """
     shape = facts.shape
     found = [_Moment(segment=-1, is_backward=False, least_bytes=facts.trace.prologue_peak_bytes)]
     for segment, has_backward in enumerate(shape.has_backward):
@@ -110,7 +122,7 @@ def _rises(facts: SegmentFacts) -> tuple[_Moment, ...]:
 
 
 def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
-    """Of a plan whose activations stay: one microbatch, and all of them where they meet."""
+    """Bound for a plan whose activations stay: one microbatch, and all of them where they meet."""
     plan, shape = facts.plan, facts.shape
     count = len(shape.segments)
     back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
@@ -151,7 +163,9 @@ def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware:
 
 
 def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> tuple[float, float]:
-    """Seconds for which a block's update delays compute, and for which it keeps the host's cores busy: one of the two is zero."""
+    """Seconds for which a block's update delays compute, and for which it keeps the host's cores
+    busy: one of the two is zero.
+    """
     work = update_work(plan, profile, block)
     if plan.block(profile.blocks[block].name).updates_on_host(hardware.device):
         return 0.0, host_work_seconds(work, hardware)
@@ -159,7 +173,8 @@ def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware)
 
 
 def commit_seconds(plan: Plan, profile: Profile, hardware: Hardware, commits: float) -> float:
-    """Seconds of a step's share of a commit, which is made when the next step begins, with nothing beside it.
+    """Seconds of a step's share of a commit, which is made when the next step begins, with nothing
+    beside it.
 
     Args:
         plan: the decisions.

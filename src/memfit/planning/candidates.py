@@ -31,7 +31,7 @@ from memfit.planning.journal_rules import SMALL_BLOCK_BYTES, journaled, problem_
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan to look at, and its name in a ladder."""
+    """A plan to look at, and its name in a front."""
 
     name: str
     plan: Plan
@@ -39,7 +39,9 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MasterForms:
-    """Which plans with masters may be looked at: those that keep them (whole or split), and those that do without."""
+    """Which plans with masters may be looked at: those that keep them (whole or split), and those
+    that do without.
+    """
 
     kept: bool = True
     dropped: bool = False
@@ -56,13 +58,15 @@ class _Homes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fate:
+class _SavedChoice:
     name: str
     call: CallPlan
 
 
 def update_time(profile: Profile, *, clips_norm: bool) -> UpdateTime:
-    """When blocks are updated: as soon as backward has left them, unless gradients are needed together."""
+    """When blocks are updated: as soon as backward has left them, unless gradients are needed
+    together.
+    """
     return UpdateTime.AFTER_BACKWARD if clips_norm or profile.read_gradients else UpdateTime.IN_BACKWARD
 
 
@@ -86,7 +90,8 @@ def list_candidates(
         tiers: where things may go, besides the device.
         clips_norm: gradients are clipped by their global norm.
         masters: how they may be, where the profile has any; None: kept.
-        compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
+        compute: the dtype that the profile was made for; None: bf16 where it has masters, else as
+            given.
         has_journal: the run keeps a journal: only what rests on disk, with gradients there too.
         like: of such a run that goes on, its plan.
         may_update_on_host: the host's cores may run the optimizer, beside an accelerator.
@@ -106,11 +111,12 @@ def list_candidates(
     written = profile.written_blocks
     for order in orders:
         waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
-        for fate in _fates(trace, chosen, tiers):
-            # A call that changes what it was given (a key-value cache), a weight or what it keeps cannot be run again.
-            again = fate.call.saved.policy.recomputes
+        for choice in _saved_choices(trace, chosen, tiers):
+            # A call that changes what it was given (a key-value cache), a weight or what it keeps
+            # cannot be run again.
+            again = choice.call.saved.policy.recomputes
             calls = tuple(
-                fate.call
+                choice.call
                 if c.index in chosen
                 and not (again and (c.runs_once or not written.isdisjoint(c.blocks)))
                 and not c.must_keep
@@ -119,14 +125,15 @@ def list_candidates(
             )
             seen: list[Plan] = []
             gradients_wait = waits and not profile.read_gradients
-            on_host = may_update_on_host and not profile.read_gradients  # which have to stay on the device
+            # which have to stay on the device
+            on_host = may_update_on_host and not profile.read_gradients
             for homes in _homes(tiers, gradients_wait=gradients_wait, may_update_on_host=on_host):
                 is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
                 plan = Plan(
                     microbatches=microbatches,
                     order=order,
                     blocks=_blocks(profile, homes),
-                    calls=() if fate.call.saved.policy.keeps_all else calls,
+                    calls=() if choice.call.saved.policy.keeps_all else calls,
                     tail=find_tail(trace) if is_layer_major else None,
                     update=update_time(profile, clips_norm=clips_norm),
                     prefetch=homes.prefetch,
@@ -137,9 +144,10 @@ def list_candidates(
                     if problem_of_journaled(plan, profile) is not None:
                         continue
                 if plan in seen:
-                    continue  # blocks too small to move are at home on the device wherever the others are
+                    # blocks too small to move are at home on the device wherever the others are
+                    continue
                 seen.append(plan)
-                name = _name(microbatches, is_layer_major=is_layer_major, fate=fate, homes=homes)
+                name = _name(microbatches, is_layer_major=is_layer_major, choice=choice, homes=homes)
                 if not has_masters or not is_bf16 or forms.kept:
                     yield Candidate(name=name, plan=plan)
                 if has_masters and is_bf16 and forms.kept:
@@ -149,34 +157,41 @@ def list_candidates(
 
 
 def decided_calls(trace: TraceProfile) -> frozenset[int]:
-    """Calls whose saved tensors are decided: the repeated ones with a backward; all with a backward if none repeats."""
+    """Calls whose saved tensors are decided: the repeated ones with a backward.
+
+    All with a backward if none repeats.
+    """
     backward = {c.index for c in trace.calls if c.has_backward}
     repeated = {c.index for c in trace.calls if c.is_repeated} & backward
     return frozenset(repeated or backward)
 
 
 def find_tail(trace: TraceProfile) -> int | None:
-    """First of the calls after the last repeated one; the last call if none repeats; None if nothing follows, or it cannot run back on its own."""
+    """First of the calls after the last repeated one.
+
+    The last call if none repeats; None if nothing follows, or it cannot run back on its own.
+    """
     repeated = [c.index for c in trace.calls if c.is_repeated]
     first = repeated[-1] + 1 if repeated else len(trace.calls) - 1
     is_there = 0 < first < len(trace.calls)
     return first if is_there and trace.shared_with_tail(first) is None else None
 
 
-def _fates(trace: TraceProfile, chosen: frozenset[int], tiers: tuple[Tier, ...]) -> list[_Fate]:
-    fates = [_Fate(name="keep", call=CallPlan())]
+def _saved_choices(trace: TraceProfile, chosen: frozenset[int], tiers: tuple[Tier, ...]) -> list[_SavedChoice]:
+    choices = [_SavedChoice(name="keep", call=CallPlan())]
     again = [saved for saved in Saved if saved.policy.recomputes] if chosen else []
-    # Those that repeat least first. A policy whose results were not traced is priced as holding everything: no better than keeping.
-    fates += [
-        _Fate(name=str(saved), call=CallPlan(saved=saved))
+    # Those that repeat least first. A policy whose results were not traced is priced as holding
+    # everything: no better than keeping.
+    choices += [
+        _SavedChoice(name=str(saved), call=CallPlan(saved=saved))
         for saved in sorted(again, key=lambda s: s.policy.replay_share)
         if not saved.policy.kept_operators or all(trace.calls[i].held(saved) is not None for i in chosen)
     ]
     for tier in tiers if chosen else ():
         away = CallPlan(saved=Saved.RECOMPUTE, boundary_home=tier)
-        fates.append(_Fate(name=f"recompute, arguments on {tier}", call=away))
-        fates.append(_Fate(name=f"offload to {tier}", call=CallPlan(saved=Saved.OFFLOAD, saved_home=tier)))
-    return fates
+        choices.append(_SavedChoice(name=f"recompute, arguments on {tier}", call=away))
+        choices.append(_SavedChoice(name=f"offload to {tier}", call=CallPlan(saved=Saved.OFFLOAD, saved_home=tier)))
+    return choices
 
 
 def _homes(tiers: tuple[Tier, ...], *, gradients_wait: bool, may_update_on_host: bool = False) -> list[_Homes]:
@@ -216,10 +231,10 @@ def _blocks(profile: Profile, homes: _Homes) -> dict[str, BlockPlan]:
     }
 
 
-def _name(microbatches: int, *, is_layer_major: bool, fate: _Fate, homes: _Homes) -> str:
+def _name(microbatches: int, *, is_layer_major: bool, choice: _SavedChoice, homes: _Homes) -> str:
     count = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
     order = " layer by layer" if is_layer_major else ""
-    return f"{count}{order}; {fate.name}; {homes.name}{_buffers(homes.prefetch)}"
+    return f"{count}{order}; {choice.name}; {homes.name}{_buffers(homes.prefetch)}"
 
 
 def _buffers(prefetch: int) -> str:

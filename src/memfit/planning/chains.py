@@ -15,9 +15,11 @@ from memfit.core.tiers import Tier
 
 
 def every_kth(calls: int, spacing: int) -> tuple[tuple[int, int], ...]:
-    """Segments of `spacing` calls: every `spacing`-th output is kept, the others are made again in backward.
+    """Segments of `spacing` calls: every `spacing`-th output is kept, the others are made again in
+    backward.
 
-    At worst calls / spacing kept outputs and one segment's `spacing` live together; at most `calls` extra forward calls.
+    At worst calls / spacing kept outputs and one segment's `spacing` live together; at most `calls`
+    extra forward calls.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 3.
 
@@ -33,7 +35,9 @@ def every_kth(calls: int, spacing: int) -> tuple[tuple[int, int], ...]:
 
 
 def sqrt_segments(calls: int) -> tuple[tuple[int, int], ...]:
-    """Segments of about sqrt(calls) calls, for which `every_kth`'s live outputs are fewest in a uniform chain."""
+    """Segments of about sqrt(calls) calls, for which `every_kth`'s live outputs are fewest in a
+    uniform chain.
+    """
     spacings = {math.isqrt(calls), math.isqrt(calls) + 1} if calls > 0 else {0}
     return every_kth(calls, min(spacings, key=lambda k: (-(-calls // max(k, 1)) + k, k)))
 

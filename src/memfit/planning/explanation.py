@@ -1,4 +1,4 @@
-"""Tells a person why a plan was chosen and what each rung of the ladder costs.
+"""Tells a person why a plan was chosen and what each point of the front costs.
 
 In: `PlanChoice`, `Budget`. Out: text.
 """
@@ -11,9 +11,10 @@ from memfit.planning.rules import PlanChoice
 
 
 def explain(choice: PlanChoice, budget: Budget) -> str:
-    """The reason, where the time goes, and the ladder with predicted bytes and seconds a rung.
+    """The reason, where the time goes, and the front with predicted bytes and seconds a point.
 
-    Bytes in the ladder are of tensors; the limit also holds what the process takes before (`budget.base_bytes`) and a reserve.
+    Bytes in the front are of tensors; the limit also holds what the process takes before
+    (`budget.base_bytes`) and a reserve.
     """
     timeline = choice.timeline
     lines = [choice.reason]
@@ -32,8 +33,8 @@ def explain(choice: PlanChoice, budget: Budget) -> str:
         lines.append(f"{format_bytes(moved)} move a step; compute waits for: {stalls or 'nothing'}.")
     lines.append("")
     lines.append(f"{'':2}{'predicted peak':>16}{'predicted step':>16}  plan")
-    for rung in choice.ladder:
-        mark = ">" if rung.name == choice.name else " " if rung.fits else "x"
-        lines.append(f"{mark:2}{format_bytes(rung.peak_bytes):>16}{rung.seconds:>14.3g} s  {rung.name}")
+    for point in choice.front:
+        mark = ">" if point.name == choice.name else " " if point.fits else "x"
+        lines.append(f"{mark:2}{format_bytes(point.peak_bytes):>16}{point.seconds:>14.3g} s  {point.name}")
     lines.append("(> chosen, x does not fit)")
     return "\n".join(lines)

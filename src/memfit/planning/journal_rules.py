@@ -1,4 +1,5 @@
-"""What a journal asks of a plan: gradients at home on disk, updates after backward, what is large at home on disk.
+"""Requirements of a journal on a plan: gradients at home on disk, updates after backward, what is
+large at home on disk.
 
 In: a plan and a profile. Out: the plan with that, or a refusal.
 """
@@ -13,18 +14,22 @@ from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 
-# Moving less than this saves little memory, and a transfer of its own costs more than it: such a block may rest in memory also where a journal
-# is kept; its two rooms on disk are little beside the others' one.
+# Moving less than this saves little memory, and a transfer of its own costs more than it: such a
+# block may rest in memory also where a journal is kept; its two rooms on disk are little beside the
+# others' one.
 SMALL_BLOCK_BYTES = MIB
 
 
 def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:
-    """The plan with gradients at home on disk and updates after backward. Homes of weights and states are left as they are.
+    """The plan with gradients at home on disk and updates after backward.
+
+    Homes of weights and states are left as they are.
 
     Args:
         plan: any.
         profile: of the model.
-        like: the plan of a run that goes on: what rests on disk there, frozen since or not, has no other room, and does here.
+        like: the plan of a run that goes on: what rests on disk there, frozen since or not, has no
+            other room, and does here.
     """
     blocks = dict(plan.blocks)
     for block in profile.blocks:
@@ -37,7 +42,9 @@ def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:
 
 
 def problem_of_journaled(plan: Plan, profile: Profile) -> str | None:
-    """What keeps a run with a journal from this plan, and what the plan must say instead; None if nothing does."""
+    """Returns what keeps a run with a journal from this plan, and what the plan must say instead;
+    None if nothing does.
+    """
     if plan.update is not UpdateTime.AFTER_BACKWARD:
         return "updates are made once all gradients are durable: it must say update='after-backward'"
     for block in (b for b in profile.blocks if b.trains):

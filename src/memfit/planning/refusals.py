@@ -11,7 +11,8 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Budget
 from memfit.core.units import MIB, format_bytes, round_up
 
-# Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by address layout and timing of threads.
+# Resident bytes of equal processes at the same line of the same script: up to 1 MiB apart seen, by
+# address layout and timing of threads.
 _BASE_VARIATION_BYTES = 4 * MIB
 OTHERS = "is alive on the device beside the job (other models, data, results of yours)"
 """Names the base of a device's limit."""
@@ -29,7 +30,8 @@ class Refusal:
         advice: what else could help.
         load_bytes: held until the weights have moved home.
         is_given: the plan is the user's, and others may do with less.
-        varies: the limit is for a process, which holds a little more or less each time; the number that is named is above that.
+        varies: the limit is for a process, which holds a little more or less each time; the number
+            that is named is above that.
         kind: of plan that was asked for, in words that follow "no plan".
     """
 

@@ -1,15 +1,17 @@
 """Chooses a plan: of all candidates whose predicted peaks fit, the fastest.
 
-In: `Profile`, `Budget`, `Hardware`. Out: `PlanChoice`, or `DoesNotFitError` with the
-smallest limit that would do. Deterministic: the same inputs give the same plan, whatever the clock says.
+In: `Profile`, `Budget`, `Hardware`. Out: `PlanChoice`, or `DoesNotFitError` with the smallest limit
+that would do. Deterministic: the same inputs give the same plan, whatever the clock says.
 
 [Note: which candidates are built]
-A schedule is built and predicted for each candidate that could still win, in the order of a lower bound of its seconds
-(compute alone, or what must at least pass a link). The search ends when the best that fits is no slower than the bound
-of the next. Weights, states and gradients that never leave are a lower bound of a candidate's bytes: one that is over
-the budget by those alone is not built. Seconds are compared as `core.numerics.weighed_seconds` weighs them: a plan that regroups sums must be predicted to be a
-tenth faster than one that does not. Unless nothing fits: then the smallest limit is looked for, in the order of a closer bound of the peak
-(`planning.bounds`), until none that is left can be below the smallest found.
+A schedule is built and predicted for each candidate that could still win, in the order of a lower
+bound of its seconds (compute alone, or what must at least pass a link). The search ends when the
+best that fits is no slower than the bound of the next. Weights, states and gradients that never
+leave are a lower bound of a candidate's bytes: one that is over the budget by those alone is not
+built. Seconds are compared as `core.numerics.weighed_seconds` weighs them: a plan that regroups
+sums must be predicted to be a tenth faster than one that does not. Unless nothing fits: then the
+smallest limit is looked for, in the order of a closer bound of the peak (`planning.bounds`), until
+none that is left can be below the smallest found.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ from memfit.scheduling.sizes import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
-    """One step of a ladder: what a plan would take and give.
+class ParetoPoint:
+    """One step of a front: what a plan would take and give.
 
     Attributes:
         name: the decisions in words.
@@ -77,11 +79,13 @@ class PlanChoice:
         plan: them.
         schedule: the step built from it.
         timeline: its prediction.
-        ladder: from the fastest to the leanest, plans that no other beats in both; the chosen one is among them.
+        front: from the fastest to the leanest, plans that no other beats in both; the chosen one is
+            among them.
         reason: why this one, in a sentence or two.
         built: number of candidates that were built and predicted.
         regroups: it regroups sums (`core.numerics`).
-        unchanged_s: what a plan that regroups none, and may fit, takes at least; None: none is predicted to fit.
+        unchanged_s: what a plan that regroups none, and may fit, takes at least; None: none is
+            predicted to fit.
         least_s: what every candidate takes at least, whatever it holds.
     """
 
@@ -89,7 +93,7 @@ class PlanChoice:
     plan: Plan
     schedule: Schedule
     timeline: Timeline
-    ladder: tuple[Rung, ...]
+    front: tuple[ParetoPoint, ...]
     reason: str
     built: int
     regroups: bool
@@ -132,7 +136,7 @@ class _Built:
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is asked, resolved."""
+    """The question to the planner, resolved."""
 
     budget: Budget
     hardware: Hardware
@@ -186,7 +190,8 @@ class _Question:
 def bytes_of_check(
     plan: Plan, profile: Profile, rows: int, *, staging_bytes: int = STAGING_BYTES, device: str = "cpu"
 ) -> int:
-    """Predicted device peak of so many rows (all, if the batch has fewer) that run forward whole, to show that the batch may be cut.
+    """Predicted device peak of so many rows (all, if the batch has fewer) that run forward whole,
+    to show that the batch may be cut.
 
     Args:
         plan: with more than one microbatch.
@@ -225,27 +230,35 @@ def choose_plan(
     """Takes the fastest candidate whose predicted peaks fit.
 
     Args:
-        profile: with traces of the microbatch sizes to consider; sizes without a trace are not candidates.
+        profile: with traces of the microbatch sizes to consider; sizes without a trace are not
+            candidates.
         budget: of the device; without a limit everything fits.
         hardware: speeds and capacities.
-        allow: names of changes that the user permits: "bf16" permits plans with masters, "bf16-weights-sr" plans that do without, where the profile is
-            of weights in bf16. Other names change nothing here.
+        allow: names of changes that the user permits: "bf16" permits plans with masters,
+            "bf16-weights-sr" plans that do without, where the profile is of weights in bf16. Other
+            names change nothing here.
         clips_norm: gradients are clipped by their global norm.
-        compute: the dtype that the profile was made for; None: bf16 where it has masters, else as given.
+        compute: the dtype that the profile was made for; None: bf16 where it has masters, else as
+            given.
         tiers: where homes may be beside the device, as far as the hardware has a link to it.
         splits_allowed: the loss adds up over microbatches.
         like: only plans whose masters rest as this one's do.
-        limits: of tiers beside the device; one that is not named is limited by the hardware's capacity.
-        scheme: of the store that the run is committed to, whose room counts as disk; with a journal only plans that go with it, and with `like`, see
-            `planning.journaling`.
+        limits: of tiers beside the device; one that is not named is limited by the hardware's
+            capacity.
+        scheme: of the store that the run is committed to, whose room counts as disk; with a journal
+            only plans that go with it, and with `like`, see `planning.journaling`.
         staging_bytes: as in `scheduling.lower`.
-        checked_rows: so many rows run forward whole before a batch is cut, to show that it may be; such a plan takes that too. 0: they do not.
-        numerics: "exact": only plans that regroup no sums; "auto": others where they are the only ones that fit, or are a tenth faster.
+        checked_rows: so many rows run forward whole before a batch is cut, to show that it may be;
+            such a plan takes that too. 0: they do not.
+        numerics: "exact": only plans that regroup no sums; "auto": others where they are the only
+            ones that fit, or are a tenth faster.
         commits: to the store, a step: 1, or fewer where the durability is N steps.
-        decided: fields of all plans, of which the profile was made: chunks of the loss, the format of states.
+        decided: fields of all plans, of which the profile was made: chunks of the loss, the format
+            of states.
 
     Raises:
-        DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that one would.
+        DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that
+            one would.
         UsageError: no microbatch size has a trace.
     """
     question = _Question(
@@ -285,7 +298,7 @@ def choose_plan(
             lower(schedule, plan, profile, staging_bytes=staging_bytes, commits=commits, device=hardware.device),
             hardware,
         ),
-        ladder=_ladder(built, best),
+        front=_front(built, best),
         reason=_reason(built, best, budget),
         built=len(built),
         regroups=best.priced.regroups,
@@ -295,7 +308,9 @@ def choose_plan(
 
 
 def _unchanged_seconds(priced: list[_Priced], built: list[_Built], waiting: list[_Priced]) -> float | None:
-    """Least seconds of a plan that regroups no sums: predicted of those that were built and fit, bounded of those that were too slow to be built."""
+    """Least seconds of a plan that regroups no sums: predicted of those that were built and fit,
+    bounded of those that were too slow to be built.
+    """
     out = {p.index for p in waiting} | {b.priced.index for b in built}
     seconds = [b.cost.seconds for b in built if b.fits and not b.priced.regroups]
     seconds += [p.seconds_bound for p in priced if p.index not in out and not p.regroups]
@@ -378,7 +393,9 @@ def _add(moved_s: dict[tuple[Tier, str], float], hardware: Hardware, tier: Tier,
 
 
 def _search(priced: list[_Priced], question: _Question) -> tuple[list[_Built], list[_Priced]]:
-    """Builds what could win; returns that, and what was not built because its residents alone are too much."""
+    """Builds what could win; returns that, and what was not built because its residents alone are
+    too much.
+    """
     built: list[_Built] = []
     waiting: list[_Priced] = []
     best_s = math.inf
@@ -397,7 +414,9 @@ def _search(priced: list[_Priced], question: _Question) -> tuple[list[_Built], l
 
 
 def _search_leanest(waiting: list[_Priced], built: list[_Built], question: _Question) -> list[_Built]:
-    """Nothing fits: builds what may have the smallest peak of all, in the order of a lower bound of it."""
+    """Nothing fits: builds what may have the smallest peak of all, in the order of a lower bound of
+    it.
+    """
     if not waiting:
         return []
     found: list[_Built] = []
@@ -413,18 +432,18 @@ def _search_leanest(waiting: list[_Priced], built: list[_Built], question: _Ques
     return found
 
 
-def _ladder(built: list[_Built], best: _Built) -> tuple[Rung, ...]:
-    rungs: list[Rung] = []
+def _front(built: list[_Built], best: _Built) -> tuple[ParetoPoint, ...]:
+    points: list[ParetoPoint] = []
     least = math.inf
     for b in sorted(built, key=lambda b: (b.cost.seconds, b.cost.peak_bytes, b.priced.index)):
         if b.cost.peak_bytes < least or b is best:
             least = min(least, b.cost.peak_bytes)
-            rungs.append(_rung(b))
-    return tuple(rungs)
+            points.append(_point(b))
+    return tuple(points)
 
 
-def _rung(built: _Built) -> Rung:
-    return Rung(
+def _point(built: _Built) -> ParetoPoint:
+    return ParetoPoint(
         name=built.priced.candidate.name,
         peak_bytes=built.cost.peak_bytes,
         seconds=built.cost.seconds,

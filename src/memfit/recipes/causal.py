@@ -1,6 +1,8 @@
-"""A training run on text for any causal language model of transformers, from its configuration or the directory where it was saved.
+"""A training run on text for any causal language model of transformers, from its configuration or
+the directory where it was saved.
 
-In: a `config.json` or a directory as `save_pretrained` writes it; files of text. Out: a `Recipe`. Nothing is downloaded and no code of the directory runs.
+In: a `config.json` or a directory as `save_pretrained` writes it; files of text. Out: a `Recipe`.
+Nothing is downloaded and no code of the directory runs.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def causal_recipe(
 ) -> Recipe:
     """The run.
 
-    Weights are fp32, read from the directory's files if it has some (bf16 ones convert), else initialised. Text becomes tokens by the directory's own
-    `tokenizer.json`; where there is none, by the built-in byte pairs, as many as the vocabulary has room for. Behind each file stands the
+    Weights are fp32, read from the directory's files if it has some (bf16 ones convert), else
+    initialised. Text becomes tokens by the directory's own `tokenizer.json`; where there is none,
+    by the built-in byte pairs, as many as the vocabulary has room for. Behind each file stands the
     configuration's end-of-text token.
 
     Args:
@@ -51,7 +54,8 @@ def causal_recipe(
         files: UTF-8 text; none: the source of Python's standard library.
 
     Raises:
-        UsageError: see `causal_config`; a vocabulary too small for the built-in tokens; weights that were trained on another vocabulary than the built-in one.
+        UsageError: see `causal_config`; a vocabulary too small for the built-in tokens; weights
+            that were trained on another vocabulary than the built-in one.
     """
     config = causal_config(path, sequence_length=sequence_length)
     source = Path(path)

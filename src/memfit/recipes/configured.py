@@ -1,6 +1,8 @@
-"""A causal language model of any transformers configuration, without its weights: to ask what it would take.
+"""A causal language model of any transformers configuration, without its weights: to ask what it
+would take.
 
-In: a `config.json`, sizes of a batch. Out: a model whose weights have shapes and no bytes, its optimizer, a sample. Nothing is downloaded.
+In: a `config.json`, sizes of a batch. Out: a model whose weights have shapes and no bytes, its
+optimizer, a sample. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from memfit.recipes.gpt import build_adamw, causal_language_loss
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun:
-    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch of token numbers."""
+    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch of
+    token numbers.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -33,14 +37,16 @@ class ConfiguredRun:
 
 
 def causal_config(path: str | Path, *, sequence_length: int) -> Any:
-    """The configuration of a causal language model, made ready for training: no cache, weights in fp32.
+    """The configuration of a causal language model, made ready for training: no cache, weights in
+    fp32.
 
     Args:
         path: a `config.json`, or a directory with one.
         sequence_length: tokens of a sequence that are predicted.
 
     Raises:
-        UsageError: no such file, not a configuration, not of a causal language model, or sequences longer than it takes.
+        UsageError: no such file, not a configuration, not of a causal language model, or sequences
+            longer than it takes.
     """
     need_transformers("--model")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -115,7 +121,10 @@ def build_configured(path: str | Path, *, batch_size: int, sequence_length: int)
 
 
 def _hollow(model: nn.Module) -> None:
-    """Turns a model on `meta` into one on the CPU whose parameters have storages of no bytes. Ties stay: each parameter changes in place."""
+    """Turns a model on `meta` into one on the CPU whose parameters have storages of no bytes.
+
+    Ties stay: each parameter changes in place.
+    """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros_like(buffer, device="cpu"))

@@ -1,9 +1,11 @@
-"""The text and its byte-pair tokens, with nothing imported but the standard library and `tokenizers`.
+"""The text and its byte-pair tokens, with nothing imported but the standard library and
+`tokenizers`.
 
-In: files of text, or the standard library's `.py` files of the running interpreter; a tokenizer, or the merges in `data/`. Out: text, or token
-numbers as raw 16-bit (32-bit with a tokenizer) integers on standard output. Run as a script it is the short-lived child process of
-`memfit.recipes.token_batches`: so the tokenizer's memory, and that of a million token objects, goes back to the operating
-system before training starts.
+In: files of text, or the standard library's `.py` files of the running interpreter; a tokenizer, or
+the merges in `data/`. Out: text, or token numbers as raw 16-bit (32-bit with a tokenizer) integers
+on standard output. Run as a script it is the short-lived child process of
+`memfit.recipes.token_batches`: so the tokenizer's memory, and that of a million token objects, goes
+back to the operating system before training starts.
 
 The module must not import memfit: the child would load torch for nothing (some 230 MB).
 """
@@ -31,7 +33,9 @@ SMALLEST_VOCABULARY = 257
 """The end-of-text mark and one token for each byte."""
 
 LARGEST_VOCABULARY = 1 << 15
-"""Token numbers travel as signed 16-bit integers, the one 16-bit type that every torch operation knows."""
+"""Token numbers travel as signed 16-bit integers, the one 16-bit type that every torch operation
+knows.
+"""
 
 _LEFT_OUT_FOLDERS = frozenset(
     {
@@ -52,10 +56,10 @@ _FILES_AT_ONCE = 8
 def iterate_text(root: Path | None = None) -> Iterator[str]:
     """Yields the standard library's source files, one text each, sorted by path.
 
-    Left out, so that the text is what people wrote to be read: installed packages (`site-packages`, `dist-packages`),
-    test suites (`test`, `tests`), IDLE and the turtle demos, the generated character tables of `encodings`, build
-    records (`_sysconfigdata*`, which differ between two builds of one version), and files that are not UTF-8 or
-    empty.
+    Left out, so that the text is what people wrote to be read: installed packages (`site-packages`,
+    `dist-packages`), test suites (`test`, `tests`), IDLE and the turtle demos, the generated
+    character tables of `encodings`, build records (`_sysconfigdata*`, which differ between two
+    builds of one version), and files that are not UTF-8 or empty.
 
     Args:
         root: folder to read instead of the running interpreter's standard library.
@@ -64,7 +68,8 @@ def iterate_text(root: Path | None = None) -> Iterator[str]:
         The text of one file.
 
     Raises:
-        FileNotFoundError: the folder holds no Python source (an interpreter packed into an archive).
+        FileNotFoundError: the folder holds no Python source (an interpreter packed into an
+            archive).
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     found = False
@@ -85,9 +90,10 @@ def iterate_text(root: Path | None = None) -> Iterator[str]:
 def build_tokenizer(vocabulary_size: int, merges_path: Path = MERGES_PATH) -> Tokenizer:
     """Builds the byte-level byte-pair tokenizer.
 
-    Merges are kept in the order in which training found them, so a prefix of them is the vocabulary that training for
-    that smaller size would have given: one file serves every size. Source: Sennrich et al. 2016, "Neural Machine
-    Translation of Rare Words with Subword Units", section 3.2.
+    Merges are kept in the order in which training found them, so a prefix of them is the vocabulary
+    that training for that smaller size would have given: one file serves every size. Source:
+    Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units", section
+    3.2.
 
     Args:
         vocabulary_size: number of tokens, from 257 to what the merges file holds (16,384).
@@ -122,7 +128,8 @@ _PART_BYTES = 1 << 20
 
 
 def iterate_files(paths: Iterable[Path]) -> Iterator[tuple[str, bool]]:
-    """Yields UTF-8 files in parts of about 1 MiB that end with a line, each with whether it is its file's last.
+    """Yields UTF-8 files in parts of about 1 MiB that end with a line, each with whether it is its
+    file's last.
 
     Raises:
         OSError: a file that cannot be read. UnicodeDecodeError: one that is not UTF-8.
@@ -139,7 +146,10 @@ def iterate_files(paths: Iterable[Path]) -> Iterator[tuple[str, bool]]:
 def iterate_tokens(
     vocabulary_size: int, *, token_limit: int | None = None, root: Path | None = None
 ) -> Iterator[array[int]]:
-    """Yields the corpus as token numbers, each file followed by the end-of-text mark; see `encode_texts`, `build_tokenizer`, `iterate_text`."""
+    """Yields the corpus as token numbers, each file followed by the end-of-text mark.
+
+    See `encode_texts`, `build_tokenizer`, `iterate_text`.
+    """
     texts = ((text, True) for text in iterate_text(root))
     return encode_texts(build_tokenizer(vocabulary_size), texts, token_limit=token_limit)
 
@@ -192,7 +202,9 @@ def encode_texts(
 
 
 def main() -> None:
-    """Writes text to standard output as token numbers: integers of the machine's byte order, 16-bit ones, with a tokenizer 32-bit ones."""
+    """Writes text to standard output as token numbers: integers of the machine's byte order, 16-bit
+    ones, with a tokenizer 32-bit ones.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--vocabulary-size", type=int, required=True)
     parser.add_argument("--token-limit", type=int)
@@ -219,7 +231,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The tokenizer's threads read this when they start; a warning about forks would otherwise reach the user's
-    # terminal.
+    # The tokenizer's threads read this when they start; a warning about forks would otherwise reach
+    # the user's terminal.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     main()

@@ -1,4 +1,6 @@
-"""What needs transformers and tokenizers, which memfit's own code does not, says so in one sentence where they are missing."""
+"""Imports of transformers and tokenizers, which memfit's own code does not, says so in one sentence
+where they are missing.
+"""
 
 from __future__ import annotations
 

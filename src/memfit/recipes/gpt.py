@@ -1,8 +1,9 @@
-"""GPT-2 recipes: `gpt2-small` (the main run), `bench-98m` (peers were measured on it), `gpt-tiny` (for tests).
+"""GPT-2 recipes: `gpt2-small` (the main run), `bench-98m` (peers were measured on it), `gpt-tiny`
+(for tests).
 
-In: a seed, a step count. Out: unmodified transformers models, torch's own AdamW and learning-rate schedule, a loss,
-batches. Architecture: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3,
-without dropout.
+In: a seed, a step count. Out: unmodified transformers models, torch's own AdamW and learning-rate
+schedule, a loss, batches. Architecture: Radford et al. 2019, "Language Models are Unsupervised
+Multitask Learners", section 2.3, without dropout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Recipe:
     """One training run, in the parts that a user would write by hand."""
 
     name: str
-    """What `--recipe` takes."""
+    """Names for `--recipe`."""
     description: str
     """One line for a list."""
     batch_size: int
@@ -40,16 +41,23 @@ class Recipe:
     sequence_length: int
     """Tokens of a sequence that are predicted."""
     build_model: Callable[[int], nn.Module]
-    """Seed -> the model, in training mode, on the CPU in fp32. Memory: the weights, for a moment the output layer
-    twice."""
+    """Seed -> the model, in training mode, on the CPU in fp32.
+
+    Memory: the weights, for a moment the output layer twice.
+    """
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     """Model -> its optimizer. Takes no memory before the first step."""
     build_scheduler: Callable[[torch.optim.Optimizer, int], LRScheduler]
-    """Optimizer and number of steps -> the learning-rate schedule, stepped once after each training step."""
+    """Optimizer and number of steps -> the learning-rate schedule, stepped once after each training
+    step.
+    """
     loss: Callable[[nn.Module, Tensor], Tensor]
     """Model and batch -> mean loss in nats a token, a scalar."""
     batches: Callable[[int], WindowStream]
-    """Seed -> endless batches of `(batch_size, sequence_length + 1)` token numbers. Reads the text at the call."""
+    """Seed -> endless batches of `(batch_size, sequence_length + 1)` token numbers.
+
+    Reads the text at the call.
+    """
     keep_tokenizer: Callable[[Path], None]
     """Directory of a save -> the tokenizer is in it too."""
     is_large: bool = False
@@ -64,23 +72,26 @@ class Recipe:
 
 
 def causal_language_loss(model: nn.Module, batch: Int64[Tensor, "batch window"]) -> Float[Tensor, ""]:
-    """Mean cross-entropy of each window's tokens given those before, through transformers' own causal language loss.
+    """Mean cross-entropy of each window's tokens given those before, through transformers' own
+    causal language loss.
 
     Args:
         model: a transformers causal language model.
         batch: token numbers; all but the last are inputs, all but the first are targets.
 
     Returns:
-        The mean over all targets, in nats. Only it is returned: the output object would keep the logits alive.
+        The mean over all targets, in nats. Only it is returned: the output object would keep the
+            logits alive.
     """
     targets = batch[:, 1:].contiguous()
-    # `shift_labels` are the targets as they are; without them transformers would shift `labels` and lose a target a
-    # sequence.
+    # `shift_labels` are the targets as they are; without them transformers would shift `labels` and
+    # lose a target a sequence.
     return model(input_ids=batch[:, :-1], labels=targets, shift_labels=targets, use_cache=False).loss
 
 
 def build_adamw(model: nn.Module, *, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), everything else as torch has it.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), everything else as torch has
+    it.
 
     Args:
         model: its parameters are trained, all of them.
@@ -157,7 +168,8 @@ def _build_gpt(shape: _Shape, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPT2LMHeadModel(shape.config()).train()
-    # transformers derives this from the class's name, which GPT-2's does not give away, takes this default and warns.
+    # transformers derives this from the class's name, which GPT-2's does not give away, takes this
+    # default and warns.
     model.loss_type = "ForCausalLM"
     return model
 
@@ -187,7 +199,8 @@ def _gpt_recipe(
 GPT2_SMALL = _gpt_recipe(
     "gpt2-small",
     "GPT-2 small, 124M parameters, 8 sequences of 512 tokens of Python source",
-    # The vocabulary is padded to GPT-2's size, so that logits and embeddings cost what they cost there.
+    # The vocabulary is padded to GPT-2's size, so that logits and embeddings cost what they cost
+    # there.
     _Shape(layers=12, width=768, heads=12, positions=1024, vocabulary_size=50_257, tokens_used=16_384),
     batch_size=8,
     sequence_length=512,
@@ -220,7 +233,8 @@ def find_recipe(name: str) -> Recipe:
     """Finds a built-in recipe by its name.
 
     Raises:
-        UsageError: no recipe has this name; the message lists those there are. Or the extra `memfit[transformers]` is not installed.
+        UsageError: no recipe has this name; the message lists those there are. Or the extra
+            `memfit[transformers]` is not installed.
     """
     for recipe in RECIPES:
         if recipe.name == name:

@@ -1,6 +1,7 @@
 """The tokenizer that a model was trained with, kept beside the model.
 
-In: a directory that a save was written to, where the tokenizer came from. Out: its files there too, so that `AutoTokenizer.from_pretrained` reads them.
+In: a directory that a save was written to, where the tokenizer came from. Out: its files there too,
+so that `AutoTokenizer.from_pretrained` reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from memfit.core.errors import StoreError
 from memfit.recipes import corpus
 
-# What tokenizers of transformers are made of: their own files, and those of the libraries before it.
+# What tokenizers of transformers are made of: their own files, and those of the libraries before
+# it.
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt",
@@ -38,7 +40,8 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def write_built_in_tokenizer(vocabulary_size: int, directory: Path) -> None:
-    """Writes the built-in byte pairs as a `tokenizer.json`, by a child process: this one is to stay as small as it is.
+    """Writes the built-in byte pairs as a `tokenizer.json`, by a child process: this one is to stay
+    as small as it is.
 
     Raises:
         StoreError: the disk, or the process.

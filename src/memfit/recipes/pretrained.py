@@ -1,6 +1,7 @@
 """A model of transformers from the directory that `save_pretrained` wrote, without its weights.
 
-In: a directory. Out: a function that builds the model as its configuration says. Nothing is downloaded and no code of the directory runs.
+In: a directory. Out: a function that builds the model as its configuration says. Nothing is
+downloaded and no code of the directory runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from memfit.recipes.extra import need_transformers
 
 
 def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
-    """Builds the class that `config.json` names under `architectures`, in the dtype it names, in evaluation mode, with `generation_config.json`.
+    """Builds the class that `config.json` names under `architectures`, in the dtype it names, in
+    evaluation mode, with `generation_config.json`.
 
     Raises:
         UsageError: no configuration there, or not of a model that transformers knows.
@@ -56,7 +58,10 @@ def pretrained_builder(directory: str | Path) -> Callable[[], nn.Module]:
 
 
 def _model_class(name: str) -> type[Any]:
-    """A model of the library's, and not any of its functions. Raises `AttributeError`, `TypeError`."""
+    """A model of the library's, and not any of its functions.
+
+    Raises `AttributeError`, `TypeError`.
+    """
     import transformers
 
     kind = getattr(transformers, name)

@@ -1,8 +1,9 @@
 """Real text as batches of token numbers.
 
-In: a vocabulary size, a window's length, a seed. Out: an endless, deterministic stream of `(batch, window)` tensors, which can be left and taken up.
-The tokenizer runs in a child process that ends before the first batch is given out, so this process holds only the
-tokens themselves: two bytes each, 4.5 MiB for the whole corpus, in a mapped file of which only what batches touch is resident.
+In: a vocabulary size, a window's length, a seed. Out: an endless, deterministic stream of `(batch,
+window)` tensors, which can be left and taken up. The tokenizer runs in a child process that ends
+before the first batch is given out, so this process holds only the tokens themselves: two bytes
+each, 4.5 MiB for the whole corpus, in a mapped file of which only what batches touch is resident.
 """
 
 from __future__ import annotations
@@ -37,23 +38,28 @@ def read_tokens(
     tokenizer: Path | None = None,
     end: int = 0,
 ) -> Int[Tensor, " tokens"]:
-    """Reads files of text, or the corpus (see `memfit.recipes.corpus.iterate_text`), as token numbers.
+    """Reads files of text, or the corpus (see `memfit.recipes.corpus.iterate_text`), as token
+    numbers.
 
-    Costs about three CPU-seconds and no memory after it but the tokens that are touched: 2 bytes each, outside torch's allocator.
-    While it runs, the child process takes some 150 MiB for the whole corpus.
+    Costs about three CPU-seconds and no memory after it but the tokens that are touched: 2 bytes
+    each, outside torch's allocator. While it runs, the child process takes some 150 MiB for the
+    whole corpus.
 
     Args:
-        vocabulary_size: from 257 to 16,384; a smaller one is a prefix of the larger. With a tokenizer: what the model knows.
+        vocabulary_size: from 257 to 16,384; a smaller one is a prefix of the larger. With a
+            tokenizer: what the model knows.
         token_limit: read only the first so many tokens.
         files: UTF-8 text to read instead of the corpus.
         tokenizer: a `tokenizer.json` to use instead of the built-in byte pairs.
         end: stands behind each file.
 
     Returns:
-        Token numbers in the order of the files, as 16-bit integers; with a tokenizer as 32-bit ones.
+        Token numbers in the order of the files, as 16-bit integers; with a tokenizer as 32-bit
+        ones.
 
     Raises:
-        UsageError: the extra `memfit[transformers]` is not installed, the token limit is not positive, or a file is not there.
+        UsageError: the extra `memfit[transformers]` is not installed, the token limit is not
+            positive, or a file is not there.
         CorpusError: the child process failed; the message carries its last words.
     """
     need_transformers("reading text")
@@ -62,7 +68,8 @@ def read_tokens(
     for path in files if tokenizer is None else [*files, tokenizer]:
         if not path.is_file():
             raise UsageError(f"there is no file {path}: name files of UTF-8 text")
-    # -P keeps the script's own folder out of the import path, where its neighbours' names could shadow packages.
+    # -P keeps the script's own folder out of the import path, where its neighbours' names could
+    # shadow packages.
     command = [sys.executable, "-P", corpus.__file__, "--vocabulary-size", str(vocabulary_size)]
     if token_limit is not None:
         command += ["--token-limit", str(token_limit)]
@@ -70,7 +77,8 @@ def read_tokens(
         command += ["--tokenizer", str(tokenizer)]
     command += ["--end", str(end), "--", *(str(path) for path in files)]
     dtype = torch.int16 if tokenizer is None else torch.int32
-    # Through a file that stays, without a name, as long as the tensor: of a mapped file only the pages that batches touch are resident.
+    # Through a file that stays, without a name, as long as the tensor: of a mapped file only the
+    # pages that batches touch are resident.
     with tempfile.NamedTemporaryFile(prefix="memfit-tokens-") as output:
         child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, check=False)
         if child.returncode != 0:
@@ -82,12 +90,13 @@ def read_tokens(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenWindows:
-    """An endless stream of batches of token windows, shuffled anew each epoch, equal for equal seeds.
+    """An endless stream of batches of token windows, shuffled anew each epoch, equal for equal
+    seeds.
 
-    Windows overlap by one token, so that the inputs `batch[:, :-1]` and the targets `batch[:, 1:]` of all windows
-    together use each token once as a target. Each `iter()` begins again at the first batch. An epoch's last windows
-    that do not fill a batch are left out. Memory: the tokens, 8 bytes a window for the order of an epoch, and the
-    batch.
+    Windows overlap by one token, so that the inputs `batch[:, :-1]` and the targets `batch[:, 1:]`
+    of all windows together use each token once as a target. Each `iter()` begins again at the first
+    batch. An epoch's last windows that do not fill a batch are left out. Memory: the tokens, 8
+    bytes a window for the order of an epoch, and the batch.
     """
 
     tokens: Int[Tensor, " tokens"]
@@ -126,14 +135,17 @@ class TokenWindows:
 
 
 class WindowStream:
-    """The batches of `TokenWindows`, one after the other; says where it stands, and goes on from there.
+    """The batches of `TokenWindows`, one after the other.
+
+    Says where it stands, and goes on from there.
 
     Memory: 8 bytes a window for the order of the epoch.
     """
 
     def __init__(self, windows: TokenWindows) -> None:
         self._windows = windows
-        self._view = windows.tokens.unfold(0, windows.sequence_length + 1, windows.sequence_length)  # no memory
+        # no memory
+        self._view = windows.tokens.unfold(0, windows.sequence_length + 1, windows.sequence_length)
         self._begin(epoch=0, batch=0)
 
     def _begin(self, *, epoch: int, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees: progress, tables, pictures.
+"""Output for people: progress, tables, pictures.
 
 In: results and timelines. Out: text. Nothing here imports torch.
 """

@@ -1,6 +1,7 @@
 """Progress of a training run: one line that is drawn again in a terminal, plain lines elsewhere.
 
-In: one `StepProgress` a step. Out: text with loss, tokens per second, measured memory beside its limit, remaining time.
+In: one `StepProgress` a step. Out: text with loss, tokens per second, measured memory beside its
+limit, remaining time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _STEPS_REMEMBERED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgress:
-    """What is told about one finished step."""
+    """Report on one finished step."""
 
     step: int
     """Number of the step, from 1."""
@@ -41,7 +42,7 @@ class StepProgress:
     measured_peak_bytes: int
     """Highest memory measured so far, of the kind that the limit counts."""
     unit: str = "tokens"
-    """What `tokens` counts."""
+    """Unit of `tokens`."""
 
 
 def format_duration(duration_s: float) -> str:
@@ -55,7 +56,8 @@ def format_duration(duration_s: float) -> str:
 
 
 def format_bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
-    """Draws a share as `[######----]`: a cell is filled only when it is wholly reached, so a full bar means the limit.
+    """Draws a share as `[######----]`: a cell is filled only when it is wholly reached, so a full
+    bar means the limit.
 
     Args:
         part: any number of bytes; more than `whole` fills the bar.
@@ -70,11 +72,14 @@ def format_bar(part: int, whole: int, cells: int = _BAR_CELLS) -> str:
 
 
 class TrainingProgress:
-    """Shows a run of known length. Use as a context manager, so that the terminal is whole again after an error.
+    """Shows a run of known length.
 
-    In a terminal one line tells the step made last and what is going on, as much of it as the terminal is wide; it is
-    drawn four times a second by a thread of rich's, which touches no tensor, so that a long step is seen to be
-    running. The last step's line stays. Elsewhere (a file, a pipe, continuous integration) each step is one line.
+    Use as a context manager, so that the terminal is whole again after an error.
+
+    In a terminal one line tells the step made last and what is going on, as much of it as the
+    terminal is wide; it is drawn four times a second by a thread of rich's, which touches no
+    tensor, so that a long step is seen to be running. The last step's line stays. Elsewhere (a
+    file, a pipe, continuous integration) each step is one line.
 
     Args:
         total_steps: steps of the run, at least 1.
@@ -118,13 +123,17 @@ class TrainingProgress:
                 self.announce(self._fitted(self._last, self._console.width - 1))
 
     def _draw(self) -> Table:
-        """What the live line is now: a spinner, the last step, and how long the present activity has taken."""
+        """Returns the live line: a spinner, the last step, and how long the present activity has
+        taken.
+        """
         elapsed = format_duration(time.monotonic() - self._since_s)
-        width = self._console.width - 3  # the spinner, a blank, and the last column, which some terminals wrap at
+        # the spinner, a blank, and the last column, which some terminals wrap at
+        width = self._console.width - 3
         now = f"{self._activity} {elapsed}"
         text = now
         if self._last is not None:
-            # The activity that a next step is needs no words of its own: the step's number has them.
+            # The activity that a next step is needs no words of its own: the step's number has
+            # them.
             text = f"{self._fitted(self._last, max(0, width - cell_len(now) - 2))}  {now}"
         line = Table.grid(padding=(0, 1, 0, 0))
         line.add_row(self._spinner, Text(text[: max(0, width)], no_wrap=True, overflow="crop"))
@@ -178,7 +187,8 @@ class TrainingProgress:
     def describe(self, progress: StepProgress) -> str:
         """Writes the line of one step.
 
-        Remaining time goes by the median of the last 20 steps, so that a slow first step does not weigh on all of them.
+        Remaining time goes by the median of the last 20 steps, so that a slow first step does not
+        weigh on all of them.
 
         Args:
             progress: the step's figures.

@@ -1,14 +1,18 @@
 """The census: what lives from step to step, and who holds it.
 
-In: the device's counts at each step's end. Out: a report that names tensors that were made in training and survive, and their holders.
+In: the device's counts at each step's end. Out: a report that names tensors that were made in
+training and survive, and their holders.
 
 [Note: when the census looks]
-Live bytes and blocks have no noise: after a few steps they are the same at the end of every step, to the byte, or something is kept. Reading them costs
-microseconds, and that is all that `note_step` does while they are flat. When they first grow, it looks at the tensors that live (0.1 s), and these
-are the *baseline*: what is made later and survives is what grows. It looks again each time the growth has doubled, so a run of n steps pays for at most
-log n looks, and every tensor has an age: the look that saw it first. Batches in flight come and go between looks; only a holder with tensors older than the
-last step is named, and only one that gained them at several looks is called a leak. From the fourth look on (about the tenth step of a steady leak) whoever
-runs the steps is told that a report is worth its second, and warns of each leak once.
+Live bytes and blocks have no noise: after a few steps they are the same at the end of every step,
+to the byte, or something is kept. Reading them costs microseconds, and that is all that `note_step`
+does while they are flat. When they first grow, it looks at the tensors that live (0.1 s), and these
+are the *baseline*: what is made later and survives is what grows. It looks again each time the
+growth has doubled, so a run of n steps pays for at most log n looks, and every tensor has an age:
+the look that saw it first. Batches in flight come and go between looks; only a holder with tensors
+older than the last step is named, and only one that gained them at several looks is called a leak.
+From the fourth look on (about the tenth step of a steady leak) whoever runs the steps is told that
+a report is worth its second, and warns of each leak once.
 """
 
 from __future__ import annotations
@@ -32,14 +36,20 @@ from memfit.verification.naming import Place
 from memfit.verification.survivors import MOST_TARGETS, NewStorage, Survivor, name_survivors
 
 WARM_UP_STEPS = 3
-"""The first steps see lazy library state and the first filling of the optimizer's states; what the third leaves, all later ones do."""
+"""The first steps see lazy library state and the first filling of the optimizer's states.
+
+What the third leaves, all later ones do.
+"""
 
 _KEPT_COUNTS = 256
 _LOOKS_BEFORE_ALARM = 4
 
 
 class Meter(Protocol):
-    """What is read at each step's end; `memfit.verification.meters.DeviceMeter` is one."""
+    """Interface to the figures read at each step's end.
+
+    `memfit.verification.meters.DeviceMeter` is one.
+    """
 
     def live_bytes(self) -> int:
         """Bytes of live tensors."""
@@ -52,7 +62,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCount:
-    """What was live at the end of a step (1 is the first)."""
+    """Live bytes and blocks at the end of a step (1 is the first)."""
 
     step: int
     live_bytes: int
@@ -61,15 +71,18 @@ class StepCount:
 
 @dataclass(frozen=True, kw_only=True)
 class CensusReport:
-    """What lives from step to step.
+    """Report on tensors that live from step to step.
 
     Attributes:
         counts: live bytes and blocks at the end of the last steps (at most 256).
-        grown_bytes: what was live at the end of the last step beyond the least of all steps from the third on.
+        grown_bytes: what was live at the end of the last step beyond the least of all steps from
+            the third on.
         grown_blocks: the same in blocks.
-        survivors: tensors that are older than a step and were made since the counts first grew; the largest first.
+        survivors: tensors that are older than a step and were made since the counts first grew; the
+            largest first.
         unseen: new tensors whose holders were not looked up, as there are too many.
-        callbacks: hooks on the model, and callbacks of the user, that keep more alive than they seem to.
+        callbacks: hooks on the model, and callbacks of the user, that keep more alive than they
+            seem to.
     """
 
     counts: tuple[StepCount, ...]
@@ -86,7 +99,9 @@ class CensusReport:
 
     @property
     def is_rising(self) -> bool:
-        """Bytes or blocks rose from quarter to quarter of the counts after warm-up, by their least and by their most."""
+        """Bytes or blocks rose from quarter to quarter of the counts after warm-up, by their least
+        and by their most.
+        """
         counts = [count for count in self.counts if count.step >= WARM_UP_STEPS]
         return _rises([c.live_bytes for c in counts]) or _rises([c.live_blocks for c in counts])
 
@@ -125,7 +140,9 @@ class CensusReport:
         return f"{live}, {format_bytes(self.grown_bytes)} and {self.grown_blocks} blocks above the least since step {WARM_UP_STEPS}"
 
     def warn(self) -> None:
-        """Warns (`MemfitWarning`) of each leak, and of each callback that forms a cycle or holds tensors, at the line to look at."""
+        """Warns (`MemfitWarning`) of each leak, and of each callback that forms a cycle or holds
+        tensors, at the line to look at.
+        """
         for survivor in self.leaks:
             _warn_at(f"memory leak: {survivor.text}", survivor.holders[0].place)
         for finding in self.callbacks:
@@ -136,11 +153,13 @@ class CensusReport:
 class Census:
     """Counts what lives at each step's end and, when that grows, finds out who holds it.
 
-    Memory: 256 counts, and weak references to the tensors that lived when it looked. It keeps no tensor alive.
+    Memory: 256 counts, and weak references to the tensors that lived when it looked. It keeps no
+    tensor alive.
 
     Args:
-        meter: the device's counts. Growth is seen on that device only; once seen, tensors of all devices are named. The fallback allocator counts pages of the
-            process, so that growth is coarse there and the census may look in vain.
+        meter: the device's counts. Growth is seen on that device only; once seen, tensors of all
+            devices are named. The fallback allocator counts pages of the process, so that growth is
+            coarse there and the census may look in vain.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -155,7 +174,10 @@ class Census:
         self._told: set[str] = set()
 
     def note_step(self) -> bool:
-        """A step has ended. About 10 microseconds; 0.1 s when live memory has grown and doubled its growth since the last look.
+        """A step has ended.
+
+        About 10 microseconds; 0.1 s when live memory has grown and doubled its growth since the
+        last look.
 
         Returns:
             It has doubled often enough that a report is worth its time; see `warn_once`.
@@ -176,7 +198,9 @@ class Census:
         return False
 
     def warn_once(self, report: CensusReport) -> None:
-        """Warns of the leaks of a report that were not warned of before, each by its nearest holder."""
+        """Warns of the leaks of a report that were not warned of before, each by its nearest
+        holder.
+        """
         for leak in report.leaks:
             holder = leak.holders[0]
             if holder.name not in self._told:
@@ -190,7 +214,10 @@ class Census:
         *,
         keeper: object = None,
     ) -> CensusReport:
-        """What survives, and who holds it. Milliseconds while the counts are flat; else a second or two, and it may run the garbage collector.
+        """Returns what survives, and who holds it.
+
+        Milliseconds while the counts are flat; else a second or two, and it may run the garbage
+        collector.
 
         Tensors are named once they are a step old. Ask between steps.
 
@@ -246,7 +273,10 @@ class Census:
 
 
 def live_tensors() -> list[Tensor]:
-    """All tensors that Python can see, parameters and tensors of subclasses included. About 0.1 s in a process with 400,000 objects."""
+    """All tensors that Python can see, parameters and tensors of subclasses included.
+
+    About 0.1 s in a process with 400,000 objects.
+    """
     kinds: set[type] = set()
     pending: list[type] = [Tensor]
     while pending:

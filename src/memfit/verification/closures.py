@@ -1,12 +1,16 @@
-"""Hooks and callbacks that keep more alive than they seem to: closures over an owner, bound methods, cycles.
+"""Hooks and callbacks that keep more alive than they seem to: closures over an owner, bound
+methods, cycles.
 
-In: a model with hooks on its modules and parameters, and functions of the user. Out: findings, each with the line to look at. Nothing is called.
+In: a model with hooks on its modules and parameters, and functions of the user. Out: findings, each
+with the line to look at. Nothing is called.
 
 [Note: what a hook holds]
-A hook lives as long as what it is registered on, and so does everything it holds: the cells of its closure, its defaults, the object of a bound method.
-If that leads back to the module or tensor that it is registered on, they form a cycle: the model's memory is then freed when the
-garbage collector comes by, not when the last reference goes. If it holds tensors beside the model's own, it is a place where they gather. Both are told; a
-hook that merely keeps a small object alive is told as well, but is no leak.
+A hook lives as long as what it is registered on, and so does everything it holds: the cells of its
+closure, its defaults, the object of a bound method. If that leads back to the module or tensor that
+it is registered on, they form a cycle: the model's memory is then freed when the garbage collector
+comes by, not when the last reference goes. If it holds tensors beside the model's own, it is a
+place where they gather. Both are told; a hook that merely keeps a small object alive is told as
+well, but is no leak.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class CallbackFinding:
         role: where it is registered, such as "a forward hook of 'layers.0'".
         captured: what it holds, such as "closure variable 'self' (a Trainer)".
         is_cycle: what it holds leads back to what it is registered on.
-        held_bytes: of tensors in the object's own attributes and their collections, parameters and buffers of the model not counted.
+        held_bytes: of tensors in the object's own attributes and their collections, parameters and
+            buffers of the model not counted.
         place: its definition; None for callables without source.
     """
 
@@ -111,9 +116,12 @@ class _Captured:
 def inspect_callbacks(
     model: nn.Module | None, callbacks: Mapping[str, Callable[..., Any]] | None = None, *, keeper: object = None
 ) -> tuple[CallbackFinding, ...]:
-    """Looks at the hooks on a model's modules, parameters and buffers, and at given functions. Milliseconds, more where hooks hold large structures.
+    """Looks at the hooks on a model's modules, parameters and buffers, and at given functions.
 
-    Hooks of torch and memfit are left out; those of other libraries are not. Cycles through more than 200,000 objects are not found.
+    Milliseconds, more where hooks hold large structures.
+
+    Hooks of torch and memfit are left out; those of other libraries are not. Cycles through more
+    than 200,000 objects are not found.
 
     Args:
         model: whose hooks are looked at; None for none.
@@ -121,7 +129,8 @@ def inspect_callbacks(
         keeper: what holds these functions; one that holds it in turn is a cycle.
 
     Returns:
-        Findings: owners and collections of tensors that are held, in the order of the model's modules.
+        Findings: owners and collections of tensors that are held, in the order of the model's
+            modules.
     """
     own = set()
     if model is not None:
@@ -223,14 +232,17 @@ def _held_by_function(function: types.FunctionType) -> list[tuple[str, object]]:
 
 
 def _is_owner(value: object) -> bool:
-    """An object with attributes of its own, a tensor, or a collection that may gather tensors; no module, class, function or number."""
+    """An object with attributes of its own, a tensor, or a collection that may gather tensors.
+
+    No module, class, function or number.
+    """
     if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
         return False
     return is_container(value) or isinstance(value, Tensor) or own_dictionary(value) is not None
 
 
 def _held_bytes(thing: object, own_storages: set[int]) -> int:
-    """Tensors in an object's attributes and in collections there, without going into other objects."""
+    """Finds tensors in an object's attributes and in collections there, not in other objects."""
     found: dict[int, int] = {}
     visited: set[int] = set()
     pending: list[object] = [thing, *(own_dictionary(thing) or {}).values()]
@@ -251,7 +263,9 @@ def _held_bytes(thing: object, own_storages: set[int]) -> int:
 
 
 def _leads_to(start: object, goal: object) -> bool:
-    """Whether references lead from one object to another, not counting classes, imported modules, running functions and functions' globals."""
+    """Tells whether references lead from one object to another, not counting classes, imported
+    modules, running functions and functions' globals.
+    """
     visited: set[int] = set()
     pending: list[object] = [start]
     while pending and len(visited) < _MOST_OBJECTS:

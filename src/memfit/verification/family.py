@@ -1,4 +1,5 @@
-"""What the children of a process hold beside it: the workers of a loader, processes that a compiler starts.
+"""Memory that the children of a process hold beside it: the workers of a loader, processes that a
+compiler starts.
 
 In: /proc. Out: bytes.
 """
@@ -18,21 +19,26 @@ _READING_SHARE = 20.0
 
 
 def private_bytes(status: procfs.ProcessStatus) -> int:
-    """What only freeing, or the end of the process, gives back: all but mapped files."""
+    """Memory that only freeing, or the end of the process, gives back: all but mapped files."""
     return status.anonymous_bytes + status.shared_bytes
 
 
 class Family:
-    """What the children of this process hold beside it.
+    """Returns the memory that the children of this process hold beside it.
 
     [Note: shared pages]
-    A forked worker of a loader maps all that its parent had: its resident size counts those pages once more for each worker, and the sum of resident sizes may
-    be several times what the processes hold. Shares (PSS) count a page once in all. So what children hold beside this process is the sum of the shares of all
-    of them, this one included, less what this one holds by itself; pages that a parent has overwritten since a fork, and that its children keep, are in it.
-    Mapped files are not counted of children: libraries and data sets that the kernel drops when it needs the memory, and that this process maps as well.
+    A forked worker of a loader maps all that its parent had: its resident size counts those pages
+    once more for each worker, and the sum of resident sizes may be several times what the processes
+    hold. Shares (PSS) count a page once in all. So what children hold beside this process is the
+    sum of the shares of all of them, this one included, less what this one holds by itself; pages
+    that a parent has overwritten since a fork, and that its children keep, are in it. Mapped files
+    are not counted of children: libraries and data sets that the kernel drops when it needs the
+    memory, and that this process maps as well.
 
-    Reading shares walks page tables. So they are read where children came or went, and else when twenty times what the last reading took has passed (5 % of
-    the time at most); in between a child's growth counts as its own. A child whose share may not be read (another user's) counts by its resident size.
+    Reading shares walks page tables. So they are read where children came or went, and else when
+    twenty times what the last reading took has passed (5 % of the time at most); in between a
+    child's growth counts as its own. A child whose share may not be read (another user's) counts by
+    its resident size.
     """
 
     def __init__(self) -> None:
@@ -45,7 +51,8 @@ class Family:
         """The living children, by id."""
         found: dict[int, procfs.ProcessStatus] = {}
         for pid in procfs.descendants(os.getpid()) if procfs.has_children() else ():
-            with contextlib.suppress(ProcessLookupError):  # it ended since the listing: no memory any more
+            # it ended since the listing: no memory any more
+            with contextlib.suppress(ProcessLookupError):
                 found[pid] = procfs.read_status(pid)
         return found
 
@@ -68,7 +75,10 @@ class Family:
         return beside
 
     def reset_peaks(self) -> None:
-        """Starts the children's peaks again. Those of another user's children stay what they were."""
+        """Starts the children's peaks again.
+
+        Those of another user's children stay what they were.
+        """
         for pid in self.statuses():
             with contextlib.suppress(ProcessLookupError, TierUnavailableError):
                 procfs.reset_peak(pid)

@@ -1,11 +1,14 @@
-"""What an autograd graph holds: looked up without unpacking anything.
+"""Tensors that an autograd graph holds: looked up without unpacking anything.
 
-In: a tensor with a `grad_fn`. Out: the storages that its graph saved for a backward that may never come.
+In: a tensor with a `grad_fn`. Out: the storages that its graph saved for a backward that may never
+come.
 
 [Note: saved, but not in sight]
-A saved tensor belongs to a C++ node: Python's collector does not see that reference, and often there is no Python object for the tensor at all. So the graph
-is walked from the tensor that is kept. `SavedTensor.data` gives what was packed without running the unpack hook (unpacking could recompute a block); with
-saved-tensor hooks that is the hooks' own object, which may hold tensors in its turn.
+A saved tensor belongs to a C++ node: Python's collector does not see that reference, and often
+there is no Python object for the tensor at all. So the graph is walked from the tensor that is
+kept. `SavedTensor.data` gives what was packed without running the unpack hook (unpacking could
+recompute a block); with saved-tensor hooks that is the hooks' own object, which may hold tensors in
+its turn.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ StorageKey = int
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStorage:
-    """A storage that a graph saved: its bytes, and shape and dtype of the tensor that was saved on it."""
+    """A storage that a graph saved: its bytes, and shape and dtype of the tensor that was saved on
+    it.
+    """
 
     nbytes: int
     shape: tuple[int, ...]
@@ -32,12 +37,13 @@ class SavedStorage:
 
 @dataclass(kw_only=True)
 class GraphContents:
-    """What the graph of one tensor holds.
+    """Contents of the graph of one tensor.
 
     Attributes:
         name: of its last node, such as "MulBackward0".
         storages: what was saved.
-        objects: identities of Python objects that C++ nodes hold: contexts of custom functions, and what saved-tensor hooks packed.
+        objects: identities of Python objects that C++ nodes hold: contexts of custom functions, and
+            what saved-tensor hooks packed.
         nodes: all of them; the identities above are valid while they live.
     """
 
@@ -48,11 +54,14 @@ class GraphContents:
 
 
 def storage_of(tensor: Tensor) -> tuple[StorageKey, int]:
-    """A tensor's storage and its bytes; tensors without one storage (sparse ones) count as their own.
+    """A tensor's storage and its bytes.
+
+    Tensors without one storage (sparse ones) count as their own.
 
     Views of one storage give the same key.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # a weight that is away refuses, and so may others' classes
+    # a weight that is away refuses, and so may others' classes
+    with torch._C.DisableTorchFunctionSubclass():
         try:
             storage = tensor.untyped_storage()
             return storage._cdata, storage.nbytes()
@@ -62,7 +71,10 @@ def storage_of(tensor: Tensor) -> tuple[StorageKey, int]:
 
 
 def graph_of(tensor: Tensor) -> GraphContents | None:
-    """What the graph behind a tensor holds; None if it has none. No saved tensor is unpacked; a graph that ran backward holds nothing."""
+    """Returns the contents of the graph behind a tensor, or None.
+
+    No saved tensor is unpacked; a graph that ran backward holds nothing.
+    """
     first: Any = tensor.grad_fn
     if first is None:
         return None

@@ -3,12 +3,14 @@
 In: live objects. Out: `Holder`s, each a readable name with file and line.
 
 [Note: climbing to a name]
-The collector can tell who refers to an object (`gc.get_referrers`), one level at a time and for many objects at once. From the targets the search climbs
-until it meets something that a person knows by name: a variable of a running or suspended function, a global, a class attribute, a module of the model,
-or an object of memfit's.
-Running functions are the exception: the interpreter keeps their variables where the collector does not look, so they are read from the threads' frames.
-What has no way up to a name is either held from native code (an autograd node, a loop's hidden iterator) or waits in a reference cycle for the
-collector; only a collection can tell these two apart, and that is the caller's to make. Objects that were frozen (`gc.freeze`) are not seen.
+The collector can tell who refers to an object (`gc.get_referrers`), one level at a time and for
+many objects at once. From the targets the search climbs until it meets something that a person
+knows by name: a variable of a running or suspended function, a global, a class attribute, a module
+of the model, or an object of memfit's. Running functions are the exception: the interpreter keeps
+their variables where the collector does not look, so they are read from the threads' frames. What
+has no way up to a name is either held from native code (an autograd node, a loop's hidden iterator)
+or waits in a reference cycle for the collector; only a collection can tell these two apart, and
+that is the caller's to make. Objects that were frozen (`gc.freeze`) are not seen.
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ MOST_HOLDERS = 3
 _MOST_LEVELS = 24
 _MOST_OBJECTS = 4_000  # more parents than that on one level: a web in which no name is near
 _FEW = (
-    48  # up to so many objects, asking the collector at once is faster than reading every object's references in Python
+    # up to so many objects, asking the collector at once is faster than reading every object's
+    # references in Python
+    48
 )
 _SUSPENDED = (types.GeneratorType, types.CoroutineType)
-_CALLS = (types.FunctionType, types.MethodType, types.FrameType)  # what they hold has names of its own
+# what they hold has names of its own
+_CALLS = (types.FunctionType, types.MethodType, types.FrameType)
 _ENDS = (type, types.ModuleType, *_SUSPENDED)
 
 HOOK_WORDS = {
@@ -72,7 +77,7 @@ HOOK_WORDS = {
 
 
 class HolderKind(Enum):
-    """What a person has to change."""
+    """Advice: what a person has to change."""
 
     LOCAL = "local variable"
     GLOBAL = "global variable"
@@ -92,7 +97,8 @@ class Holder:
 
     Attributes:
         kind: what it is.
-        name: the expression that reaches the tensor, such as "losses[...]" or "Recorder.outputs[...]".
+        name: the expression that reaches the tensor, such as "losses[...]" or
+            "Recorder.outputs[...]".
         context: where that expression lives, from near to far.
         place: the line to look at; None where there is no source.
     """
@@ -104,13 +110,15 @@ class Holder:
 
     @property
     def text(self) -> str:
-        """One line: "Recorder.outputs[...] (train.py:12), through the bound method Recorder.record (train.py:15), a forward hook of 'h.0'"."""
+        """One line: "Recorder.outputs[...] (train.py:12), through the bound method Recorder.record
+        (train.py:15), a forward hook of 'h.0'".
+        """
         return ", ".join((self.name, *self.context))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Root:
-    """A name that a person knows, and how many objects of the path below it are part of that name."""
+    """A name that a person knows, and how many objects of the path below it belong to it."""
 
     kind: HolderKind
     expression: str
@@ -122,7 +130,8 @@ class _Root:
 class HolderSearch:
     """The references above some objects. Strong references to all of them live as long as it does.
 
-    Cost: 0.05 to 0.2 s for each level in a process with 400,000 objects, four times that for hundreds of targets; rarely more than eight levels.
+    Cost: 0.05 to 0.2 s for each level in a process with 400,000 objects, four times that for
+    hundreds of targets; rarely more than eight levels.
 
     Args:
         targets: whose holders are wanted.
@@ -165,15 +174,19 @@ class HolderSearch:
         """Nothing above it would say more."""
         return (
             id(thing) in self._modules
-            or issubclass(type(thing), _ENDS)  # `isinstance` would ask proxies for the class of what they stand for
+            # `isinstance` would ask proxies for the class of what they stand for
+            or issubclass(type(thing), _ENDS)
             or is_module_names(thing)
             or _is_memfit(type(thing).__module__)
         )
 
-    # --- answers ----------------------------------------------------------------------------------------------------------------
+    # --- answers ----------
 
     def holders(self, target: object) -> tuple[Holder, ...]:
-        """The names that lead to a target, the nearest first and memfit's own last; empty if there is none."""
+        """The names that lead to a target, the nearest first and memfit's own last.
+
+        Empty if there is none.
+        """
         found: dict[str, Holder] = {}
         named: set[int] = set()
         for thing, path in self._ascend(target):
@@ -181,7 +194,9 @@ class HolderSearch:
             for root in self._roots(thing, path):
                 named.add(id(thing))
                 if passes_name and root.kind is not HolderKind.MODULE:
-                    continue  # who holds what has a name already; a hook of the model still says how the tensors came there
+                    # who holds what has a name already; a hook of the model still says how the
+                    # tensors came there
+                    continue
                 holder = _render(path[root.skips :], root)
                 found.setdefault(holder.text, holder)
             if sum(holder.kind is not HolderKind.MEMFIT for holder in found.values()) >= MOST_HOLDERS:
@@ -200,7 +215,9 @@ class HolderSearch:
         return Holder(kind=HolderKind.NATIVE, name="no Python object", context=(), place=None)
 
     def cycle(self, target: object) -> str | None:
-        """The nearest reference cycle above a target, as "Node.me -> Node (train.py:3)"; None if there is none."""
+        """The nearest reference cycle above a target, as "Node.me -> Node (train.py:3)"; None if
+        there is none.
+        """
         for thing, _ in self._ascend(target):
             round_trip = self._round_trip(thing)
             if round_trip is not None:
@@ -266,7 +283,9 @@ def _lasting_roots(thing: object, path: list[object]) -> Iterator[_Root]:
 
 
 def _suspended_root(thing: Any, path: list[object]) -> _Root:
-    """A variable of a function that waits: what runs it is often a loop's hidden iterator, so nothing above it need have a name."""
+    """A variable of a function that waits: what runs it is often a loop's hidden iterator, so
+    nothing above it need have a name.
+    """
     is_generator = isinstance(thing, types.GeneratorType)
     frame = thing.gi_frame if is_generator else thing.cr_frame
     skips = 2 if isinstance(path[1], types.CellType) and len(path) > 2 else 1
@@ -293,11 +312,15 @@ def _is_memfit(module_name: object) -> bool:
 
 
 def _running_locals() -> dict[int, list[tuple[types.CodeType, str]]]:
-    """Variables of all running functions (code and name) by the identity of their value; memfit's own frames in this thread are left out."""
+    """Variables of all running functions (code and name) by the identity of their value.
+
+    Memfit's own frames in this thread are left out.
+    """
     found: dict[int, list[tuple[types.CodeType, str]]] = {}
     own = threading.get_ident()
     tops: dict[int, types.FrameType | None] = dict(sys._current_frames())
-    tops[own] = sys._getframe(1)  # a frame that referred to itself would keep everything until the next collection
+    # a frame that referred to itself would keep everything until the next collection
+    tops[own] = sys._getframe(1)
     for thread, frame in tops.items():
         while frame is not None:
             is_ours = thread == own and _is_memfit(frame.f_globals.get("__name__"))
@@ -309,7 +332,7 @@ def _running_locals() -> dict[int, list[tuple[types.CodeType, str]]]:
     return found
 
 
-# --- words ----------------------------------------------------------------------------------------------------------------------
+# --- words ----------
 
 
 class _Trail:
@@ -380,7 +403,8 @@ class _Trail:
     def _leave_frame(self, frame: Any, child: object) -> None:
         """A function that has ended; an exception's traceback keeps its variables."""
         self._frame_of = frame if isinstance(child, types.CellType) else None
-        if isinstance(child, types.CellType | types.FrameType):  # the variable comes next, or its caller's frame
+        # the variable comes next, or its caller's frame
+        if isinstance(child, types.CellType | types.FrameType):
             return
         root = _local_root(frame.f_code, name_key(read_locals(frame), child), "kept by a traceback, of", 0)
         self._enter(root.context[0], HolderKind.LOCAL, root.expression, frame)

@@ -1,6 +1,8 @@
-"""Measuring memory: the process as the system sees it, a device as its allocator counts it, and the proof.
+"""Measuring memory: the process as the system sees it, a device as its allocator counts it, and the
+proof.
 
-In: an allocator or a device, and the phases of a run. Out: bytes, each with a name that says who counted them.
+In: an allocator or a device, and the phases of a run. Out: bytes, each with a name that says who
+counted them.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ class ResidentBytes:
     """Memory of a process and, where asked for, its children.
 
     Attributes:
-        private_bytes: RssAnon + RssShmem: what only the end of the process, or freeing, gives back. Compare limits with
-            this.
-        whole_bytes: the same plus the mapped files of this process (VmRSS), which the kernel can drop when it needs the memory.
+        private_bytes: RssAnon + RssShmem: what only the end of the process, or freeing, gives back.
+            Compare limits with this.
+        whole_bytes: the same plus the mapped files of this process (VmRSS), which the kernel can
+            drop when it needs the memory.
     """
 
     private_bytes: int
@@ -41,14 +44,15 @@ class ProcessMeter:
     It does not sample: peaks are the kernel's own.
 
     Args:
-        with_children: adds what living children, grandchildren and so on hold beside it. See [Note: shared pages].
+        with_children: adds what living children, grandchildren and so on hold beside it. See [Note:
+            shared pages].
     """
 
     def __init__(self, *, with_children: bool = False) -> None:
         self._family = Family() if with_children else None
 
     def resident_bytes(self) -> ResidentBytes:
-        """What is in memory now.
+        """Returns the bytes in memory now.
 
         Raises:
             TierUnavailableError: no /proc.
@@ -73,9 +77,10 @@ class ProcessMeter:
     def peak_bytes(self) -> ResidentBytes:
         """The most that was in memory since `reset_peak`.
 
-        `private_bytes` is VmHWM minus the RssFile of *now*: right where mapped files do not come and go between peak
-        and reading. Peaks of children are added, though they need not have come at the same moment: the sum is an upper bound. A child that
-        came and went since the last reading is not seen.
+        `private_bytes` is VmHWM minus the RssFile of *now*: right where mapped files do not come
+        and go between peak and reading. Peaks of children are added, though they need not have come
+        at the same moment: the sum is an upper bound. A child that came and went since the last
+        reading is not seen.
 
         Raises:
             TierUnavailableError: no /proc.
@@ -88,17 +93,22 @@ class ProcessMeter:
         )
 
     def own_peak_bytes(self) -> int:
-        """The most that was resident of this process alone since `reset_peak`, mapped files included."""
+        """The most that was resident of this process alone since `reset_peak`, mapped files
+        included.
+        """
         return procfs.read_status().resident_peak_bytes
 
     def swap_bytes(self) -> int:
-        """What was swapped out. Anything but 0 makes the other figures too small: say so beside them."""
+        """Bytes swapped out.
+
+        Anything but 0 makes the other figures too small: say so beside them.
+        """
         others = [] if self._family is None else self._family.statuses().values()
         return sum(status.swap_bytes for status in (procfs.read_status(), *others))
 
 
 class DeviceMeter(Protocol):
-    """What an allocator knows about its own bytes."""
+    """Counters of an allocator."""
 
     def live_bytes(self) -> int:
         """Bytes of live tensors."""
@@ -113,7 +123,10 @@ class DeviceMeter(Protocol):
         ...
 
     def held_peak_bytes(self) -> int:
-        """The most the allocator held since `reset_peak`, its pools and rounding included; limits are on this."""
+        """The most the allocator held since `reset_peak`, its pools and rounding included.
+
+        Limits are on this.
+        """
         ...
 
     def reset_peak(self) -> None:
@@ -130,7 +143,9 @@ class DeviceMeter(Protocol):
 
 
 class CpuMeter:
-    """CPU tensors, counted by memfit's allocator (or, on a machine without a compiler, measured by the fallback)."""
+    """CPU tensors, counted by memfit's allocator (or, on a machine without a compiler, measured by
+    the fallback).
+    """
 
     def __init__(self, allocator: Allocator | FallbackAllocator, ledger: Ledger = "device") -> None:
         self._allocator = allocator
@@ -205,7 +220,7 @@ class AcceleratorMeter:
         return self._read("allocated_bytes.all.peak")
 
     def held_bytes(self) -> int:
-        """What the caching allocator holds from the driver now, free blocks included."""
+        """Returns the bytes that the caching allocator holds, free blocks included."""
         return self._read("reserved_bytes.all.current")
 
     def held_peak_bytes(self) -> int:
@@ -217,7 +232,8 @@ class AcceleratorMeter:
         self._accelerator.reset_peaks(self._device)
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        """Limits what the caching allocator may reserve, for this process and device; None lifts it.
+        """Limits what the caching allocator may reserve, for this process and device; None lifts
+        it.
 
         Raises:
             UsageError: negative, or more than the device has.
@@ -230,7 +246,7 @@ class AcceleratorMeter:
         self._accelerator.set_limit_bytes(self._device, limit_bytes)
 
     def limit_bytes(self) -> int | None:
-        """Bytes that the caching allocator may reserve now; None where that is all of the device."""
+        """Bytes that the caching allocator may reserve; None where that is all of the device."""
         limit = self._accelerator.limit_bytes(self._device)
         return None if limit >= self._accelerator.total_bytes(self._device) else limit
 
@@ -252,8 +268,8 @@ class PhaseRecord:
         times: how often it was entered.
         peak_bytes: the most live bytes of the device's allocator inside it.
         held_peak_bytes: the most that the allocator held from the system inside it.
-        process_peak_bytes: the most that was resident of the process inside it (VmHWM: mapped files included, as an
-            outside observer counts); None where it was not measured.
+        process_peak_bytes: the most that was resident of the process inside it (VmHWM: mapped files
+            included, as an outside observer counts); None where it was not measured.
         live_at_end_bytes: live bytes when it was left last: what the phase leaves behind.
     """
 
@@ -274,11 +290,12 @@ class _OpenPhase:
 
 
 class Phases:
-    """Records peaks phase by phase: `phases = Phases(meter, ProcessMeter())`, then `with phases("load"): ...`.
+    """Records peaks phase by phase: `phases = Phases(meter, ProcessMeter())`, then `with
+    phases("load"): ...`.
 
-    It resets the peaks of its meters at every border between phases, so nobody else may reset them meanwhile. Phases
-    may nest: the outer one's peak includes the inner one's. A phase that ends in an exception is recorded as well. One
-    thread only.
+    It resets the peaks of its meters at every border between phases, so nobody else may reset them
+    meanwhile. Phases may nest: the outer one's peak includes the inner one's. A phase that ends in
+    an exception is recorded as well. One thread only.
 
     Args:
         meter: the device's.
@@ -295,7 +312,10 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measures what is inside the `with` under `name`; a name that comes again keeps the larger peaks."""
+        """Measures what is inside the `with` under `name`.
+
+        A name that comes again keeps the larger peaks.
+        """
         self._fold()
         self._open.append(_OpenPhase(name))
         try:
@@ -368,7 +388,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the measured peak stayed within the limit, if there is one."""
+        """Tells whether the measured peak stayed within the limit, if there is one."""
         return self.limit_bytes is None or self.measured_peak_bytes <= self.limit_bytes
 
     def __repr__(self) -> str:
@@ -388,13 +408,18 @@ class Proof:
 
     @property
     def error(self) -> float:
-        """How far the measured peak is above the prediction, as a share of it; below 0 when it stayed under."""
+        """How far the measured peak is above the prediction, as a share of it.
+
+        Below 0 when it stayed under.
+        """
         if self.predicted_peak_bytes == 0:
             raise UsageError("a prediction of 0 bytes has no relative error")
         return self.measured_peak_bytes / self.predicted_peak_bytes - 1
 
     def line(self) -> str:
-        """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit 1.25 GiB; numerics exact"."""
+        """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit
+        1.25 GiB; numerics exact".
+        """
         limit = "no limit was given" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
         verdict = "" if self.holds else ": BREACHED"
         if self.numerics is not None:

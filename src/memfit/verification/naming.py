@@ -1,6 +1,7 @@
 """Words for references: which attribute, variable or line a person has to look at.
 
-In: Python objects and who refers to whom. Out: text such as "Recorder.outputs[...]" and places (file and line). Nothing is imported, called or changed.
+In: Python objects and who refers to whom. Out: text such as "Recorder.outputs[...]" and places
+(file and line). Nothing is imported, called or changed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def place_of_local(code: types.CodeType, name: str) -> Place:
 
 
 def place_of_attribute(kind: type, name: str) -> Place | None:
-    """Where a method of the class (or of a base) first assigns to `self.name`; the class's own line otherwise; None for classes without source."""
+    """Where a method of the class (or of a base) first assigns to `self.name`.
+
+    The class's own line otherwise; None for classes without source.
+    """
     for base in kind.__mro__:
         for member in vars(base).values():
             function = inspect.unwrap(member) if callable(member) else member
@@ -82,7 +86,9 @@ def place_of_class(kind: type) -> Place | None:
 
 
 def place_of_global(module_names: dict[str, Any], name: str) -> Place | None:
-    """Where a module first assigns to one of its globals outside of functions and classes; None where it does not, or has no source."""
+    """Where a module first assigns to one of its globals outside of functions and classes; None
+    where it does not, or has no source.
+    """
     file = module_names.get("__file__")
     line = _definitions(file).names.get(name) if isinstance(file, str) else None
     return None if not isinstance(file, str) or line is None else Place(file=file, line=line)
@@ -139,7 +145,9 @@ def short_name(qualified: str) -> str:
 
 
 def own_dictionary(thing: object) -> dict[str, Any] | None:
-    """An instance's attributes, without running any code of its class; None if it has no dictionary."""
+    """An instance's attributes, without running any code of its class; None if it has no
+    dictionary.
+    """
     if issubclass(type(thing), type) or type(thing).__dictoffset__ == 0:
         return None
     found = object.__getattribute__(thing, "__dict__")
@@ -152,7 +160,9 @@ def is_module_names(thing: object) -> bool:
 
 
 def name_item(container: object, child: object) -> str:
-    """How a container's item is written: by its key if that is a plain word, else "[...]", as positions and numbered keys differ from step to step."""
+    """How a container's item is written: by its key if that is a plain word, else "[...]", as
+    positions and numbered keys differ from step to step.
+    """
     if isinstance(container, dict):
         for key, value in list(container.items()):  # another thread may add to it
             if value is child and isinstance(key, str) and key.isidentifier():
@@ -166,7 +176,9 @@ def name_key(names: dict[str, Any], child: object) -> str:
 
 
 def name_attribute(thing: object, child: object) -> str:
-    """The attribute through which an object refers to another one directly: dictionary, slots or a builtin's own; "?" if that is not known."""
+    """The attribute through which an object refers to another one directly: dictionary, slots or a
+    builtin's own; "?" if that is not known.
+    """
     names = own_dictionary(thing)
     if names is not None:
         found = name_key(names, child)
@@ -178,7 +190,8 @@ def name_attribute(thing: object, child: object) -> str:
                 return name
     for kind, attributes in _BUILTIN_ATTRIBUTES:
         if isinstance(thing, kind):
-            with torch._C.DisableTorchFunctionSubclass():  # a weight that is away refuses to be asked
+            # a weight that is away refuses to be asked
+            with torch._C.DisableTorchFunctionSubclass():
                 return next((name for name in attributes if getattr(thing, name, None) is child), "?")
     return "?"
 
@@ -198,8 +211,9 @@ def is_container(thing: object) -> bool:
 def read_locals(frame: types.FrameType) -> dict[str, Any]:
     """A frame's variables.
 
-    Before Python 3.13 the interpreter keeps the dictionary that it makes for this, and so would keep this step's tensors: it is emptied again, unless it is
-    the one that the user got from `locals()`, which then shows the variables as they are now.
+    Before Python 3.13 the interpreter keeps the dictionary that it makes for this, and so would
+    keep this step's tensors: it is emptied again, unless it is the one that the user got from
+    `locals()`, which then shows the variables as they are now.
     """
     found = frame.f_locals
     copy = dict(found)
@@ -210,7 +224,9 @@ def read_locals(frame: types.FrameType) -> dict[str, Any]:
 
 
 def underlying(function: object) -> types.FunctionType | None:
-    """The Python function that a callable ends in: of a method, a partial, a callable object; None for C code."""
+    """The Python function that a callable ends in: of a method, a partial, a callable object; None
+    for C code.
+    """
     current: Any = function
     for _ in range(8):
         if isinstance(current, types.FunctionType):
@@ -227,7 +243,7 @@ def underlying(function: object) -> types.FunctionType | None:
 
 
 def describe_callable(function: Callable[..., Any]) -> str:
-    """A callable's name for a person: "hook()", "bound method Recorder.record", "Recorder object"."""
+    """A callable's name for people: "hook()", "bound method Recorder.record", "Recorder object"."""
     if isinstance(function, types.MethodType):
         name = getattr(function, "__name__", "?")
         return f"bound method {class_name(function.__self__)}.{name}"

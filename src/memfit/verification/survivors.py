@@ -1,6 +1,7 @@
 """Survivors: tensors that were made in training and are still alive, by who holds them.
 
-In: storages that are new since the counts began to grow, with the step at which each was first seen. Out: `Survivor`s.
+In: storages that are new since the counts began to grow, with the step at which each was first
+seen. Out: `Survivor`s.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class Survivor:
         shape: of the largest tensor.
         dtype: of the largest tensor.
         since_step: the oldest was there at the end of this step.
-        is_growing: the holder gained tensors in several steps: a leak. Otherwise it was filled once.
-        graph: name of the autograd node behind the largest tensor, such as "MseLossBackward0"; None for tensors without a graph.
+        is_growing: the holder gained tensors in several steps: a leak. Otherwise it was filled
+            once.
+        graph: name of the autograd node behind the largest tensor, such as "MseLossBackward0"; None
+            for tensors without a graph.
         holders: up to three ways to the tensors, the nearest first.
     """
 
@@ -83,7 +86,7 @@ class NewStorage:
 
 @dataclass(kw_only=True)
 class _Case:
-    """What is known of a storage, without keeping it alive.
+    """Facts about a storage, without keeping it alive.
 
     Attributes:
         nbytes: its bytes.
@@ -120,12 +123,15 @@ def name_survivors(
 ) -> tuple[Survivor, ...]:
     """Finds who holds storages, and groups them by holder.
 
-    Runs the garbage collector if some of them hang on a reference cycle: only then is it known that nothing else held them.
+    Runs the garbage collector if some of them hang on a reference cycle: only then is it known that
+    nothing else held them.
 
     Args:
-        new: all storages made since the baseline; their lists are emptied. At most `MOST_TARGETS` are looked up, the oldest first.
+        new: all storages made since the baseline; their lists are emptied. At most `MOST_TARGETS`
+            are looked up, the oldest first.
         visible: identities of all storages that Python objects refer to, old ones included.
-        now: the current step; groups that have nothing older are left out (batches and results of this step).
+        now: the current step; groups that have nothing older are left out (batches and results of
+            this step).
         model: whose modules are called by their paths.
 
     Returns:
@@ -135,7 +141,7 @@ def name_survivors(
     cases = _open_cases(new[:MOST_TARGETS], visible, model)
     for one in new:
         one.tensors.clear()  # a tensor that is held here would survive the collection
-    _settle_cycles(cases)
+    _judge_cycles(cases)
     groups: dict[tuple[str, ...], list[_Case]] = {}
     for case in cases:
         groups.setdefault(tuple(holder.text for holder in case.holders), []).append(case)
@@ -208,7 +214,7 @@ def _explain(one: NewStorage, case: _Case, graphs: Sequence[_KeptGraph], search:
 
 
 def _out_of_sight(graphs: Iterable[_KeptGraph], visible: set[StorageKey]) -> list[_Case]:
-    """What graphs saved and no Python object refers to."""
+    """Finds tensors that graphs saved and no Python object refers to."""
     found: dict[StorageKey, _Case] = {}
     for graph in graphs:
         for key, saved in graph.contents.storages.items():
@@ -219,8 +225,11 @@ def _out_of_sight(graphs: Iterable[_KeptGraph], visible: set[StorageKey]) -> lis
     return list(found.values())
 
 
-def _settle_cycles(cases: Iterable[_Case]) -> None:
-    """What a collection frees was held by its cycle alone; the others are held from native code as well."""
+def _judge_cycles(cases: Iterable[_Case]) -> None:
+    """Collects: what it frees was held by its cycle alone.
+
+    The others are held from native code as well.
+    """
     waiting = [case for case in cases if case.cycle is not None]
     if waiting:
         gc.collect()
