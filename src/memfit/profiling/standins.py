@@ -16,6 +16,7 @@ import functools
 import gc
 import random
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -112,7 +113,7 @@ def untouched_caches(model: nn.Module) -> Iterator[None]:
     files = [sys.modules[name] for name in sorted({kind.__module__ for kind in kinds}) if name in sys.modules]
     places = [vars(place) for place in (*kinds, *files)]
     contents = [one for attributes in places for one in _contents(attributes)]
-    functions = _cached_functions(len(sys.modules))
+    functions = {one for held in _cached_functions(len(sys.modules)) if (one := held()) is not None}
     functions |= {one for attributes in [*places, *map(vars, model.modules())] for one in _cached_in(attributes)}
     cached = [one for one in functions if not _is_foreign(getattr(one, "__module__", None))]
     _empty(cached)
@@ -171,12 +172,15 @@ def _contents(attributes: Mapping[str, Any]) -> list[tuple[_Container, _Containe
 
 
 @functools.lru_cache(maxsize=1)
-def _cached_functions(loaded: int) -> frozenset[Any]:
+def _cached_functions(loaded: int) -> tuple[weakref.ref[Any], ...]:
     """Those of `functools.lru_cache` in the process, looked for again when more files are loaded:
     decorators hide them where no attribute leads.
+
+    Weak, because one that was made inside of a call must die with it: what it has in its closure
+    (a job's machine, whose limit ends with it) would live on otherwise.
     """
     del loaded
-    return frozenset(one for one in gc.get_objects() if type(one) is _CachedFunction)
+    return tuple(weakref.ref(one) for one in gc.get_objects() if type(one) is _CachedFunction)
 
 
 def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
