@@ -338,3 +338,83 @@ def test_a_refusal_names_what_is_there_before_the_job_for_what_it_is(is_process:
     refusal = Refusal(budget=budget, peak_bytes=5 * MIB, plan="p", report="", advice=("less",), varies=is_process)
     assert ("7.0 MiB what the process holds before them (interpreter, libraries)" in str(refusal)) == is_process
     assert ("7.0 MiB what is alive on the device beside the job" in str(refusal)) != is_process
+
+
+# ---- where updates run ----
+
+
+def accelerator(*, link: float, host_updates: float, device_updates: float = 1e11) -> Hardware:
+    way = Link(read_bytes_per_s=link, write_bytes_per_s=link)
+    return Hardware(
+        device="an accelerator",
+        flops_per_s=1e13,
+        update_elements_per_s=device_updates,
+        host_update_elements_per_s=host_updates,
+        tiers={
+            Tier.DEVICE: TierSpec(nbytes=1 << 40),
+            Tier.HOST: TierSpec(nbytes=1 << 40, link=way),
+            Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=1e8, write_bytes_per_s=1e8)),
+        },
+    )
+
+
+def updates_of(choice: object) -> set[Tier]:
+    return {block.update_on for block in choice.plan.blocks.values()}  # type: ignore[attr-defined]
+
+
+def test_updates_run_on_the_host_where_that_is_predicted_faster_and_not_otherwise() -> None:
+    """A limit below weights, gradients and states together, so that states leave. Then twelve bytes a parameter pass the link each way, or four each way."""
+    profile = replace(wide_profile(), agrees_on_host=True)
+    states = sum(profile.state_bytes.values())
+    budget = limit(
+        choose_plan(profile, limit(1 << 40), accelerator(link=1e9, host_updates=1e8)).timeline.peak_bytes - states // 2
+    )
+    slow_link, fast_link = 1e9, 1e12
+    taken = {
+        (link, rate): updates_of(
+            choose_plan(profile, budget, accelerator(link=link, host_updates=rate), tiers=(Tier.HOST, Tier.DISK))
+        )
+        for link in (slow_link, fast_link)
+        for rate in (1e10, 1e5)
+    }
+    assert Tier.HOST in taken[slow_link, 1e10]
+    for (link, rate), found in taken.items():
+        if (link, rate) != (slow_link, 1e10):
+            assert found == {Tier.DEVICE}, (link, rate)
+
+
+def test_updates_on_the_host_are_chosen_by_what_both_ways_are_predicted_to_take() -> None:
+    """Brute force: the same homes with updates on either processor, and the choice is no slower than the faster of them."""
+    profile = replace(wide_profile(), agrees_on_host=True)
+    for link, rate in ((1e9, 1e10), (1e9, 3e8), (1e10, 1e8)):
+        hardware = accelerator(link=link, host_updates=rate)
+        budget = limit(choose_plan(profile, limit(1 << 40), hardware).timeline.peak_bytes * 2 // 3)
+        choice = choose_plan(profile, budget, hardware, tiers=(Tier.HOST, Tier.DISK))
+        for tier in (Tier.DEVICE, Tier.HOST):
+            blocks = {
+                name: replace(b, update_on=tier, gradient_home=Tier.HOST, state_home=Tier.HOST)
+                for name, b in choice.plan.blocks.items()
+            }
+            plan = replace(choice.plan, blocks=blocks)
+            schedule = build_step(plan, profile, clips_norm=False)
+            other = predict(lower(schedule, plan, profile, device=hardware.device), hardware)
+            assert choice.timeline.seconds <= other.seconds * (1 + 1e-9) or other.peak_bytes > (budget.limit_bytes or 0)
+
+
+def test_updates_on_the_host_are_not_looked_at_where_they_cannot_run_or_must_be_exact() -> None:
+    profile = replace(wide_profile(), agrees_on_host=True)
+    hardware = accelerator(link=1e9, host_updates=1e10)
+    budget = limit(
+        choose_plan(profile, limit(1 << 40), hardware).timeline.peak_bytes - sum(profile.state_bytes.values()) // 2
+    )
+    assert Tier.HOST in updates_of(
+        choose_plan(profile, budget, hardware, tiers=(Tier.HOST, Tier.DISK), numerics="exact")
+    )
+    refused = replace(profile, host_update_obstacle="'lr' is a tensor on the device")
+    assert updates_of(choose_plan(refused, budget, hardware, tiers=(Tier.HOST, Tier.DISK))) == {Tier.DEVICE}
+    rounds = replace(profile, agrees_on_host=False)
+    assert updates_of(choose_plan(rounds, budget, hardware, tiers=(Tier.HOST, Tier.DISK), numerics="exact")) == {
+        Tier.DEVICE
+    }
+    processor = replace(hardware, device="cpu")
+    assert updates_of(choose_plan(profile, budget, processor, tiers=(Tier.HOST, Tier.DISK))) <= {Tier.DEVICE}

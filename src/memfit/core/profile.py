@@ -44,12 +44,15 @@ class UpdateProfile:
     Attributes:
         piece_elements: elements that are updated at once; the last piece may have fewer.
         scratch_bytes: what the optimizer's class makes for itself for a piece of that many.
+        host_scratch_bytes: the same on the host, beside an accelerator, where the class may take another way
+            (one tensor at a time, where the device takes several).
         state_bytes: of all states of the parameter, as they rest.
         encoded_elements: elements of states that rest encoded, by state and element: 2 for each element of two encoded moments.
     """
 
     piece_elements: int
     scratch_bytes: int = 0
+    host_scratch_bytes: int = 0
     state_bytes: int = 0
     encoded_elements: int = 0
 

@@ -30,6 +30,7 @@ from memfit.tensors.noise import RoundingNoise, round_stochastically
 
 _SCALE_BYTES = 4
 _BINS = 1 << 16
+_PART_VALUES = 1 << 17
 
 _TABLES = {
     (StateFormat.INT8, StateMoment.FIRST): "dynamic8",
@@ -160,9 +161,14 @@ class TableCodec(RecordCodec):
 
     def _codes(self, normal: torch.Tensor) -> torch.Tensor:
         flat = normal.view(-1)
-        bins = (flat.view(torch.int32) >> 16).add_(_BINS // 2)
-        codes = self._below.on(flat.device).index_select(0, bins)
-        codes.add_(flat > self._middle.on(flat.device).index_select(0, bins))
+        codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+        # In parts: bins, middles and comparisons of all values at once would take 9 bytes each beside them.
+        for start in range(0, flat.numel(), _PART_VALUES):
+            part = flat[start : start + _PART_VALUES]
+            bins = (part.view(torch.int32) >> 16).add_(_BINS // 2)
+            found = codes[start : start + _PART_VALUES]
+            torch.index_select(self._below.on(flat.device), 0, bins, out=found)
+            found.add_(part > self._middle.on(flat.device).index_select(0, bins))
         return codes.view(normal.shape)
 
 

@@ -45,6 +45,7 @@ from memfit.profiling.trace import profile_step
 from memfit.tensors.trees import tensors_in
 
 STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
+_HOST = torch.device("cpu")
 _PLAN_LIMIT_BYTES = 64 * MIB
 
 # The user's model is of the user's class, which their function may name.
@@ -252,6 +253,8 @@ class Problem:
         """
         driver, master = self.driver, _master_dtype(compute)
         numels = {name: p.numel() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        # Elsewhere nobody asks for it, and what cannot be updated there need not be tried.
+        is_beside = devices.is_accelerator(device_of(self.model)) and not driver.on_host.obstacle(master)
         found: dict[str, UpdateProfile] = {}
         for name, states in sizes.items():
             is_cut = driver.verdict(name, master).kind is UpdateKind.ELEMENTWISE
@@ -259,6 +262,7 @@ class Problem:
             found[name] = UpdateProfile(
                 piece_elements=elements,
                 scratch_bytes=driver.scratch_bytes(name, elements, master),
+                host_scratch_bytes=driver.scratch_bytes(name, elements, master, _HOST) if is_beside else 0,
                 state_bytes=states.nbytes,
                 encoded_elements=states.encoded,
             )

@@ -130,7 +130,9 @@ class OptimizerDriver:
             self._layouts[key] = learn_layout(self._optimizer, entry, kind, chosen, live)
         return self._layouts[key]
 
-    def scratch_bytes(self, name: str, elements: int, dtype: torch.dtype | None = None) -> int:
+    def scratch_bytes(
+        self, name: str, elements: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> int:
         """Returns the bytes that the class allocates for an update of `elements` of this parameter.
 
         Weight, gradient and states are not counted.
@@ -140,19 +142,20 @@ class OptimizerDriver:
             elements: all of it, unless its update may be cut.
             dtype: of the weight that will be updated, where it is not the parameter's own (a
                 float32 master).
+            device: where it will be updated, if not on the parameter's own device.
 
         Raises:
             UnsupportedError: as `state_layout`.
         """
         entry = self._entry(name)
-        chosen = dtype or self._dtype_of(entry)
+        chosen, where = dtype or self._dtype_of(entry), device or entry.parameter.device
         kind = self.verdict(name, chosen).kind
         # Equal for parameters that look alike to the class.
         looks = (kind is UpdateKind.ELEMENTWISE) or tuple(entry.parameter.shape)
-        key = (entry.group, kind, chosen, looks)
+        key = (entry.group, kind, chosen, looks, where)
         if key not in self._scratch:
             layout = self.state_layout(name, chosen)
-            self._scratch[key] = scratch_per_element(self._optimizer, entry, kind, chosen, layout)
+            self._scratch[key] = scratch_per_element(self._optimizer, entry, kind, chosen, layout, where)
         return math.ceil(self._scratch[key] * elements)
 
     # The step.

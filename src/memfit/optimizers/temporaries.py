@@ -37,7 +37,12 @@ _UNKNOWN_COPIES = 4
 
 
 def scratch_per_element(
-    optimizer: Optimizer, entry: Entry, kind: UpdateKind, dtype: torch.dtype, layout: Sequence[StateTensor]
+    optimizer: Optimizer,
+    entry: Entry,
+    kind: UpdateKind,
+    dtype: torch.dtype,
+    layout: Sequence[StateTensor],
+    device: torch.device,
 ) -> float:
     """Most bytes, for each element that is updated at once, that a step has alive of its own: no
     weight, gradient or state.
@@ -48,6 +53,7 @@ def scratch_per_element(
         kind: how far its group may be cut.
         dtype: of the weight that is updated.
         layout: of the parameter's states.
+        device: where it is updated; the class may take another way there.
     """
     shape = tuple(entry.parameter.shape)
     if not math.prod(shape):
@@ -55,12 +61,12 @@ def scratch_per_element(
     small = (_FLAT_ELEMENTS,) if kind is UpdateKind.ELEMENTWISE else _small(shape)
     has_live = bool(optimizer.state.get(entry.parameter))
     try:
-        most = _run(optimizer, entry, small, dtype, {})
+        most = _run(optimizer, entry, small, dtype, {}, device)
     except Exception:  # noqa: BLE001  (it has run on small tensors before: what fails here is the counting, of a compiled step for example)
         given = _states_like(layout, shape, small) if has_live else None
         if given is None:
             return float(_UNKNOWN_COPIES * dtype.itemsize)
-        most = _run(optimizer, entry, small, dtype, given)
+        most = _run(optimizer, entry, small, dtype, given, device)
     return most / math.prod(small)
 
 
@@ -83,9 +89,15 @@ def _states_like(layout: Sequence[StateTensor], shape: tuple[int, ...], small: t
     return states
 
 
-def _run(optimizer: Optimizer, entry: Entry, shape: tuple[int, ...], dtype: torch.dtype, state: State) -> int:
+def _run(
+    optimizer: Optimizer,
+    entry: Entry,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    state: State,
+    device: torch.device,
+) -> int:
     """Most bytes alive beside what is lent and what becomes state, over a few steps."""
-    device = entry.parameter.device
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(device, dtype)
     shadow = Shadow(optimizer)

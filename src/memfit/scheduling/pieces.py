@@ -131,7 +131,8 @@ class UpdatePieces:
         working += share(_DECODED_BYTES * update.encoded_elements)
         encoded = share(update.state_bytes) if update.encoded_elements and has_state_away else 0
         # One after the other: the optimizer's class, encoding state by state, rounding.
-        scratch = math.ceil(update.scratch_bytes * elements / max(update.piece_elements, 1))
+        scratch_bytes = update.host_scratch_bytes if on_host else update.scratch_bytes
+        scratch = math.ceil(scratch_bytes * elements / max(update.piece_elements, 1))
         encoding = encoded + share(_ENCODING_BYTES * numel) if update.encoded_elements else 0
         rounding = share(_ROUNDING_BYTES * numel) if plan.drops_masters else 0
         working += max(scratch, encoding, encoded + rounding + made)
