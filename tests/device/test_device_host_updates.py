@@ -25,7 +25,7 @@ from memfit.core.layout import MOVED_PIECES
 from memfit.core.numerics import check_exact, declare, regroups_sums
 from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
-from memfit.core.schedule import Clear, Commit
+from memfit.core.schedule import Clear, Commit, Update
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
@@ -81,7 +81,7 @@ def trained(
     max_grad_norm: float | None = None,
     directory: Path | None = None,
     store: Path | None = None,
-    scheme: str | None = None,
+    scheme: Any = None,
     **changes: Any,
 ) -> list[torch.Tensor]:
     """Losses, weights and states after some steps."""
@@ -90,6 +90,7 @@ def trained(
     optimizer = make(model.parameters(), lr=1e-2)
     rows = torch.randn(4, 64, device=device)
     plan = plan_of(model, optimizer, rows, home, changes)
+    kept: dict[str, Any] = {} if scheme is None else {"scheme": scheme}
     with memfit.fit(
         model,
         optimizer,
@@ -100,7 +101,7 @@ def trained(
         max_grad_norm=max_grad_norm,
         directory=directory,
         store=store,
-        **({} if scheme is None else {"scheme": scheme}),
+        **kept,
     ) as job:
         losses = [torch.as_tensor(job.step(rows).loss) for _ in range(steps)]
     gc.collect()
@@ -423,6 +424,7 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
     for on_host in (True, False):
         gradients: Any = SimpleNamespace(
             accumulate=lambda block: None,
+            awaits_accumulate=lambda block: False,
             wait=lambda: None,
             clear=lambda block: log.append("clear"),
             awaits_accumulate=lambda block: False,

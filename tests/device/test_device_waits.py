@@ -298,6 +298,9 @@ class Gradients:
     def __init__(self, log: list[str], *, fails: bool) -> None:
         self._log, self._fails = log, fails
 
+    def awaits_accumulate(self, block: Any) -> bool:
+        return False
+
     def accumulate(self, block: Any) -> None:
         self._log.append("accumulate")
 
