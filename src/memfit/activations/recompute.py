@@ -115,11 +115,6 @@ class SegmentGroup:
         # Backward may unpack on autograd's device thread and on the calling thread at once.
         self._lock = threading.RLock()
 
-    @property
-    def was_run(self) -> bool:
-        """The segment was run again."""
-        return self._was_run
-
     def made_by(self, tensor: torch.Tensor) -> Position | None:
         """Finds the output of an earlier call that this tensor is, unchanged since, or None."""
         for reference, version, watched, position in reversed(self._outputs):

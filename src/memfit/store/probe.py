@@ -67,10 +67,6 @@ class DiskSpeed:
     """Length of the file that was used."""
     trials: tuple[DiskTrial, ...]
 
-    def make_io(self) -> DiskIO:
-        """Threads with the settings that won."""
-        return DiskIO(read_threads=self.read_threads, write_threads=self.write_threads, piece_bytes=self.piece_bytes)
-
 
 def probe_disk(
     directory: str | os.PathLike[str],
