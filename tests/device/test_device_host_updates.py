@@ -427,7 +427,6 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
             awaits_accumulate=lambda block: False,
             wait=lambda: None,
             clear=lambda block: log.append("clear"),
-            awaits_accumulate=lambda block: False,
             here=SimpleNamespace(has=lambda block: False),
         )
         updates: Any = SimpleNamespace(submit=lambda block, is_beside: Ticket())

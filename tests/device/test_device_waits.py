@@ -318,9 +318,6 @@ class Gradients:
     def has(self, block: Any) -> bool:
         return False
 
-    def awaits_accumulate(self, block: Any) -> bool:
-        return False
-
 
 class Worker:
     """Ends an update when somebody waits for it."""
