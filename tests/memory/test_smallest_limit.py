@@ -20,6 +20,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Limits
 from memfit.core.units import MIB
 from memfit.job.machine import open_machine
+from memfit.job.planning_left import PlanningLeft
 from memfit.job.room import Room
 from memfit.verification.meters import ProcessMeter
 
@@ -213,3 +214,47 @@ def test_what_planning_took_of_the_process_is_not_taken_from_tensors_again() -> 
     assert room.left_bytes == (300 - 104) * MIB
     assert room.excess(150 * MIB) is None
     assert room.excess(165 * MIB) is not None
+
+
+def test_what_a_refused_fit_leaves_is_asked_for_once() -> None:
+    left = PlanningLeft()
+    assert left.in_base(100) == 0
+    left.note(100, 118)
+    # All of the growth is planning's; then 30 of the program's own; then the program has let go.
+    assert [left.in_base(base) for base in (118, 148, 110, 90)] == [18, 18, 10, 0]
+    left.note(148, 150)
+    assert left.in_base(150) == 20
+    left.note(150, 140)
+    assert left.in_base(150) == 20
+
+
+_REFUSED_TWICE = """
+import sys
+import torch, memfit, memfit.api
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+optimizer = torch.optim.AdamW(model.parameters())
+batch = torch.randn(64, 256)
+loss = lambda model, batch: model(batch).square().mean()
+named = []
+for _ in range(3):
+    try:
+        memfit.fit(model, optimizer, loss, batch, limit="64MiB")
+    except memfit.DoesNotFitError as error:
+        named.append(error.smallest_limit_bytes)
+with memfit.fit(model, optimizer, loss, batch, limit=named[0]) as job:
+    job.step(batch)
+    peak = max(phase.process_peak_bytes for phase in job.proof().phases)
+    job.close(restore=False)
+print(max(named) - named[0], named[0] - peak)
+"""
+
+
+@pytest.mark.slow
+def test_the_smallest_limit_is_the_same_when_it_is_asked_again_in_one_process() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _REFUSED_TWICE], check=True, capture_output=True, text=True, env=environment
+    )
+    further, below = map(int, done.stdout.split())
+    assert further <= 2 << 20  # it was 18 MiB
+    assert below >= 0

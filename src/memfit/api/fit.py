@@ -177,7 +177,12 @@ def fit(
         device_of(model), limits, is_emulated=emulate_device, uses_kernel=enforce == "kernel", further=further
     )
     home = directory or store or resume
-    with machine.phases("load"), guard(machine, "load", enforces=bool(enforce)), ExitStack() as stack:
+    with (
+        machine.planning(),
+        machine.phases("load"),
+        guard(machine, "load", enforces=bool(enforce)),
+        ExitStack() as stack,
+    ):
         driver = driver_of(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else read_plan(plan)

@@ -30,6 +30,7 @@ from memfit.core.limits import (
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
+from memfit.job.planning_left import OF_PROCESS
 from memfit.job.room import Room
 from memfit.tensors.guard import is_away
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, PhaseRecord, Phases, ProcessMeter
@@ -106,6 +107,7 @@ class Machine:
         self._kernel = KernelLimit() if uses_kernel and isinstance(allocator, Allocator) else None
         self._room: Room | None = None
         self._planned_outside_bytes: int | None = None
+        self._left_bytes = OF_PROCESS.in_base(self.base_bytes()) if self.counts_process else 0
         # A job that is dropped without `close` must not leave its limits on the process.
         self._lift = weakref.finalize(self, _lift_limit, meter, -1)
         if self._kernel is not None:
@@ -167,7 +169,19 @@ class Machine:
         """Scratch of kernels and libraries that no trace sees; little of it on an emulated device, whose meter counts tensors alone."""
         if not self.counts_process:
             return EMULATED_RESERVE_BYTES if self.is_emulated else DEVICE_RESERVE_BYTES
-        return RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
+        whole = RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
+        return whole - min(self._left_bytes, whole // 2)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Surrounds a fit: what one leaves that is refused counts once. See [Note: what planning leaves] in `job.planning_left`."""
+        before = self.base_bytes()
+        try:
+            yield
+        except DoesNotFitError:
+            if self.counts_process:
+                OF_PROCESS.note(before, self.base_bytes())
+            raise
 
     @property
     def room_bytes(self) -> int | None:
