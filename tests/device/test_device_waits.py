@@ -325,7 +325,7 @@ class Worker:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def submit(self, block: Any, *, is_beside: bool) -> Any:
+    def submit(self, block: Any, after: Any, *, is_beside: bool) -> Any:
         self._log.append("submit")
         return self
 
