@@ -392,8 +392,10 @@ def _problems(trained: Mapping[str, Any], limit: int) -> list[str]:
     if peak > limit:
         problems.append(f"{peak} bytes measured, {limit} were the limit")
     own = max(n - (trained["array_bytes"] if name != "load" else 0) for name, n in trained["peaks"].items())
+    # Workers count as the process does, for whatever they hold of their own.
+    workers = WORKER_BYTES if trained["habit"] == "workers" else 0
     for what, measured, predicted in (
-        ("process", own, trained["predicted_process_bytes"]),
+        ("process", own, trained["predicted_process_bytes"] + workers),
         ("tensors", trained["tensor_bytes"], trained["predicted_tensor_bytes"]),
     ):
         if measured > max(predicted * MOST_ABOVE, predicted + MOST_ABOVE_BYTES):
@@ -512,6 +514,7 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
         "is_finite": all(step.is_finite or step.is_skipped for step in steps) and evaluated.loss == evaluated.loss,
         # The arrays lie there from after the load on.
         "peaks": {phase.name: (phase.process_peak_bytes or 0) for phase in phases},
+        "habit": case.habit,
         "array_bytes": sum(array.nbytes for array in arrays),
         "tensor_bytes": max(phase.peak_bytes for phase in phases if "step" in phase.name or phase.name == "steady"),
         "predicted_process_bytes": job.predicted_peak_bytes,
