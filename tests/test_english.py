@@ -18,12 +18,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
 NOT_YET = frozenset(
     {
-        "api",
-        "checkpoints",
         "core",
         "engine",
         "homes",
-        "job",
         "prediction",
         "scheduling",
     }
@@ -55,6 +52,10 @@ _PRIVATE = re.compile(rf"\b(?:{'|'.join(PRIVATE_WORDS)})\b", re.IGNORECASE)
 KEPT = {
     "verification/__init__.py: census": "the public name: job.census()",
     "verification/census.py: census": "the public name: job.census()",
+    "job/job_facts.py: census": "the public name: job.census()",
+    "job/step_runner.py: census": "the public name: job.census()",
+    "api/__init__.py: birth": "file of `memfit.empty`, to be renamed",
+    "job/journaling.py: tickets": "a class of homes, a room that is not done yet",
     "files/tensor_bytes.py: tickets": "a class of homes, a room that is not done yet",
     "files/writer.py: tickets": "a class of homes, a room that is not done yet",
     "profiling/measuring.py: slope": "of a straight line through measurements",

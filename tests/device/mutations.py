@@ -680,7 +680,7 @@ HOST = (
     ),
     Mutation(
         says="a commit reads pinned memory under its copies",
-        where="memfit.checkpoints.copies:StoreCopies._settle",
+        where="memfit.checkpoints.copies:StoreCopies._wait_for_copies",
         take="if devices.is_accelerator(self._device):",
         put="if False:",
         tests=[WAITS + "a_commit_has_what_the_step_before_it_wrote[late]"],
@@ -690,7 +690,7 @@ HOST = (
     Mutation(
         says="committed values are read into pinned memory under copies of the update that failed",
         where="memfit.checkpoints.copies:StoreCopies.restore_block",
-        take="self._settle()",
+        take="self._wait_for_copies()",
         put="pass",
         tests=[WAITS + "a_step_that_is_finished_from_its_journal_begins_with_nothing_of_the_update_that_failed[late]"],
         shows=r"assert \[True",
@@ -699,7 +699,7 @@ HOST = (
     Mutation(
         says="weights that were changed between steps are gone before they are home",
         where="memfit.job.contents:Contents.write_home",
-        take="ticket.wait()",
+        take="transfer.wait()",
         put="pass",
         tests=[TRAVELS.format("whole-host")],
         shows=r"== \[\]",

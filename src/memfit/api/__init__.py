@@ -1,8 +1,8 @@
 """The one place where the parts are wired together.
 
-In: the user's model, optimizer, loss and one sample batch. Out: a `Job` that trains them inside a limit (`fit`), or what memory they would
-take (`profile`); models built without the bytes of their weights (`empty`);
-forward passes with weights that stream (`infer`).
+In: the user's model, optimizer, loss and one sample batch. Out: a `Job` that trains them inside a
+limit (`fit`), or what memory they would take (`profile`); models built without the bytes of their
+weights (`empty`); forward passes with weights that stream (`infer`).
 """
 
 from memfit.api.birth import empty

@@ -1,4 +1,4 @@
-"""What `fit` would decide, without preparing a job; and what a given plan would take.
+"""Advice: what `fit` would decide, without preparing a job; and what a given plan would take.
 
 In: the user's model, optimizer, loss and sample. Out: `Advice`.
 """
@@ -58,7 +58,8 @@ class Advice:
         budget: the limit and what is taken off it before tensors.
         profile: that the plan was made from.
         hardware: that it was priced on.
-        front: what stood beside it, from the fastest to the leanest; empty for a plan that was given.
+        front: what stood beside it, from the fastest to the leanest; empty for a plan that was
+            given.
         chosen: name of its point; empty for a plan that was given.
     """
 
@@ -75,7 +76,7 @@ class Advice:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """What the limit is compared with: tensors, what the process holds before, and the reserve."""
+        """Bytes that the limit is compared with: tensors, base and reserve."""
         return self.timeline.peak_bytes + self.budget.base_bytes + self.budget.reserve_bytes
 
 
@@ -93,10 +94,12 @@ def advise(
     directory: str | Path | None = None,
     hardware: Hardware | None = None,
 ) -> Advice:
-    """Chooses a plan as `fit` does, or takes the one that is given, and prices it. Nothing is trained and nothing moves.
+    """Chooses a plan as `fit` does, or takes the one that is given, and prices it.
 
-    A model whose weights have no bytes (built by `memfit.empty`, or storages of size 0) can be asked about as well; its loss is then taken to add up over
-    microbatches.
+    Nothing is trained and nothing moves.
+
+    A model whose weights have no bytes (built by `memfit.empty`, or storages of size 0) can be
+    asked about as well; its loss is then taken to add up over microbatches.
 
     Args:
         model: as in `fit`, like all the others.
@@ -191,7 +194,9 @@ def _price(
 
 
 def _cut_and_profiled(problem: Problem, sample: Any) -> tuple[Problem, Profile]:
-    """The problem with the likeliest way to cut its batches that the model runs on, and its profile."""
+    """The problem with the likeliest way to cut its batches that the model runs on, and its
+    profile.
+    """
     *ways, whole = problem.ways(sample, None)
     for way in ways:
         cut = replace(problem, cut=way)

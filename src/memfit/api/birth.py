@@ -1,6 +1,7 @@
-"""`empty`: models that are bigger than memory from birth.
+"""`empty`: models that are bigger than memory from the start.
 
-In: the function that builds a model. Out: the model without the bytes of its weights, for `memfit.fit`.
+In: the function that builds a model. Out: the model without the bytes of its weights, for
+`memfit.fit`.
 """
 
 from __future__ import annotations
@@ -22,25 +23,32 @@ def empty(build: Callable[[], _Model], *, initialises: bool = True) -> _Model:
         optimizer = torch.optim.AdamW(model.parameters())
         job = memfit.fit(model, optimizer, loss, sample, limit="2GiB")
 
-    The parameters are those that stay: an optimizer may be made over them, gradients may be turned off, modules may be wrapped. Their values are what
-    plain building gives, bit for bit, with the random numbers of the same seed, and the generators are left as plain building leaves them: what `build` does to
-    weights is noted, and done for one weight at a time when its block moves home. Buffers and parameters below 64 KiB are ordinary. Until then, reading a
-    weight raises `AwayError`.
+    The parameters are those that stay: an optimizer may be made over them, gradients may be turned
+    off, modules may be wrapped. Their values are what plain building gives, bit for bit, with the
+    random numbers of the same seed, and the generators are left as plain building leaves them: what
+    `build` does to weights is noted, and done for one weight at a time when its block moves home.
+    Buffers and parameters below 64 KiB are ordinary. Until then, reading a weight raises
+    `AwayError`.
 
-    Memory: the largest tensor with random numbers, for a moment, and address space (no memory) for all weights while `build` runs; afterwards the buffers, the
-    small parameters and about 6 KiB a weight. On a GPU the same: a weight that `build` makes there takes its bytes only for moments.
-    Time: that of plain building, random numbers included; the numbers that count are drawn a second time in `fit`.
+    Memory: the largest tensor with random numbers, for a moment, and address space (no memory) for
+    all weights while `build` runs; afterwards the buffers, the small parameters and about 6 KiB a
+    weight. On a GPU the same: a weight that `build` makes there takes its bytes only for moments.
+    Time: that of plain building, random numbers included; the numbers that count are drawn a second
+    time in `fit`.
 
     Args:
-        build: builds the model, and may do whatever it likes to it: initialise, convert (`.to(torch.bfloat16)`), tie. Weights that it makes from data
-            (a file that it reads) are ordinary, whole in memory.
-        initialises: False draws no random numbers, which is faster and needs `fit(weights=directory)`.
+        build: builds the model, and may do whatever it likes to it: initialise, convert
+            (`.to(torch.bfloat16)`), tie. Weights that it makes from data (a file that it reads) are
+            ordinary, whole in memory.
+        initialises: False draws no random numbers, which is faster and needs
+            `fit(weights=directory)`.
 
     Returns:
         The model.
 
     Raises:
-        UsageError: `build` returned no module. UnsupportedError: an operation on weights that cannot be put off. Whatever `build` raises.
+        UsageError: `build` returned no module. UnsupportedError: an operation on weights that
+            cannot be put off. Whatever `build` raises.
     """
     return build_empty(build, draws=initialises)  # type: ignore[return-value]
 

@@ -1,6 +1,7 @@
 """Which plan: of all that are allowed and fit, the fastest. `fit` and `advise` both ask here.
 
-In: a problem, its first profile, a budget and what is allowed. Out: `Choice`, or the refusal with the smallest limit that would do.
+In: a problem, its first profile, a budget and what is allowed. Out: `Choice`, or the refusal with
+the smallest limit that would do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.planning.refusals import Refusal
 from memfit.planning.rules import PlanChoice, choose_plan
 
-# A plan that takes less than this share of what another way to compute takes at least wins in any case: ways differ a little in operations.
+# A plan that takes less than this share of what another way to compute takes at least wins in any
+# case: ways differ a little in operations.
 _SURELY_LESS = 0.8
 
 
@@ -57,16 +59,18 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a plan is looked for with.
+    """Conditions that a plan is looked for with.
 
     Attributes:
         allow: declared changes of arithmetic.
         may_split: the batch may be cut.
         clips_norm: gradients are clipped by their global norm.
         load_bytes: held while weights move home: no smaller limit is advised.
-        like: a plan whose formats of weights, masters and states are kept, because bytes rest in them already.
+        like: a plan whose formats of weights, masters and states are kept, because bytes rest in
+            them already.
         scheme: of the store that the run is committed to.
-        checks_split: a plan that cuts the batch is to be shown to mean the same, which takes memory too.
+        checks_split: a plan that cuts the batch is to be shown to mean the same, which takes memory
+            too.
         numerics: see `core.numerics.Wish`.
         commits: to the store, a step.
     """
@@ -93,7 +97,8 @@ def choose(
 ) -> Choice:
     """Chooses the fastest plan that fits.
 
-    It looks at the loss whole and, where it is a known one, in chunks, in every dtype and format of states that is allowed.
+    It looks at the loss whole and, where it is a known one, in chunks, in every dtype and format of
+    states that is allowed.
 
     Args:
         problem: what is trained.
@@ -161,7 +166,9 @@ class _Search:
         self.untried = ""
 
     def run(self) -> None:
-        """Looks at the ways in the order of their speed, as far as they can still win: a trace of each costs seconds."""
+        """Looks at the ways in the order of their speed, as far as they can still win: a trace of
+        each costs seconds.
+        """
         ways = list(product(self._dtypes(), self._chunks()))
         least_s = [_compute_seconds(self._first, in_dtype(self._hardware, compute)) for compute, _ in ways]
         for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
@@ -175,7 +182,10 @@ class _Search:
             self._try_way(way, compute, chunk)
 
     def best(self) -> Choice:
-        """Returns the fastest choice; of equally fast ones the more exact. Raises `DoesNotFitError` if there is none."""
+        """Returns the fastest choice; of equally fast ones the more exact.
+
+        Raises `DoesNotFitError` if there is none.
+        """
         if not self.choices:
             raise _refusal(self.refusals, self._wanted.load_bytes, varies=self._machine.counts_process)
         return min(self.choices, key=lambda found: (found[1].found.weighed_s, found[0]))[1]
@@ -262,7 +272,9 @@ class _Search:
 
 
 def _leaves_no_gain(choice: Choice, compute: ComputeDtype, best_s: float) -> bool:
-    """The loss whole in this dtype is so near to the least that any plan takes, chunks or not, that chunks cannot gain what a plan must that regroups sums."""
+    """The loss whole in this dtype is so near to the least that any plan takes, chunks or not, that
+    chunks cannot gain what a plan must that regroups sums.
+    """
     is_same = choice.plan.compute_dtype is compute and choice.plan.loss_chunk_tokens is None
     return is_same and best_s <= weighed_seconds(choice.found.least_s, regroups=True)
 
@@ -280,7 +292,9 @@ def _why_regrouped(choice: Choice, unchanged_s: float | None) -> str:
 
 
 def _compute_seconds(profile: Profile, hardware: Hardware) -> float:
-    """Seconds of the matrix products of a whole batch, in the size of microbatches that has fewest: no plan takes less."""
+    """Seconds of the matrix products of a whole batch, in the size of microbatches that has fewest:
+    no plan takes less.
+    """
     return (
         min(
             -(-profile.batch_rows // rows) * sum(call.forward_flops + call.backward_flops for call in trace.calls)

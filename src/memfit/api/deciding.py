@@ -1,6 +1,7 @@
 """Deciding: from a setup to the plan that a job begins with, and to another one while it runs.
 
-In: a setup, a batch, a budget. Out: `Planned`, checked; or the refusal with the smallest limit that would do.
+In: a setup, a batch, a budget. Out: `Planned`, checked; or the refusal with the smallest limit that
+would do.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from memfit.tensors.trees import tensors_in
 _RunnerT = TypeVar("_RunnerT", bound=StepRunner | None)
 
 
-# --- the plan of a new job ----------------------------------------------------------------------------------------------
+# --- the plan of a new job ----------------------------------------------------------------------
 
 
 def begin_given(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> StepRunner:
@@ -149,7 +150,8 @@ def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Pl
 
 
 def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _RunnerT]) -> _RunnerT:
-    """Begins the steps under a plan that is decided, with the first way to cut batches by which its microbatches can be made.
+    """Begins the steps under a plan that is decided, with the first way to cut batches by which its
+    microbatches can be made.
 
     Raises:
         UnsupportedError, UncuttableError: there is none; what the likeliest one met.
@@ -168,7 +170,10 @@ def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _Ru
 
 
 def _begin_checked(planned: Planned, sample: Any, found: Profile) -> StepRunner:
-    """Begins runner, and shows that the loss is what it says, and adds up over microbatches; else everything is given back."""
+    """Begins runner, and shows that the loss is what it says, and adds up over microbatches.
+
+    Else everything is given back.
+    """
     runner, setup = begin_steps(planned), planned.setup
     try:
         if planned.plan.compute_dtype is not ComputeDtype.GIVEN:
@@ -189,7 +194,7 @@ def _not_cut(why: str) -> str:
     return f" The batch is not cut into microbatches: {why.split('. ', maxsplit=1)[0].rstrip('.')}."
 
 
-# --- another plan for a running job -------------------------------------------------------------------------------------
+# --- another plan for a running job -------------------------------------------------------------
 
 
 def replan(
@@ -211,7 +216,8 @@ def replan(
         adds_up: as in `Planned`.
         held: what goes with that plan.
         margin_bytes: to be left free besides.
-        below_bytes: what it must be predicted to take less than, by the margin too: a plan of that peak did not do.
+        below_bytes: what it must be predicted to take less than, by the margin too: a plan of that
+            peak did not do.
 
     Raises:
         DoesNotFitError: none does.
@@ -236,14 +242,15 @@ def replan(
     return make_planned(setup, batch, plan, chosen.reason, chosen.profile, budget, adds_up=adds_up, why=chosen.why)
 
 
-# --- a plan that is decided ---------------------------------------------------------------------------------------------
+# --- a plan that is decided ---------------------------------------------------------------------
 
 
 def trace(setup: Setup, sample: Any, plan: Plan) -> Profile:
     """Traces the sample under a plan that is decided.
 
     Raises:
-        PlanError, UsageError, UnsupportedError: the machine, what is allowed, or the model does not go with the plan.
+        PlanError, UsageError, UnsupportedError: the machine, what is allowed, or the model does not
+            go with the plan.
     """
     check_tiers(plan, setup.machine)
     check_precision(plan, setup.problem.model, setup.allow)
@@ -279,7 +286,8 @@ def make_planned(
         adds_up: see `Planned`.
 
     Raises:
-        UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the host or the disk than it may.
+        UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the
+            host or the disk than it may.
     """
     check_meaning(plan, found, is_committed=setup.run is not None)
     check_compiled(setup.problem, plan)
@@ -306,7 +314,9 @@ def make_planned(
 
 
 def _prepared(setup: Setup, sample: Any, plan: Plan, found: Profile, *, adds_apart: bool) -> Prepared:
-    """Prepares the sample, from the profile that the plan was decided with where that has its sizes."""
+    """Prepares the sample, from the profile that the plan was decided with where that has its
+    sizes.
+    """
     cut = _cut_for(setup, sample, plan)
     rows = -(-found.batch_rows // cut.microbatches)
     if found.batch_rows == setup.problem.cut.rows(sample) and rows in found.traces:
@@ -331,7 +341,10 @@ def _profile_counts(setup: Setup, batch: Any) -> Profile:
 def _choose(
     setup: Setup, batch: Any, found: Profile, budget: Budget, *, may_split: bool, running: Plan | None = None
 ) -> Choice:
-    """Chooses a plan; see `choosing.choose`. While a job runs, under `running`, nothing is loaded, and no cut is checked."""
+    """Chooses a plan; see `choosing.choose`.
+
+    While a job runs, under `running`, nothing is loaded, and no cut is checked.
+    """
     run, is_running = setup.run, running is not None
     wanted = Wanted(
         allow=setup.allow,
@@ -354,11 +367,13 @@ def _commits_a_step(durability: Durability) -> float:
     return 1.0 if durability == "step" else 0.0
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 def check_claim(setup: Setup) -> None:
-    """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a page, which no profile counts."""
+    """Refuses a store that turned out larger than `disk_limit`: each tensor of a state begins on a
+    page, which no profile counts.
+    """
     limit, run = setup.machine.limits.of(Tier.DISK), setup.run
     if run is not None and limit is not None and run.nbytes > limit:
         raise DoesNotFitError(
@@ -368,7 +383,10 @@ def check_claim(setup: Setup) -> None:
 
 
 def _own_plan(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tuple[Profile | None, str]:
-    """Checks whether the stored plan of a resumed run still fits. Returns the profile, or None and the reason."""
+    """Checks whether the stored plan of a resumed run still fits.
+
+    Returns the profile, or None and the reason.
+    """
     lacking = lacking_tier(plan, setup.machine)
     if lacking is not None:
         return None, f"it puts something into the tier {str(lacking)!r}, which this machine does not have"

@@ -85,81 +85,120 @@ def fit(
     hardware: Hardware | str | Path | None = None,
     tiers: Mapping[str, FurtherTier] = MappingProxyType({}),
 ) -> Job:
-    """Plans, prepares and gives a job whose `step(batch)` is forward, backward and update inside the limit.
+    """Plans, prepares and gives a job whose `step(batch)` is forward, backward and update inside
+    the limit.
 
-    The model, the optimizer and the loss stay the user's own objects. While the job lives, weights may be away from the device between their uses:
-    touching one raises `AwayError`; `job.weights(...)` brings them, `job.close()` gives everything back.
+    The model, the optimizer and the loss stay the user's own objects. While the job lives, weights
+    may be away from the device between their uses: touching one raises `AwayError`;
+    `job.weights(...)` brings them, `job.close()` gives everything back.
 
-    To plan, the model, its hooks and the loss run on tensors without values; `memfit.is_planning()` is true there.
+    To plan, the model, its hooks and the loss run on tensors without values; `memfit.is_planning()`
+    is true there.
 
     Args:
-        model: any module, on one device, in any mode; or one that `memfit.empty` built, whose weights get their values here, one at a time.
+        model: any module, on one device, in any mode; or one that `memfit.empty` built, whose
+            weights get their values here, one at a time.
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
-        loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is meant.
-        sample: a batch as `step` will get them. Where dimension 0 of all its tensors (and lists with as many entries) counts rows it may be cut into
-            microbatches, and batches of transformers' vision-language models, whose images' patches lie in one tensor, by the rows that they belong to;
-            a batch of any other kind is trained whole. That a cut means the same is tried out on the sample (and on the first batch, if its rows are alike).
-        limit: bytes of the device that must never be passed, as an integer or text such as "8GiB" ("8G" is the same, "8GB" is 8 * 10**9). Without a GPU it
-            is the memory of the whole process, interpreter included. None: no limit, everything resident.
-        weights: files that every weight and saved buffer of the model is read from, on its way home: a directory of safetensors, as `save_pretrained` or `Job.save`
-            writes it, or of `pytorch_model.bin`; or one file, also of plain `torch.save` (a state dict, or a dictionary with one; read with
-            `weights_only=True`, a piece at a time). None: the model's own values.
+        loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is
+            meant.
+        sample: a batch as `step` will get them. Where dimension 0 of all its tensors (and lists
+            with as many entries) counts rows it may be cut into microbatches, and batches of
+            transformers' vision-language models, whose images' patches lie in one tensor, by the
+            rows that they belong to; a batch of any other kind is trained whole. That a cut means
+            the same is tried out on the sample (and on the first batch, if its rows are alike).
+        limit: bytes of the device that must never be passed, as an integer or text such as "8GiB"
+            ("8G" is the same, "8GB" is 8 * 10**9). Without a GPU it is the memory of the whole
+            process, interpreter included. None: no limit, everything resident.
+        weights: files that every weight and saved buffer of the model is read from, on its way
+            home: a directory of safetensors, as `save_pretrained` or `Job.save` writes it, or of
+            `pytorch_model.bin`; or one file, also of plain `torch.save` (a state dict, or a
+            dictionary with one; read with `weights_only=True`, a piece at a time). None: the
+            model's own values.
         plan: take this plan (object, JSON text or a path to it) instead of choosing one.
-        allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits splitting a batch whose loss
-            does not add up over rows (the contract is then plain accumulation). "bf16" permits weights that compute in bf16, rounded from fp32
-            masters that the optimizer updates, with gradients that add up in fp32 (bitwise FSDP2's mixed precision on one rank); `job.close()` gives the
-            masters back. While such a job lives, the model's own forward and its layers' get floating arguments cast to bf16. "bf16-weights-sr"
-            permits the same without masters: the bf16 weights are all there is, rounded stochastically when they are updated. "fp16" permits plans that run
-            the loss function under autocast to fp16 and scale losses dynamically, as `torch.amp.GradScaler` does it; a step whose gradients overflow
-            updates nothing (`StepResult.is_skipped`, `job.loss_scaler`). "fp16-weights" permits weights that compute in fp16, with masters as under "bf16" and
-            losses scaled as under "fp16": half the bytes move, and what autocast would compute in fp32 is computed in fp16.
-            "int8-state", "int4-state", "fp8-state" and "bf16-state" permit optimizer states
-            that rest in so many bits (never those of embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
+        allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits
+            splitting a batch whose loss does not add up over rows (the contract is then plain
+            accumulation). "bf16" permits weights that compute in bf16, rounded from fp32 masters
+            that the optimizer updates, with gradients that add up in fp32 (bitwise FSDP2's mixed
+            precision on one rank); `job.close()` gives the masters back. While such a job lives,
+            the model's own forward and its layers' get floating arguments cast to bf16.
+            "bf16-weights-sr" permits the same without masters: the bf16 weights are all there is,
+            rounded stochastically when they are updated. "fp16" permits plans that run the loss
+            function under autocast to fp16 and scale losses dynamically, as `torch.amp.GradScaler`
+            does it; a step whose gradients overflow updates nothing (`StepResult.is_skipped`,
+            `job.loss_scaler`). "fp16-weights" permits weights that compute in fp16, with masters as
+            under "bf16" and losses scaled as under "fp16": half the bytes move, and what autocast
+            would compute in fp32 is computed in fp16. "int8-state", "int4-state", "fp8-state" and
+            "bf16-state" permit optimizer states that rest in so many bits (never those of
+            embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
             `job.close()` give them decoded to fp32.
-        numerics: "exact": losses, gradients and weights are those of plain PyTorch on the whole batch, bit for bit, or the fit is refused with the smallest limit
-            that this takes. "auto": a plan that adds the same numbers up in another order (several microbatches, a loss in chunks) is taken only where no other
-            fits, or where it is predicted to be at least a tenth faster. `job.numerics` says which sums are regrouped, and why. A `plan` that is given and
-            regroups sums is taken under "auto" and refused under "exact".
+        numerics: "exact": losses, gradients and weights are those of plain PyTorch on the whole
+            batch, bit for bit, or the fit is refused with the smallest limit that this takes.
+            "auto": a plan that adds the same numbers up in another order (several microbatches, a
+            loss in chunks) is taken only where no other fits, or where it is predicted to be at
+            least a tenth faster. `job.numerics` says which sums are regrouped, and why. A `plan`
+            that is given and regroups sums is taken under "auto" and refused under "exact".
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
-        weight: what a microbatch's loss counts for, from its batch (for example its number of target tokens). Rows by default.
-        split: cuts a batch instead: `split(batch, count)` -> a list of at most `count` batches, fewer where it has not so many rows. For batches that count
-            rows in other places. Needs `weight` where parts have no common dimension 0 that adds up to the batch's.
+        weight: what a microbatch's loss counts for, from its batch (for example its number of
+            target tokens). Rows by default.
+        split: cuts a batch instead: `split(batch, count)` -> a list of at most `count` batches,
+            fewer where it has not so many rows. For batches that count rows in other places. Needs
+            `weight` where parts have no common dimension 0 that adds up to the batch's.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
-        directory: where homes on disk are made; by default a temporary directory that is deleted at the end.
-        store: a directory that the run is committed to, step by step, and that it goes on from if it holds a run already: then weights, optimizer states,
-            settings, random numbers and the state of registered objects are the run's (`job.steps` says how far it is), and so is the plan, where none is
-            given and it still fits. The model's own values are given up. Takes two slots of every weight and state on disk, claimed now.
-        resume: the same, and a directory without a run is refused. Or a directory that `Job.save` or `memfit export` wrote: then as `weights`, and optimizer
-            states, settings, loss scale, steps and torch's random numbers are the save's too (`job.extra` is what it was given along); nothing is committed.
-        durability: "step": each step survives a kill and a power cut from the moment on that the next one begins. N: every N-th does. "exit": only what
-            `close` commits, and the beginning.
-        scheme: how a new store keeps a whole step on disk at every instant; a store that is there keeps its own. "generations" (None): two slots of every
-            weight and state, 24 bytes a parameter with AdamW in fp32. "journal": one slot, room for the largest block to move through, and the
-            gradients, some 16 bytes a parameter: for disks that have not more. Then weights and states rest on disk and updates wait until all
-            gradients of a step are durable; durability is "step"; weights and states of blocks on disk change by steps only (docs/store.md).
-        on_breach: "error": a step that meets the limit raises `LimitBreachError`, and a batch of another shape that the plan is predicted not to fit
-            `DoesNotFitError`. "replan": such a step is made again, with the same batch and random numbers, from the last commit under a tighter plan, at most
-            three times; for such a batch a plan that fits it is taken first. `job.breaches` and a warning tell it with its cause, and where sums add up in
-            another order from then on. Needs `store=`, and durability "step".
+        directory: where homes on disk are made; by default a temporary directory that is deleted at
+            the end.
+        store: a directory that the run is committed to, step by step, and that it goes on from if
+            it holds a run already: then weights, optimizer states, settings, random numbers and the
+            state of registered objects are the run's (`job.steps` says how far it is), and so is
+            the plan, where none is given and it still fits. The model's own values are given up.
+            Takes two slots of every weight and state on disk, claimed now.
+        resume: the same, and a directory without a run is refused. Or a directory that `Job.save`
+            or `memfit export` wrote: then as `weights`, and optimizer states, settings, loss scale,
+            steps and torch's random numbers are the save's too (`job.extra` is what it was given
+            along); nothing is committed.
+        durability: "step": each step survives a kill and a power cut from the moment on that the
+            next one begins. N: every N-th does. "exit": only what `close` commits, and the
+            beginning.
+        scheme: how a new store keeps a whole step on disk at every instant; a store that is there
+            keeps its own. "generations" (None): two slots of every weight and state, 24 bytes a
+            parameter with AdamW in fp32. "journal": one slot, room for the largest block to move
+            through, and the gradients, some 16 bytes a parameter: for disks that have not more.
+            Then weights and states rest on disk and updates wait until all gradients of a step are
+            durable; durability is "step"; weights and states of blocks on disk change by steps only
+            (docs/store.md).
+        on_breach: "error": a step that meets the limit raises `LimitBreachError`, and a batch of
+            another shape that the plan is predicted not to fit `DoesNotFitError`. "replan": such a
+            step is made again, with the same batch and random numbers, from the last commit under a
+            tighter plan, at most three times; for such a batch a plan that fits it is taken first.
+            `job.breaches` and a warning tell it with its cause, and where sums add up in another
+            order from then on. Needs `store=`, and durability "step".
         host_limit: the same for host memory beside a device.
-        disk_limit: the same for files: homes on disk, activations that are offloaded there, and all that `store=` claims (homes on disk lie inside of that).
-        enforce: True arms the limit in the allocator, so that passing it is an error at a tensor's allocation; what else the process holds is measured when a step
-            begins, and a step that no longer fits beside it is refused before it begins. "kernel", without a GPU: from the second step on the kernel refuses
-            everything that would pass the limit as well (RLIMIT_DATA, of this process and children that it starts then): inside of a step that is a
-            `LimitBreachError`, between steps a `MemoryError` of whoever asked. False: the limit is only reported.
-        keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`); costs their bytes there.
-        emulate_device: on a machine without a GPU, count a device of its own inside the process, with host memory beside it: for trying plans of
-            three tiers.
-        hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json` writes one); by default it is probed (about a second).
-        tiers: further places where bytes may rest, by the name that plans have for them: memory of another machine, say. See `memfit.homes.factories.FurtherTier`.
+        disk_limit: the same for files: homes on disk, activations that are offloaded there, and all
+            that `store=` claims (homes on disk lie inside of that).
+        enforce: True arms the limit in the allocator, so that passing it is an error at a tensor's
+            allocation; what else the process holds is measured when a step begins, and a step that
+            no longer fits beside it is refused before it begins. "kernel", without a GPU: from the
+            second step on the kernel refuses everything that would pass the limit as well
+            (RLIMIT_DATA, of this process and children that it starts then): inside of a step that
+            is a `LimitBreachError`, between steps a `MemoryError` of whoever asked. False: the
+            limit is only reported.
+        keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`);
+            costs their bytes there.
+        emulate_device: on a machine without a GPU, count a device of its own inside the process,
+            with host memory beside it: for trying plans of three tiers.
+        hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json`
+            writes one); by default it is probed (about a second).
+        tiers: further places where bytes may rest, by the name that plans have for them: memory of
+            another machine, say. See `memfit.homes.factories.FurtherTier`.
 
     Returns:
         The job.
 
     Raises:
-        UsageError: arguments that cannot be; UnsupportedError: a model, loss or optimizer that memfit would change; DoesNotFitError: no plan
-        fits; PlanError: a plan that is not legal; StoreError: the directory, its disk, or a store of another model, dtype or optimizer, with the
-        difference; StoreInUseError: a live job has the store.
+        UsageError: arguments that cannot be; UnsupportedError: a model, loss or optimizer that
+            memfit would change; DoesNotFitError: no plan
+        fits; PlanError: a plan that is not legal; StoreError: the directory, its disk, or a store
+        of another model, dtype or optimizer, with the difference; StoreInUseError: a live job has
+        the store.
     """
     allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm, numerics)
@@ -297,7 +336,7 @@ def _save_in(directory: str | Path | None) -> Path | None:
 
 
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:
-    """What the run has claimed of the disk already it need not find free."""
+    """Adds what the run has claimed of the disk already, which it need not find free."""
     disk = hardware.tiers[Tier.DISK]
     free = replace(disk, nbytes=disk.nbytes + (0 if run is None else run.claimed_bytes))
     return replace(hardware, tiers={**hardware.tiers, Tier.DISK: free})
@@ -344,7 +383,8 @@ def _open_run(
     try:
         run = make()
     except StoreInUseError:
-        # A job that nobody can reach any more, because the function that had it raised, holds its store until its cycles are collected.
+        # A job that nobody can reach any more, because the function that had it raised, holds its
+        # store until its cycles are collected.
         gc.collect()
         run = make()
     stack.callback(run.close)
@@ -360,7 +400,8 @@ def profile(
     blocks: Sequence[str | nn.Module] | None = None,
     microbatches: Sequence[int] = (1,),
 ) -> Profile:
-    """What a training step would take, without running it: bytes and lifetimes by block and call.
+    """Tells what a training step would take, without running it: bytes and lifetimes by block and
+    call.
 
     Args:
         model: as in `fit`, like the next four.

@@ -1,6 +1,8 @@
-"""`ResumableLoader`: batches whose order depends on a seed and an epoch alone, so that where they stand is three numbers.
+"""`ResumableLoader`: batches whose order depends on a seed and an epoch alone, so that where they
+stand is three numbers.
 
-In: a dataset with a length. Out: batches, epoch by epoch; a `state_dict` that a run keeps (`job.register`).
+In: a dataset with a length. Out: batches, epoch by epoch; a `state_dict` that a run keeps
+(`job.register`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from memfit.core.errors import UsageError
 
 
 class ResumableLoader:
-    """Batches of a dataset, shuffled anew each epoch, that can be left after any batch and taken up behind it, in another process.
+    """Batches of a dataset, shuffled anew each epoch, that can be left after any batch and taken up
+    behind it, in another process.
 
         loader = memfit.ResumableLoader(dataset, batch_size=32, seed=0)
         job.register("loader", loader)
         for batch in loader:      # the rest of the epoch that the run was in
             job.step(batch)
 
-    Iterating gives the rest of the current epoch; the next time, the next one. What it gives is what `torch.utils.data.DataLoader` makes of the same indices. Random
-    transformations in the dataset go on bit for bit where they draw from the process's own generators (`workers=0`); those in worker processes do not.
+    Iterating gives the rest of the current epoch; the next time, the next one. What it gives is
+    what `torch.utils.data.DataLoader` makes of the same indices. Random transformations in the
+    dataset go on bit for bit where they draw from the process's own generators (`workers=0`); those
+    in worker processes do not.
 
     Memory: 8 bytes an item for the order of an epoch; what the loader prefetches.
 

@@ -1,8 +1,9 @@
-"""Checkpointer: decides when a job is committed, what belongs to a commit, and what a run goes on with.
+"""Checkpointer: decides when a job is committed, what belongs to a commit, and what a run goes on
+with.
 
-In: a `RunStore`, the homes, the user's optimizer and registered objects. Out: after any crash, the run as it stood at the top
-of the loop. When a step is committed is told in [Note: when a step is committed] in `checkpoints.registry`; how a store
-holds it in `checkpoints.schemes`.
+In: a `RunStore`, the homes, the user's optimizer and registered objects. Out: after any crash, the
+run as it stood at the top of the loop. When a step is committed is told in [Note: when a step is
+committed] in `checkpoints.registry`; how a store holds it in `checkpoints.schemes`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class CommitReport:
         step: the committed one; a crash now goes back to it.
         scheme: see `memfit.fit`.
         disk_bytes: what the store takes, claimed when it was made.
-        resident_bytes: what a commit writes, at most, of blocks that rest in memory; what rests on disk is written by the
-            step itself.
+        resident_bytes: what a commit writes, at most, of blocks that rest in memory; what rests on
+            disk is written by the step itself.
     """
 
     directory: Path
@@ -66,16 +67,23 @@ class CommitReport:
 
 
 class Checkpointer:
-    """Decides when a job is committed, and what belongs to a commit. This one commits nothing; see `RunCheckpointer`."""
+    """Decides when a job is committed, and what belongs to a commit.
+
+    This one commits nothing; see `RunCheckpointer`.
+    """
 
     def note_changed(self, blocks: Iterable[int]) -> None:
         """Marks what rests of these blocks, by index, as newer than the last commit."""
 
     def check_changeable(self, block: BlockWeights, *, is_deciding: bool) -> None:
-        """Refuses a change of a block between two steps that could not be committed. Raises `UnsupportedError`."""
+        """Refuses a change of a block between two steps that could not be committed.
+
+        Raises `UnsupportedError`.
+        """
 
     def begin(self) -> None:
-        """Begins the run, at the end of `fit`: commits its first version, or restores the random numbers of a resumed one.
+        """Begins the run, at the end of `fit`: commits its first version, or restores the random
+        numbers of a resumed one.
 
         Raises:
             StoreError: the disk, or a state that cannot be used.
@@ -98,9 +106,10 @@ class Checkpointer:
         """Commits the step that ended last, if the durability asks for it.
 
         Raises:
-            StoreError: the disk. Unless the message says otherwise the commit before is whole, the step is made, and
-                committing is tried again by the next call.
-            UnsupportedError: a registered object's state cannot be kept. LimitBreachError: the limit.
+            StoreError: the disk. Unless the message says otherwise the commit before is whole, the
+                step is made, and committing is tried again by the next call.
+            UnsupportedError: a registered object's state cannot be kept. LimitBreachError: the
+                limit.
         """
 
     def commit(self) -> None:
@@ -147,7 +156,9 @@ class Committed:
 
 
 def prepare_store(scheme: CommitScheme, of: Committed) -> None:
-    """Makes the store of a run with all its room, or compares it with what is wanted, before homes are made in it."""
+    """Makes the store of a run with all its room, or compares it with what is wanted, before homes
+    are made in it.
+    """
     identity = {
         "model": type(of.model).__qualname__,
         "optimizer": class_name(of.optimizer),
@@ -161,7 +172,8 @@ def prepare_store(scheme: CommitScheme, of: Committed) -> None:
 class RunCheckpointer(Checkpointer):
     """Commits a job to the directory of a run.
 
-    Memory: the small state, three times for a moment while it is encoded: tensors of registered objects count.
+    Memory: the small state, three times for a moment while it is encoded: tensors of registered
+    objects count.
 
     Args:
         run: the directory; its store is open.
@@ -196,7 +208,7 @@ class RunCheckpointer(Checkpointer):
         if before is not None:
             self.registry.carry_on(before.registry)
 
-    # --- going on from a commit -------------------------------------------------------------------------------------
+    # --- going on from a commit ------------------------------------------------------------------
 
     def restore_homes(self, forget: Forget | None) -> None:
         """Fills homes and buffers with the values of the last commit; see `House.take_over`.
@@ -216,7 +228,10 @@ class RunCheckpointer(Checkpointer):
         self.copies.load_buffers()
 
     def restore_settings(self) -> None:
-        """Restores settings and counters of the optimizer, and extra state of modules. Raises `StoreError`."""
+        """Restores settings and counters of the optimizer, and extra state of modules.
+
+        Raises `StoreError`.
+        """
         of, optimizer = self._of, part(self.run.state, "optimizer", dict)
         run_state.give_numbers(optimizer.get("numbers"), of.states, of.optimizer)
         run_state.give_settings(run_state.settings_of(optimizer), of.optimizer)
@@ -232,11 +247,12 @@ class RunCheckpointer(Checkpointer):
             run_state.give_random(part(self.run.state, "random", dict))
         self.registry.note_positions()
         if not self.run.is_resumed:
-            self.note_changed(block.index for block in self._of.blocks)  # nothing is in the store yet
+            # nothing is in the store yet
+            self.note_changed(block.index for block in self._of.blocks)
             with self._phase("commit"):
                 self._commit(is_first=True)
 
-    # --- what belongs to a step -------------------------------------------------------------------------------------
+    # --- what belongs to a step ------------------------------------------------------------------
 
     def note_changed(self, blocks: Iterable[int]) -> None:
         """See `Checkpointer.note_changed`."""
@@ -262,7 +278,7 @@ class RunCheckpointer(Checkpointer):
         """See `Checkpointer.note_clip`."""
         self._clip = coefficient
 
-    # --- committing -------------------------------------------------------------------------------------------------
+    # --- committing ------------------------------------------------------------------------------
 
     def commit_if_due(self) -> None:
         """See `Checkpointer.commit_if_due`."""
@@ -288,7 +304,8 @@ class RunCheckpointer(Checkpointer):
                 "job.close(commit=False) gives the step up"
             )
         try:
-            # Copies are whole in the spare slots before the manifest names them: a crash in between finds the commit before.
+            # Copies are whole in the spare slots before the manifest names them: a crash in between
+            # finds the commit before.
             flips = self.copies.write()
             if is_first:
                 self.run.committed.end_step(self._house.step)
@@ -361,7 +378,11 @@ def stored_reason(run: RunStore) -> str:
 
 
 def check_run(run: RunStore, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a run of another model, by names and shapes of its parameters, or of another optimizer. Raises `StoreError`."""
+    """Refuses a run of another model, by names and shapes of its parameters, or of another
+    optimizer.
+
+    Raises `StoreError`.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for spec in run.committed.disk.regions.values():
         if spec.tag == "weight":

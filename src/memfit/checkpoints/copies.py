@@ -1,6 +1,7 @@
 """Copies in a run's store of what rests in memory.
 
-In: homes in memory and the model's buffers. Out: the same bytes in the spare slots of the store, for the next commit.
+In: homes in memory and the model's buffers. Out: the same bytes in the spare slots of the store,
+for the next commit.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class StoreCopies:
         Raises:
             StoreError: the disk; may be repeated.
         """
-        self._settle()
+        self._wait_for_copies()
         flips = [name for name, (_, home) in self._homes().items() if name in self._changed and self._keep(name, home)]
         return flips + self.write_buffers()
 
@@ -84,7 +85,8 @@ class StoreCopies:
         """Writes the model's buffers alone; see `write`.
 
         Raises:
-            StoreError: the disk. UsageError: a buffer changed its shape or dtype since `fit`, or is gone.
+            StoreError: the disk. UsageError: a buffer changed its shape or dtype since `fit`, or is
+                gone.
         """
         if not self._run.has(BUFFERS):
             return []
@@ -101,7 +103,10 @@ class StoreCopies:
         self._changed.clear()
 
     def load(self, region: str, home: ByteHome) -> None:
-        """Fills a home with the committed bytes; the store's own homes have them. Raises `StoreError`."""
+        """Fills a home with the committed bytes; the store's own homes have them.
+
+        Raises `StoreError`.
+        """
         if home.is_stored:
             return
         disk, whole = self._run.home(region), home.bytes
@@ -146,7 +151,10 @@ class StoreCopies:
         pieces: Iterable[tuple[int, int]],
         fetch: Callable[[int, int], tuple[torch.UntypedStorage, int]],
     ) -> bool:
-        """Writes bytes to where the next commit finds them. Returns True if it must flip the region."""
+        """Writes bytes to where the next commit finds them.
+
+        Returns True if it must flip the region.
+        """
         is_first = self._run.committed.region(region).step is None
         disk = self._run.home(region)
         for start, count in pieces:
@@ -160,12 +168,13 @@ class StoreCopies:
         return tuple(name for name in updated_regions(block.name) if self._run.has(name))
 
     def write_block(self, block: BlockWeights) -> None:
-        """Makes a block's next version in the store whole, with what was not updated and what rests in memory.
+        """Makes a block's next version in the store whole, with what was not updated and what rests
+        in memory.
 
         Raises:
             StoreError: the disk; may be repeated.
         """
-        self._settle()
+        self._wait_for_copies()
         for region in self.updated_regions(block):
             home = self._house.placed[region][1]
             if home.is_stored:
@@ -174,25 +183,28 @@ class StoreCopies:
                 self._keep(region, home)
 
     def begin_versions(self, blocks: Iterable[BlockWeights]) -> None:
-        """What is written from now on to the homes of these blocks is a new version."""
+        """Makes what is written from now on to the homes of these blocks a new version."""
         self._house.begin_versions(region for block in blocks for region in self.updated_regions(block))
 
     def restore_block(self, block: BlockWeights) -> None:
         """Puts the homes of a block back to the version that is committed. Raises `StoreError`."""
-        # A piece of the update that failed may still be on its way to a pinned home: it would land on what is read now.
-        self._settle()
+        # A piece of the update that failed may still be on its way to a pinned home: it would land
+        # on what is read now.
+        self._wait_for_copies()
         self.begin_versions([block])
         for region in self.updated_regions(block):
             self.load(region, self._house.placed[region][1])
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         # Pinned homes are written by a stream that the host does not follow.
         if devices.is_accelerator(self._device):
             devices.of(self._device).synchronize(self._device)
 
 
 def _pieces(nbytes: int, storage: torch.UntypedStorage | None) -> Iterator[tuple[int, int]]:
-    """Cuts bytes that are not in the processor's memory into pieces, each of which is staged there: yields (start, count)."""
+    """Cuts bytes that are not in the processor's memory into pieces, each of which is staged there:
+    yields (start, count).
+    """
     step = max(1, nbytes if storage is not None and storage.device.type == "cpu" else _COPY_BYTES)
     for start in range(0, nbytes, step):
         yield start, min(step, nbytes - start)

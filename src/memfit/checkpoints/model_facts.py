@@ -1,6 +1,7 @@
 """Facts of a model that an export needs when the model is not there.
 
-In: a model and its blocks. Out: plain values: names of its `state_dict`, ties, memory orders, its configuration.
+In: a model and its blocks. Out: plain values: names of its `state_dict`, ties, memory orders, its
+configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from memfit.huggingface.description import described
 
 
 def model_facts(model: nn.Module, blocks: Sequence[BlockWeights]) -> dict[str, Any]:
-    """Returns the facts. What is plain is left out: a model of the library's takes some hundred bytes."""
+    """Returns the facts.
+
+    What is plain is left out: a model of the library's takes some hundred bytes.
+    """
     kept = keep_names(model)
     known = {id(slot.parameter): slot.name for block in blocks for slot in block.slots}
     names = {name: known.get(id(tensor), name) for name, tensor in kept.tensors.items()}

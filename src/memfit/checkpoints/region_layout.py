@@ -3,12 +3,13 @@
 In: blocks, optimizer states, buffers. Out: regions by name.
 
 [Note: one layout for all plans]
-What lies in the store follows from the model, the optimizer and the formats that bytes rest in, not from homes and
-order: for each block its weights (with masters: those too) and its states, and the model's buffers. So a run can go on
-under another plan, be it with another limit or after a breach. What belongs to a plan only (gradients between two passes,
-activations) lies in a temporary directory beside it. Where a block rests in memory, a commit writes its bytes to the spare
-slots: one writing of what was updated, no reading. Weights that are rounded from whole masters are made from them again
-when they are needed, so a double-buffered run never writes them for their own sake.
+What lies in the store follows from the model, the optimizer and the formats that bytes rest in, not
+from homes and order: for each block its weights (with masters: those too) and its states, and the
+model's buffers. So a run can go on under another plan, be it with another limit or after a breach.
+What belongs to a plan only (gradients between two passes, activations) lies in a temporary
+directory beside it. Where a block rests in memory, a commit writes its bytes to the spare slots:
+one writing of what was updated, no reading. Weights that are rounded from whole masters are made
+from them again when they are needed, so a double-buffered run never writes them for their own sake.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ BUFFERS = "buffers"
 """Name of the region of the model's persistent buffers."""
 Masters = Literal["whole", "split", "none"]
 _RECORD_BYTES = 256 << 10
-"""Of a journal's record: random numbers, settings of the groups, losses of the microbatches."""
+"""Bytes of a journal's record: random numbers, settings of the groups, losses of the microbatches.
+"""
 _NUMBER_BYTES = 1 << 10
-"""Of it, for the counters of one parameter, beside its name."""
+"""Bytes of it for the counters of one parameter, beside its name."""
 
 
 def masters_of(plan: Plan) -> Masters:
-    """Form in which a plan's masters rest: whole; as what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`)."""
+    """Form in which a plan's masters rest: whole.
+
+    As what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`).
+    """
     if plan.drops_masters:
         return "none"
     return "split" if plan.splits_masters else "whole"
@@ -52,14 +57,15 @@ def regions_of(
     masters: Masters = "whole",
     scheme: Scheme = "generations",
 ) -> dict[str, RegionSpec]:
-    """What the store of a run holds. See [Note: one layout for all plans].
+    """Returns what the store of a run holds. See [Note: one layout for all plans].
 
     Args:
         blocks: of the model.
         states: by block index.
         buffers: the model's persistent ones, by name.
         masters: how they rest, where there are any.
-        scheme: with a journal, what does not train has one slot, and gradients and the journal's record have their room.
+        scheme: with a journal, what does not train has one slot, and gradients and the journal's
+            record have their room.
     """
     regions: dict[str, RegionSpec] = {}
     for block in blocks:
@@ -109,7 +115,9 @@ def _place(
 
 
 def in_memory_order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of a dense tensor's bytes as they lie: dimensions sorted by stride (channels-last comes last)."""
+    """The shape of a dense tensor's bytes as they lie: dimensions sorted by stride (channels-last
+    comes last).
+    """
     if stride is None:
         return shape
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))

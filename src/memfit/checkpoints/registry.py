@@ -1,15 +1,19 @@
-"""Objects of the user's whose state belongs to each commit, and positions in data and random numbers.
+"""Objects of the user's whose state belongs to each commit, and positions in data and random
+numbers.
 
-In: schedulers, averages, loaders, generators. Out: their states, each taken at its moment; and back, where a run goes on.
+In: schedulers, averages, loaders, generators. Out: their states, each taken at its moment; and
+back, where a run goes on.
 
 [Note: when a step is committed]
-A training loop draws a batch, calls `job.step`, and then does what belongs to the step: a scheduler, an average, an
-evaluation, a log. A commit must resume at the top of that loop, and memfit sees only its own calls. So there are two
-moments. *Positions* (random numbers, loaders, samplers) are noted whenever a method of the job returns: what is drawn after
-that is drawn again by the loop that resumes. *Everything else* (schedulers, param groups, averages) is taken when the next
-`step` begins: at that point the loop body has finished, so the step is committed. `close` commits what is left, unless an
-error is passing through, in which case nobody knows what was done; `commit` commits at once, for a program that knows.
-`evaluate` and `save` commit nothing: they may stand between the step and its scheduler.
+A training loop draws a batch, calls `job.step`, and then does what belongs to the step: a
+scheduler, an average, an evaluation, a log. A commit must resume at the top of that loop, and
+memfit sees only its own calls. So there are two moments. *Positions* (random numbers, loaders,
+samplers) are noted whenever a method of the job returns: what is drawn after that is drawn again by
+the loop that resumes. *Everything else* (schedulers, param groups, averages) is taken when the next
+`step` begins: at that point the loop body has finished, so the step is committed. `close` commits
+what is left, unless an error is passing through, in which case nobody knows what was done; `commit`
+commits at once, for a program that knows. `evaluate` and `save` commit nothing: they may stand
+between the step and its scheduler.
 """
 
 from __future__ import annotations
@@ -42,7 +46,10 @@ class Registry:
         self._random: dict[str, Any] | None = None
 
     def carry_on(self, before: Registry) -> None:
-        """Takes over what was registered with the plan before. It has not changed since the commit that the run goes back to."""
+        """Takes over what was registered with the plan before.
+
+        It has not changed since the commit that the run goes back to.
+        """
         self._registered = dict(before._registered)
         self._positions = dict(before._positions)
         self._random = before._random
@@ -79,8 +86,8 @@ class Registry:
         if kept.is_position:
             self._positions[name] = state
         if is_waiting and not is_new:
-            # Building it, giving it its state and asking for it may draw: a loader makes its iterator then, which the
-            # run has behind it.
+            # Building it, giving it its state and asking for it may draw: a loader makes its
+            # iterator then, which the run has behind it.
             run_state.give_random(part(self._run.state, "random", dict))
 
     def _give(self, name: str, kept: Registered) -> Any:
@@ -109,7 +116,8 @@ class Registry:
 
     def note_positions(self) -> None:
         """Notes positions, as a method of the job returns. See [Note: when a step is committed]."""
-        self._random = None  # if asking a loader fails, the step has no positions and is not committed with old ones
+        # if asking a loader fails, the step has no positions and is not committed with old ones
+        self._random = None
         random = run_state.take_random()
         self._positions = {name: taken(kept) for name, kept in self._registered.items() if kept.is_position}
         self._random = random
@@ -122,5 +130,6 @@ class Registry:
     def state(self) -> dict[str, Any]:
         """Takes the states that belong to a commit: of registered objects, and random numbers."""
         now = {name: taken(kept) for name, kept in self._registered.items() if not kept.is_position}
-        # States that wait for their objects must outlive a commit that comes before these are registered.
+        # States that wait for their objects must outlive a commit that comes before these are
+        # registered.
         return {"registered": {**self._waiting, **now, **self._positions}, "random": self._random}

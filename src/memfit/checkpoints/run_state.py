@@ -1,6 +1,8 @@
-"""What belongs to a step beside weights and optimizer states: random numbers, settings, and objects of the user's.
+"""State that belongs to a step beside weights and optimizer states: random numbers, settings, and
+objects of the user's.
 
-In: live generators, an optimizer, objects with a `state_dict`. Out: plain values that `store.state` writes without pickling; and back.
+In: live generators, an optimizer, objects with a `state_dict`. Out: plain values that `store.state`
+writes without pickling; and back.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from memfit.tensors.random_states import check_numpy, check_python, check_torch
 _SHOWN = 5
 _LEAST, _LARGEST = -(2**63), 2**63 - 1
 _OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"))
-"""Settings that torch's schedulers put into groups, and count with: numbers, whether or not the optimizer here has met its scheduler yet."""
+"""Settings that torch's schedulers put into groups, and count with: numbers, whether or not the
+optimizer here has met its scheduler yet.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ class Registered:
     Attributes:
         take: gives its state.
         give: takes a state back.
-        is_position: it says where the data stand, or draws random numbers: noted when a job's method returns. Else when control comes back to memfit.
+        is_position: it says where the data stand, or draws random numbers: noted when a job's
+            method returns. Else when control comes back to memfit.
     """
 
     take: Callable[[], Any]
@@ -49,7 +54,8 @@ def registered(name: str, thing: Any) -> Registered:
 
     Args:
         name: for the message.
-        thing: has `state_dict` and `load_state_dict`; or is a random generator of torch, NumPy or Python.
+        thing: has `state_dict` and `load_state_dict`; or is a random generator of torch, NumPy or
+            Python.
 
     Raises:
         UsageError: none of these.
@@ -89,15 +95,20 @@ def taken(kept: Registered) -> Any:
     return copy.deepcopy(kept.take())
 
 
-# --- random numbers -------------------------------------------------------------------------------------------------------------
+# --- random numbers -----------------------------------------------------------------------------
 
 
 def take_random() -> dict[str, Any]:
-    """The states of the default generators: torch's (of the CPU and of every accelerator, if one is in use), NumPy's and Python's. About 10 KiB."""
+    """The states of the default generators: torch's (of the CPU and of every accelerator, if one is
+    in use), NumPy's and Python's.
+
+    About 10 KiB.
+    """
     accelerator = devices.initialized()
     return {
         "cpu": torch.get_rng_state(),
-        # Of whatever accelerator is in use: the name is that of files written before there were others than CUDA.
+        # Of whatever accelerator is in use: the name is that of files written before there were
+        # others than CUDA.
         "cuda": [] if accelerator is None else accelerator.rng_states(),
         "numpy": np.random.get_state(legacy=True),
         "python": random.getstate(),
@@ -105,7 +116,9 @@ def take_random() -> dict[str, Any]:
 
 
 def is_random_state(state: Mapping[str, Any]) -> bool:
-    """The default generators stand where they stood when the state was taken: nobody has drawn from them since."""
+    """The default generators stand where they stood when the state was taken: nobody has drawn from
+    them since.
+    """
     now = take_random()
     name, words, *place = now["numpy"]
     old_name, old_words, *old_place = state["numpy"]
@@ -145,7 +158,7 @@ def give_random(state: Any) -> None:
         raise StoreError(f"the state of the step has no random numbers that can be used: {str(error)[:200]}") from error
 
 
-# --- the optimizer --------------------------------------------------------------------------------------------------------------
+# --- the optimizer ------------------------------------------------------------------------------
 
 
 def take_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -199,7 +212,8 @@ def check_optimizer(found: Any, optimizer: torch.optim.Optimizer, names: Mapping
                 "What is to be frozen since then may stay in it: it is left alone while requires_grad=False"
             )
         for key, value in settings.items():
-            # Flags decide which states there are and which kernels run; rates and betas may change from step to step.
+            # Flags decide which states there are and which kernels run; rates and betas may change
+            # from step to step.
             if key == "foreach":
                 continue  # changes neither
             if isinstance(value, bool | None) and isinstance(live.get(key), bool | None) and live.get(key) != value:
@@ -221,13 +235,16 @@ def settings_of(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers keep there.
+    """Settings of the groups become those of a run or save: rates, betas, decays, what schedulers
+    keep there.
 
-    Copies: a rate in a tensor is changed in place by schedulers. So a tensor that is here stays, with the new value: groups that were made with one rate share
-    it, and a scheduler that changes it for one group changes it for all.
+    Copies: a rate in a tensor is changed in place by schedulers. So a tensor that is here stays,
+    with the new value: groups that were made with one rate share it, and a scheduler that changes
+    it for one group changes it for all.
 
     Raises:
-        StoreError: they are of other groups, or a setting is of another kind than here; nothing was changed.
+        StoreError: they are of other groups, or a setting is of another kind than here; nothing was
+            changed.
     """
     given = list(settings)
     check_settings(given, optimizer)
@@ -245,7 +262,8 @@ def give_settings(settings: Iterable[Mapping[str, Any]], optimizer: torch.optim.
                     with torch.no_grad():
                         now.copy_(value)
                 else:
-                    live[key] = copy.deepcopy(value).to(now.device)  # a rate held in a tensor stays on its device
+                    # a rate held in a tensor stays on its device
+                    live[key] = copy.deepcopy(value).to(now.device)
             else:
                 live[key] = copy.deepcopy(value)
 
@@ -280,7 +298,9 @@ def check_settings(settings: Sequence[Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _may_replace(value: Any, now: Any) -> bool:
-    """A setting is of a kind that another may have become: a number in a tensor or not, a flag or none."""
+    """A setting is of a kind that another may have become: a number in a tensor or not, a flag or
+    none.
+    """
     if isinstance(now, list | tuple):
         is_same = isinstance(value, list | tuple) and len(value) == len(now)
         return is_same and all(_may_replace(one, other) for one, other in zip(value, now, strict=True))
@@ -309,7 +329,9 @@ def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str,
 
 
 def placed_numbers(numbers: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's counters where torch's own rule has them: on the CPU, unless a kernel on the device reads them."""
+    """A parameter's counters where torch's own rule has them: on the CPU, unless a kernel on the
+    device reads them.
+    """
     moves = group.get("capturable") or group.get("fused")
     return {
         key: value.to(parameter.device) if moves and isinstance(value, torch.Tensor) else value
@@ -318,7 +340,10 @@ def placed_numbers(numbers: Mapping[str, Any], parameter: torch.Tensor, group: M
 
 
 def take_numbers(states: Mapping[int, BlockStates]) -> dict[str, Any]:
-    """By parameter, the states that are single numbers (step counters); parameters that were never updated are left out."""
+    """By parameter, the states that are single numbers (step counters).
+
+    Parameters that were never updated are left out.
+    """
     return {name: dict(values) for own in states.values() for name, values in own.numbers.items()}
 
 
@@ -326,7 +351,7 @@ def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: tor
     """Puts the counters where they were.
 
     Raises:
-        StoreError: they are none, or belong to parameters that the optimizer does not update.
+        StoreError: they are invalid, or belong to parameters that the optimizer does not update.
     """
     check_numbers(numbers)
     waiting = dict(numbers)
@@ -342,10 +367,11 @@ def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: tor
 
 
 def numbers_in_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What `take_numbers` gave, out of a journal's record, which has them block by block as they are encoded.
+    """Returns what `take_numbers` gave, out of a journal's record, which has them block by block as
+    they are encoded.
 
     Raises:
-        StoreError: they are none.
+        StoreError: they are invalid.
     """
     numbers: dict[str, Any] = {}
     for content in part(record, "counters", dict).values():
@@ -356,7 +382,7 @@ def numbers_in_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_numbers(numbers: Any) -> None:
-    """Refuses counters that are none. Raises `StoreError`."""
+    """Refuses invalid counters. Raises `StoreError`."""
     if not isinstance(numbers, Mapping) or not all(isinstance(values, Mapping) for values in numbers.values()):
         raise StoreError("the state of the step has no counters of the optimizer: it is damaged")
     for name, values in numbers.items():
@@ -368,7 +394,7 @@ def check_numbers(numbers: Any) -> None:
 
 
 def take_extra(model: nn.Module) -> dict[str, Any]:
-    """What modules keep beside parameters and buffers, by its name in the state dict."""
+    """Returns what modules keep beside parameters and buffers, by its name in the state dict."""
     return {name: copy.deepcopy(module.get_extra_state()) for name, module in extra_states(model).items()}
 
 
@@ -393,7 +419,7 @@ def give_extra(found: Any, model: nn.Module) -> None:
             ) from error
 
 
-# --- the model ------------------------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------
 
 
 def check_parameters(
@@ -424,7 +450,9 @@ def check_parameters(
 
 
 def changed_training(before: Any, now: Collection[str], names: Collection[str]) -> str:
-    """What was frozen, or is trained again, since a run's last commit, in words; nothing where that was not kept or is the same.
+    """Says what was frozen, or is trained again, since a run's last commit, in words.
+
+    Nothing where that was not kept or is the same.
 
     Args:
         before: names of what was frozen then; None: not kept.

@@ -1,7 +1,9 @@
-"""The directory that a run is committed to: its regions, its journal, and the small state beside them.
+"""The directory that a run is committed to: its regions, its journal, and the small state beside
+them.
 
-In: a directory. Out: a store whose regions are disk homes where the plan says disk, and copies of homes in memory, written by
-each commit, where it does not. See [Note: one layout for all plans] in `checkpoints.region_layout`.
+In: a directory. Out: a store whose regions are disk homes where the plan says disk, and copies of
+homes in memory, written by each commit, where it does not. See [Note: one layout for all plans] in
+`checkpoints.region_layout`.
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ from memfit.store.manifest import MANIFEST_NAME
 from memfit.store.os_errors import store_error
 
 FORMAT = "1"
-"""Of what a run keeps in a store; `identity["memfit run"]`."""
+"""Format of what a run keeps in a store; `identity["memfit run"]`."""
 _STATE_BYTES = 256 << 10
 
 
 class RunStore:
-    """A directory with a run that was committed before, or room for one. One job at a time has it; see `close`.
+    """A directory with a run that was committed before, or room for one.
 
-    Memory: the disk's staging (1 MiB a worker); a buffer of 4 MiB while bytes of a device are copied; with `verify`, four reads of 4 MiB at opening.
+    One job at a time has it; see `close`.
+
+    Memory: the disk's staging (1 MiB a worker); a buffer of 4 MiB while bytes of a device are
+    copied; with `verify`, four reads of 4 MiB at opening.
     Disk: `nbytes`, claimed when it is made.
 
     Args:
         directory: made if it does not exist; its parent must.
         durability: how often a step is committed.
         must_exist: a directory without a committed step is refused; else a run begins there.
-        scheme: of a new run, generations by default; a run that is there must have it, if it is given.
+        scheme: of a new run, generations by default; a run that is there must have it, if it is
+            given.
 
     Raises:
         StoreInUseError: a live job owns it.
@@ -83,7 +89,7 @@ class RunStore:
             )
 
     def _open(self, *, must_exist: bool) -> None:
-        if not must_exist and self._remove_unborn():
+        if not must_exist and self._remove_unfinished():
             return
         store = CommittedStore.open(
             self.directory, identity={"memfit run": FORMAT}, durability=self.durability, io=self.io
@@ -95,13 +101,13 @@ class RunStore:
             raise
         self._committed = store
 
-    def _remove_unborn(self) -> bool:
-        """Removes the files of a run that ended before its first commit: nothing is lost with them."""
+    def _remove_unfinished(self) -> bool:
+        """Removes the files of a run that ended before its first commit. Nothing is lost."""
         with DiskStore.open(self.directory, durable=False, io=self.io) as found:
-            is_unborn = found.step is None and found.identity.get("memfit run") == FORMAT
-            if is_unborn:
+            is_unfinished = found.step is None and found.identity.get("memfit run") == FORMAT
+            if is_unfinished:
                 found.close(delete=True)
-        return is_unborn
+        return is_unfinished
 
     @property
     def committed(self) -> CommittedStore:
@@ -127,10 +133,12 @@ class RunStore:
         Args:
             regions: what it holds.
             identity: whose it is.
-            units: in a new store with a journal, the regions of each block that rests on disk; see `DiskStore.create`.
+            units: in a new store with a journal, the regions of each block that rests on disk; see
+                `DiskStore.create`.
 
         Raises:
-            StoreError: no room for it, no permission; or another model, dtype or optimizer, with the differences.
+            StoreError: no room for it, no permission; or another model, dtype or optimizer, with
+                the differences.
         """
         self._regions = dict(regions)
         if self._committed is not None:
@@ -173,12 +181,15 @@ class RunStore:
         self.is_resumed = True
 
     def home(self, region: str, ends: Collection[int] = (), staging: Staging | None = None) -> DiskHome:
-        """A region as the home of a block that the plan puts on disk; the other arguments as in `DiskHome`."""
+        """A region as the home of a block that the plan puts on disk.
+
+        The other arguments as in `DiskHome`.
+        """
         return DiskHome(self.committed.region(region), ends, staging)
 
     @property
     def regions(self) -> Mapping[str, RegionSpec]:
-        """What the store holds, once it is prepared."""
+        """Regions that the store holds, once it is prepared."""
         return self._regions
 
     def has(self, region: str) -> bool:
@@ -186,7 +197,10 @@ class RunStore:
         return region in self._regions
 
     def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
-        """See `homes.regions.RegionStore`. Nothing is committed by it: a crash goes back to the last commit."""
+        """See `homes.regions.RegionStore`.
+
+        Nothing is committed by it: a crash goes back to the last commit.
+        """
         if is_new:
             self.committed.end_step(step, changed)
         else:
@@ -198,13 +212,19 @@ class RunStore:
         return None if now == step else now
 
     def reset(self) -> None:
-        """The job did not begin: a store that it made and never committed goes; one that was there stays as it was."""
+        """The job did not begin: a store that it made and never committed goes.
+
+        One that was there stays as it was.
+        """
         if self._committed is not None and self._committed.committed_step is None:
             store, self._committed = self._committed, None
             store.disk.close(delete=True)
 
     def close(self) -> None:
-        """Gives the directory back. What was not committed is gone; a run that was never committed leaves nothing. May be repeated.
+        """Gives the directory back.
+
+        What was not committed is gone; a run that was never committed leaves nothing. May be
+        repeated.
 
         Raises:
             StoreError: files could not be removed.

@@ -1,7 +1,7 @@
 """Schemes: how a store holds a whole step on disk at every instant.
 
-In: blocks, their optimizer states, the model's buffers. Out: the regions of a run's store, and what may be written to them
-when.
+In: blocks, their optimizer states, the model's buffers. Out: the regions of a run's store, and what
+may be written to them when.
 
 | scheme         | slots of what trains | a crash goes back to                       | between two steps        |
 |----------------|----------------------|--------------------------------------------|--------------------------|
@@ -47,7 +47,8 @@ class CommitScheme(Protocol):
             identity: tells the run from others.
 
         Raises:
-            StoreError: no room, or another model. PlanError: the plan does not go with how the store was laid out.
+            StoreError: no room, or another model. PlanError: the plan does not go with how the
+                store was laid out.
         """
         ...
 
@@ -60,7 +61,8 @@ class CommitScheme(Protocol):
         ...
 
     def check_changeable(self, block: BlockWeights, *, trains: bool, is_deciding: bool) -> None:
-        """Refuses to change a block between two steps where the store has no room for such a version.
+        """Refuses to change a block between two steps where the store has no room for such a
+        version.
 
         Args:
             block: that would be changed.
@@ -74,7 +76,9 @@ class CommitScheme(Protocol):
 
 
 class DoubleBuffered:
-    """Two slots of every weight and state: a step writes the spare ones, a commit exchanges them ("generations")."""
+    """Two slots of every weight and state: a step writes the spare ones, a commit exchanges them
+    ("generations").
+    """
 
     def __init__(self, run: RunStore, plan: Plan) -> None:
         self._run = run
@@ -91,7 +95,10 @@ class DoubleBuffered:
         self._run.prepare(regions_of(blocks, states, buffers, masters=masters_of(self._plan)), identity)
 
     def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
-        """See `CommitScheme`. Weights beside whole masters are rounded from them again when the run goes on."""
+        """See `CommitScheme`.
+
+        Weights beside whole masters are rounded from them again when the run goes on.
+        """
         regions = updated_regions(block.name)
         return regions[1:] if block.has_masters and masters_of(self._plan) == "whole" else regions
 
@@ -105,7 +112,8 @@ class DoubleBuffered:
 
 
 class Journaled:
-    """One slot of every weight and state: gradients are durable before updates overwrite anything ("journal").
+    """One slot of every weight and state: gradients are durable before updates overwrite anything
+    ("journal").
 
     See [Note: journal] in `store.journal`.
     """

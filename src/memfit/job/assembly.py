@@ -1,7 +1,7 @@
 """Assembly: what works in a job under one plan.
 
-In: a plan that was decided. Out: everything at home and ready for steps; at the end, everything back where it was. A job has
-one assembly at a time; a tighter plan brings the next one.
+In: a plan that was decided. Out: everything at home and ready for steps; at the end, everything
+back where it was. A job has one assembly at a time; a tighter plan brings the next one.
 """
 
 from __future__ import annotations
@@ -95,10 +95,13 @@ class Assembly(Contents):
         with training_setting(self.model, self.plan.loss_chunk_tokens, self.setup.problem.caches.use):
             yield
 
-    # --- the beginning ----------------------------------------------------------------------------------------------
+    # --- the beginning ---------------------------------------------------------------------------
 
     def move_in(self) -> None:
-        """Moves weights and optimizer states home, or finds them in the run's store. If that fails, `end` gives back what had moved."""
+        """Moves weights and optimizer states home, or finds them in the run's store.
+
+        If that fails, `end` gives back what had moved.
+        """
         setup, driver = self.setup, self.driver
         resumed = self.run_checkpointer if setup.run is not None and setup.run.is_resumed else None
         if resumed is None:
@@ -175,7 +178,9 @@ class Assembly(Contents):
             self.journal.take_up()
 
     def begin_run(self) -> None:
-        """Commits a new run's first version, or puts the random numbers of a resumed one where they were."""
+        """Commits a new run's first version, or puts the random numbers of a resumed one where they
+        were.
+        """
         self.checkpointer.begin()
         self.has_started = True
         self.setup.sources.drop()
@@ -188,10 +193,13 @@ class Assembly(Contents):
             else:
                 gradient.zero_()
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ---------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Lets go of all that the plan made; only the store stays, for the next plan. May be repeated."""
+        """Lets go of all that the plan made; only the store stays, for the next plan.
+
+        May be repeated.
+        """
         self.has_begun = False
         self._running.close()
         for block in self.blocks:
@@ -230,13 +238,17 @@ class Assembly(Contents):
             run.reset()
 
     def _give_back(self) -> None:
-        """Gives back states and weights, each as soon as it was read; what was given back already is not read again."""
+        """Gives back states and weights, each as soon as it was read.
+
+        What was given back already is not read again.
+        """
         try:
             self.keep_changes()
             for name in sorted(self._owed):
                 self.driver.restore(name, self.gather_state(name))
                 self._owed.discard(name)
-            # Before the first step weights have their first values: what never was in memory need not come there.
+            # Before the first step weights have their first values: what never was in memory need
+            # not come there.
             take_back = None if self.has_begun else self.setup.sources.take_back
             self.house.give_back(as_given=not self.has_begun, take_back=take_back)
         except StoreError as error:
@@ -310,7 +322,8 @@ def assemble(
         if before is None:
             made.end(restore=True)
         else:
-            made.give_up()  # the store has everything, and the run is still that of the assembly before
+            # the store has everything, and the run is still that of the assembly before
+            made.give_up()
         raise
     return made
 

@@ -1,21 +1,28 @@
 """A plan that does not do for a step, and the one that takes its place.
 
-In: the error of a step that met the limit, or a batch that is predicted to pass it. Out: an assembly under another plan, and what is said about it.
+In: the error of a step that met the limit, or a batch that is predicted to pass it. Out: an
+assembly under another plan, and what is said about it.
 
 [Note: replanning]
-Under `on_breach="replan"` another plan takes a run up where a step meets the limit, and where a batch comes that the plan is predicted not to fit. What
-stays is the store, whose last commit is the step before; homes in memory, buffers and hooks go, and are made anew from there.
+Under `on_breach="replan"` another plan takes a run up where a step meets the limit, and where a
+batch comes that the plan is predicted not to fit. What stays is the store, whose last commit is the
+step before; homes in memory, buffers and hooks go, and are made anew from there.
 
-*A breach.* The step is given up with everything that its plan made. What is still allocated then belongs to others (the user's tensors, a leak), and the next
-plan must live beside it, with a margin, larger with each try, for what no trace foresees. It must also be predicted to take less, by that margin, than the
-plan before: so tries end, at the latest after `TRIES`. Where none does, nothing is left to go on with: the job is closed, and its last commit is whole.
+*A breach.* The step is given up with everything that its plan made. What is still allocated then
+belongs to others (the user's tensors, a leak), and the next plan must live beside it, with a
+margin, larger with each try, for what no trace foresees. It must also be predicted to take less, by
+that margin, than the plan before: so tries end, at the latest after `TRIES`. Where none does,
+nothing is left to go on with: the job is closed, and its last commit is whole.
 
-*A prediction.* Nothing has begun. The plan is looked for while the one before still has its homes, which are not counted: they go with it. Where none fits,
-nothing was changed, and the job goes on. Once for a batch: the plan that comes is predicted to fit it; if it meets the limit even so, that is a breach.
+*A prediction.* Nothing has begun. The plan is looked for while the one before still has its homes,
+which are not counted: they go with it. Where none fits, nothing was changed, and the job goes on.
+Once for a batch: the plan that comes is predicted to fit it; if it meets the limit even so, that is
+a breach.
 
-In both, the fastest plan is taken, whatever its number of microbatches: another number adds up in another order, which is told. It is for all batches that
-come, of any shape. A loss that was never cut before is shown to add up first; where it does not, plans that cut the batch are out. The step is made with the
-same batch and random numbers as it would have been.
+In both, the fastest plan is taken, whatever its number of microbatches: another number adds up in
+another order, which is told. It is for all batches that come, of any shape. A loss that was never
+cut before is shown to add up first; where it does not, plans that cut the batch are out. The step
+is made with the same batch and random numbers as it would have been.
 """
 
 from __future__ import annotations
@@ -48,7 +55,8 @@ class BreachReport:
 
     Attributes:
         step: the step (from 1) that met the limit, or whose batch was predicted to pass it.
-        cause: in words: where, what was asked for, what held memory; or what the batch would have taken.
+        cause: in words: where, what was asked for, what held memory; or what the batch would have
+            taken.
         is_predicted: the step had not begun: it is its batch that does not fit under `before`.
         foreign_bytes: what was allocated on the device beside the job.
         before: the plan that did not do.
@@ -89,7 +97,8 @@ def assemble_tighter(
         interrupts: of the job.
 
     Raises:
-        LimitBreachError: the breach itself, where no tighter plan fits; nothing is left of the job, the last commit is whole.
+        LimitBreachError: the breach itself, where no tighter plan fits; nothing is left of the job,
+            the last commit is whole.
     """
     planned, adds_up = before.planned, before.planned.adds_up
     margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt)
@@ -135,10 +144,12 @@ def assemble_fitting(
         interrupts: of the job.
 
     Returns:
-        The assembly that the run goes on with, and what was changed; or, where no other plan does, an assembly under the plan before, and the refusal.
+        The assembly that the run goes on with, and what was changed; or, where no other plan does,
+        an assembly under the plan before, and the refusal.
 
     Raises:
-        DoesNotFitError: the refusal, where the plan before could not be taken up again either; nothing is left of the job, the last commit is whole.
+        DoesNotFitError: the refusal, where the plan before could not be taken up again either;
+            nothing is left of the job, the last commit is whole.
     """
     planned, adds_up, step = before.planned, before.planned.adds_up, before.steps + 1
     now = before
@@ -175,12 +186,15 @@ def assemble_fitting(
 
 
 def margin_bytes(limit_bytes: int, attempt: int) -> int:
-    """What a plan must leave free after so many breaches of one step (from 1)."""
+    """Returns what a plan must leave free after so many breaches of one step (from 1)."""
     return attempt * max(int(_MARGIN_SHARE * limit_bytes), MIB)
 
 
 def _exchange(given_up: Assembly, planned: Planned, interrupts: Interrupts) -> Assembly:
-    """Takes the run up from its last commit under another plan; where that fails, machine and run are still to be ended by the assembly that was given up."""
+    """Takes the run up from its last commit under another plan.
+
+    Where that fails, machine and run are still to be ended by the assembly that was given up.
+    """
     before = given_up.run_checkpointer
     before.run.go_back()
     after = assemble(planned, scaler=given_up.scaler, interrupts=interrupts, before=before)
@@ -200,7 +214,10 @@ def _may_cut(now: Assembly, batch: Any) -> bool:
 
 
 def _take_back(now: Assembly, planned: Planned, excess: str, refused: Exception, interrupts: Interrupts) -> Assembly:
-    """The plan before takes the run up again, from the same commit; or the job ends, with the refusal."""
+    """The plan before takes the run up again, from the same commit.
+
+    Or the job ends, with the refusal.
+    """
     try:
         now.give_up()
         return _exchange(now, planned, interrupts)
@@ -223,7 +240,9 @@ def _refusal(excess: str, error: Exception, what_now: str) -> DoesNotFitError:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """The first line of an error, with its class where that is not memfit's: the whole of it follows as the cause."""
+    """The first line of an error, with its class where that is not memfit's: the whole of it
+    follows as the cause.
+    """
     first = (str(error).splitlines() or [""])[0]
     return first if isinstance(error, MemfitError) else f"{type(error).__name__}: {first}"
 
@@ -234,9 +253,11 @@ def _closed(assembly: Assembly) -> str:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Lets go of what the frames of an error, and of what caused it, hold: activations and gradients of the step that failed.
+    """Lets go of what the frames of an error, and of what caused it, hold: activations and
+    gradients of the step that failed.
 
-    The tracebacks go too: a frame that was cleared still holds its function, and that the arguments in its closure (as `Module.__call__` has them).
+    The tracebacks go too: a frame that was cleared still holds its function, and that the arguments
+    in its closure (as `Module.__call__` has them).
     """
     found: BaseException | None = error
     while found is not None:

@@ -1,11 +1,16 @@
-"""Clipping after `job.step` finds no gradients and would do nothing, in silence; here it is told, once a job.
+"""Clipping after `job.step` finds no gradients and would do nothing, in silence.
 
-In: live jobs. Out: a warning where `clip_grad_norm_` gets parameters of a job, of which none has a gradient. (`clip_grad_value_` raises then, by itself.)
+Here it is told, once a job.
+
+In: live jobs. Out: a warning where `clip_grad_norm_` gets parameters of a job, of which none has a
+gradient. (`clip_grad_value_` raises then, by itself.)
 
 [Note: who hears of clipping]
-Nothing of a parameter says that its `grad` was read, and a program may have taken `clip_grad_norm_` by any name. But the function reaches a helper through the
-globals of its module, `torch.nn.utils.clip_grad`, when it runs. While a job lives, that name leads through this module: it looks, then does what torch's
-does, with the same arguments. When the last job is closed the name is torch's own again. A torch without it is left alone; then nothing is told.
+Nothing of a parameter says that its `grad` was read, and a program may have taken `clip_grad_norm_`
+by any name. But the function reaches a helper through the globals of its module,
+`torch.nn.utils.clip_grad`, when it runs. While a job lives, that name leads through this module: it
+looks, then does what torch's does, with the same arguments. When the last job is closed the name is
+torch's own again. A torch without it is left alone; then nothing is told.
 """
 
 from __future__ import annotations

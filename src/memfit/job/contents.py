@@ -1,7 +1,7 @@
 """Contents of a job's homes: weights and optimizer states, read and changed between two steps.
 
-In: blocks, their states, a `House`. Out: values by name, and changes that become versions of their own, or are forgotten
-where they fail.
+In: blocks, their states, a `House`. Out: values by name, and changes that become versions of their
+own, or are forgotten where they fail.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Contents:
             self.is_stepping = False
 
     def check_unchanged(self) -> None:
-        """Checks that the parameters are those of `fit`, lie where the job put them, and train as they did.
+        """Checks that the parameters are those of `fit`, lie where the job put them, and train as
+        they did.
 
         Raises:
             UsageError: one does not.
@@ -120,10 +121,13 @@ class Contents:
             )
         return list(dict.fromkeys(by_name[name] for name in names))
 
-    # --- changes between two steps ----------------------------------------------------------------------------------
+    # --- changes between two steps ---------------------------------------------------------------
 
     def keep_changes(self) -> None:
-        """Makes what was written to homes between two steps a version of its own. Within a step nothing is one yet."""
+        """Makes what was written to homes between two steps a version of its own.
+
+        Within a step nothing is one yet.
+        """
         if not self.is_stepping:
             if self.journal is not None:
                 self.journal.finish()
@@ -131,7 +135,9 @@ class Contents:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """What is written to homes inside becomes a version of its own, or is forgotten where it fails."""
+        """Makes what is written to homes inside a version of its own, or is forgotten where it
+        fails.
+        """
         self.keep_changes()
         try:
             yield
@@ -154,9 +160,9 @@ class Contents:
         self._note_changes(changed)
         try:
             for block in changed:
-                ticket = block.write_home(before[block.index])
-                if ticket is not None:
-                    ticket.wait()
+                transfer = block.write_home(before[block.index])
+                if transfer is not None:
+                    transfer.wait()
             self.keep_changes()
         except BaseException as error:
             if any(_is_overwritten(block.home) or _is_overwritten(block.master_home) for block in changed):
@@ -215,7 +221,7 @@ class Contents:
         self._note_changes([block])
         self.states[block.index].put(slot, state)
 
-    # --- bytes ------------------------------------------------------------------------------------------------------
+    # --- bytes -----------------------------------------------------------------------------------
 
     def held(self) -> Iterator[torch.Tensor]:
         """Yields what is on the device between steps and goes with the plan."""
@@ -242,7 +248,7 @@ class Contents:
         return coming + max(block.nbytes for block in self.blocks)  # one is here twice for a moment
 
     def can_undo(self, updated: Sequence[int]) -> bool:
-        """Returns True if the homes of updated blocks still hold the weights and states of before."""
+        """Returns True if the homes of updated blocks still hold what they held before."""
         return all(
             _has_spare_slot(self.blocks[b].home)
             and _has_spare_slot(self.blocks[b].master_home)

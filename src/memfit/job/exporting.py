@@ -1,6 +1,7 @@
-"""What can be done with a run's directory without its program: look at it, copy it out, remove it.
+"""Tools for a run's directory without its program: look at it, copy it out, remove it.
 
-In: a directory that `memfit.fit(store=...)` made. Out: a report; safetensors files as `Job.save` writes them; nothing.
+In: a directory that `memfit.fit(store=...)` made. Out: a report; safetensors files as `Job.save`
+writes them; nothing.
 """
 
 from __future__ import annotations
@@ -73,14 +74,17 @@ def export_run(
 ) -> SaveResult:
     """Copies the last commit of a run out of its store, as `Job.save` would have written it.
 
-    Weights are for `from_pretrained` and plain `load_file`; `memfit.job.loading.load` puts weights, optimizer states and settings into plain objects.
-    The states of registered objects go along in `registered.safetensors`, as `read_registered` gives them back. States of the optimizer that rest in fewer
-    bits come out decoded to fp32, as `optimizer.state_dict()` has them.
+    Weights are for `from_pretrained` and plain `load_file`; `memfit.job.loading.load` puts weights,
+    optimizer states and settings into plain objects. The states of registered objects go along in
+    `registered.safetensors`, as `read_registered` gives them back. States of the optimizer that
+    rest in fewer bits come out decoded to fp32, as `optimizer.state_dict()` has them.
 
-    A step that a journal has decided, with all its updates made, is what is copied, with the settings and random numbers that it had; registered objects
-    are those of the step before, for what the loop did after the step is not in the store.
+    A step that a journal has decided, with all its updates made, is what is copied, with the
+    settings and random numbers that it had; registered objects are those of the step before, for
+    what the loop did after the step is not in the store.
 
-    Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first. Nothing is changed in the store, and no right to is needed.
+    Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first. Nothing
+    is changed in the store, and no right to is needed.
 
     Args:
         directory: of the run; no job may have it open.
@@ -88,8 +92,9 @@ def export_run(
         max_shard_bytes: of one file of weights.
 
     Raises:
-        StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the disk. UnsupportedError: masters rest in bits that only a job
-            joins; or the journal has a step under way, which only the run's program can finish.
+        StoreInUseError: a live job owns it. StoreError: there is no run, it is damaged, or the
+            disk. UnsupportedError: masters rest in bits that only a job joins; or the journal has a
+            step under way, which only the run's program can finish.
     """
     began = time.perf_counter()
     used = FileOperations()
@@ -115,7 +120,10 @@ def export_run(
 
 
 def _files_of(store: CommittedStore, max_shard_bytes: int) -> tuple[list[SaveFile], dict[str, str | bytes]]:
-    """The files that tensors go to, and the other files' texts. What is not as a job wrote it raises, by chance, whatever such values raise."""
+    """The files that tensors go to, and the other files' texts.
+
+    What is not as a job wrote it raises, by chance, whatever such values raise.
+    """
     state = _with_journal(store, store.read_state())
     facts = part(state, "model", dict)
     weights, states = _sources(store, facts)
@@ -170,7 +178,9 @@ def _with_journal(store: CommittedStore, state: Mapping[str, Any]) -> Mapping[st
 
 
 def _scale(state: Mapping[str, Any], *, is_decided: bool = False) -> dict[str, Any] | None:
-    """The loss scale, compared; or, where a step was decided, which is one without an overflow, that after it."""
+    """The loss scale, compared; or, where a step was decided, which is one without an overflow,
+    that after it.
+    """
     if state.get("loss scale") is None:
         return None
     scaler = LossScaler()
@@ -195,7 +205,8 @@ def _check_plain(identity: Mapping[str, str], directory: str | Path) -> None:
 
 
 def read_registered(directory: str | Path) -> dict[str, Any]:
-    """The states of the objects that were registered with a run, from what `export_run` wrote: for their `load_state_dict`.
+    """The states of the objects that were registered with a run, from what `export_run` wrote: for
+    their `load_state_dict`.
 
     Raises:
         StoreError: there is no such file, or it is damaged.
@@ -213,7 +224,9 @@ def read_registered(directory: str | Path) -> dict[str, Any]:
 def _sources(
     store: CommittedStore, facts: Mapping[str, Any]
 ) -> tuple[dict[str, TensorSource], dict[str, TensorSource]]:
-    """Where weights (their masters, where they have one) and buffers are, and where states are, by name."""
+    """Where weights (their masters, where they have one) and buffers are, and where states are, by
+    name.
+    """
     orders = part(facts, "orders", dict)
     weights: dict[str, TensorSource] = {}
     states: dict[str, TensorSource] = {}
@@ -243,7 +256,8 @@ def _sources(
 def _decoded(
     home: DiskHome, place: TensorPlace, chosen: StateFormat, key: str, keys: Collection[str], shape: tuple[int, ...]
 ) -> tuple[DecodedState, TensorPlace] | None:
-    """A state that rests encoded, as a home of fp32 values and its place there; None for one that rests as it is.
+    """A state that rests encoded, as a home of fp32 values and its place there; None for one that
+    rests as it is.
 
     Args:
         home: of the block's states.
@@ -278,7 +292,7 @@ def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict
     names, ignored = part(facts, "names", dict), set(facts.get("ignored") or ())
     called = {parameter: names.get(parameter, parameter) for parameter in weights if parameter not in ignored}
     if len(set(called.values())) != len(called) or not all(isinstance(name, str) for name in called.values()):
-        raise _damaged("its 'names' are none, or two tensors have one")
+        raise _damaged("its 'names' are invalid, or two tensors have one")
     kept = {name: weights[parameter] for parameter, name in called.items()}
     if facts.get("files") is None:
         return kept
@@ -289,7 +303,9 @@ def _kept(weights: Mapping[str, TensorSource], facts: Mapping[str, Any]) -> dict
 
 
 def _file_tensor(name: Any, found: Any, kept: Mapping[str, TensorSource]) -> FileTensor:
-    """A tensor of the files: ranges of those of the model, inside of these, that together are as long as its shape says."""
+    """A tensor of the files: ranges of those of the model, inside of these, that together are as
+    long as its shape says.
+    """
     shape = part(found, "shape", list)
     parts = [Range(name=own, first=first, count=count) for own, first, count in part(found, "parts", list)]
     is_inside = all(
@@ -310,7 +326,9 @@ def _file_tensor(name: Any, found: Any, kept: Mapping[str, TensorSource]) -> Fil
 
 
 def _source(home: ByteHome, place: TensorPlace, order: Any) -> HomeSource:
-    """A tensor of a region; `order` is its parameter's shape and strides, where those are not row-major."""
+    """A tensor of a region; `order` is its parameter's shape and strides, where those are not
+    row-major.
+    """
     shape: tuple[int, ...] = place.shape
     stride: tuple[int, ...] | None = None
     if order is not None and sorted(order["shape"]) == sorted(place.shape):
@@ -321,7 +339,9 @@ def _source(home: ByteHome, place: TensorPlace, order: Any) -> HomeSource:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Each element has its own place, and there are no others: dimensions by stride, as if they were row-major in some order."""
+    """Each element has its own place, and there are no others: dimensions by stride, as if they
+    were row-major in some order.
+    """
     if len(shape) != len(stride) or not all(type(one) is int for one in stride):
         return False
     step = 1

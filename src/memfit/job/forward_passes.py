@@ -1,4 +1,5 @@
-"""Forward passes beside training: the loss of a batch, and the proof that a loss adds up over microbatches.
+"""Forward passes beside training: the loss of a batch, and the proof that a loss adds up over
+microbatches.
 
 In: an assembly and a batch. Out: losses; nothing is changed.
 """
@@ -82,13 +83,16 @@ def _evaluated(assembly: Assembly, prepared: Prepared, work: StepInput) -> list[
 
 @trial()
 def check_split(assembly: Assembly, sample: Any) -> None:
-    """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut into two and one run interleaved.
+    """Refuses a loss that does not add up over microbatches, by three rows forward: whole, and cut
+    into two and one run interleaved.
 
-    A model that does not run on these parts is told of in the same way: then they are none.
+    A model that does not run on these parts is refused in the same way.
 
-    As the model trains but without dropout; where it draws random numbers even so, in evaluation mode, and each row meets the same ones. Generators, buffers,
-    modules and weights are as they were after; weights stream as in a step, so that it fits where the step fits. That it adds up is kept in the assembly's parts,
-    and that rows were alike, which shows little: the first batch of a step is looked at then.
+    As the model trains but without dropout; where it draws random numbers even so, in evaluation
+    mode, and each row meets the same ones. Generators, buffers, modules and weights are as they
+    were after; weights stream as in a step, so that it fits where the step fits. That it adds up is
+    kept in the assembly's parts, and that rows were alike, which shows little: the first batch of a
+    step is looked at then.
 
     Raises:
         UnsupportedError: the results differ by more than 1e-5 of the whole, or the model fails.
@@ -122,7 +126,9 @@ def check_split(assembly: Assembly, sample: Any) -> None:
 
 @trial()
 def check_counted(assembly: Assembly, sample: Any) -> None:
-    """Refuses a pair of which the first is a mean: (sum, count) is divided by its count. Three rows forward, whole and in two parts, as `check_split`.
+    """Refuses a pair of which the first is a mean: (sum, count) is divided by its count.
+
+    Three rows forward, whole and in two parts, as `check_split`.
 
     Where the batch cannot be cut, or the model does not run on parts of it, nothing shows.
 
@@ -143,7 +149,9 @@ def check_counted(assembly: Assembly, sample: Any) -> None:
 
 @trial()
 def check_dtype(assembly: Assembly, sample: Any) -> None:
-    """Refuses a dtype of the plan's that the model does not run in. Some rows forward, without gradients.
+    """Refuses a dtype of the plan's that the model does not run in.
+
+    Some rows forward, without gradients.
 
     Operations that torch lacks in a dtype show on real tensors only.
 
@@ -165,7 +173,9 @@ def check_dtype(assembly: Assembly, sample: Any) -> None:
 
 
 def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:
-    """What the loss gives for the whole and for its parts: as the model trains but without dropout, or in evaluation mode where it draws random numbers even so."""
+    """Returns what the loss gives for the whole and for its parts: as the model trains but without
+    dropout, or in evaluation mode where it draws random numbers even so.
+    """
     model = assembly.model
     with without_dropout(model):
         found = _losses(assembly, trial.whole, trial.parts, may_draw=False)
@@ -177,7 +187,9 @@ def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:
 
 
 def check_first(assembly: Assembly, batch: Any) -> None:
-    """The same on the first batch, where the sample's rows were alike. Once: batches of the same kind follow.
+    """The same on the first batch, where the sample's rows were alike.
+
+    Once: batches of the same kind follow.
 
     Raises:
         UnsupportedError: as `check_split`; nothing was trained.
@@ -203,7 +215,9 @@ def check_first(assembly: Assembly, batch: Any) -> None:
 
 @contextmanager
 def _untouched(assembly: Assembly) -> Iterator[None]:
-    """Gives back what a forward changes: buffers, modules and their attributes, weights that it writes (which stay on the device), and what the loss keeps."""
+    """Gives back what a forward changes: buffers, modules and their attributes, weights that it
+    writes (which stay on the device), and what the loss keeps.
+    """
     model = assembly.model
     names = assembly.planned.prepared.profile.written_weights
     written = [(parameter, parameter.detach().clone()) for parameter in map(model.get_parameter, names)]
@@ -216,7 +230,9 @@ def _untouched(assembly: Assembly) -> Iterator[None]:
 
 
 def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: bool) -> list[list[Any]] | None:
-    """What the loss gives for the whole, and for its parts; None where random numbers are drawn that may not be."""
+    """Returns what the loss gives for the whole, and for its parts; None where random numbers are
+    drawn that may not be.
+    """
     model, loss = assembly.model, assembly.loss
     results: list[list[Any]] = []
     before = take_random()

@@ -1,6 +1,7 @@
 """A model is in one hand at a time: a job's, or that of a session of `memfit.infer`.
 
-In: who has which parameters. Out: a refusal for whoever wants them as well. Both would give them memory of their own, and the first would be left with none.
+In: who has which parameters. Out: a refusal for whoever wants them as well. Both would give them
+memory of their own, and the first would be left with none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class ModelOwner(Protocol):
     """Something that has parameters in hand."""
 
     def holds(self, parameters: Collection[int]) -> str | None:
-        """Sentence that says what holds the model and how that is ended, if it has one of these parameters (by identity) now."""
+        """Sentence that says what holds the model and how that is ended, if it has one of these
+        parameters (by identity) now.
+        """
         ...
 
 
@@ -35,7 +38,7 @@ def refuse_held(model: nn.Module) -> None:
     """Refuses a model that is in somebody's hand, with whatever optimizer. Raises `UsageError`."""
     if _holder_of(model) is None:
         return
-    gc.collect()  # a job that nobody can reach any more is none
+    gc.collect()  # a job that nobody can reach any more holds nothing
     found = _holder_of(model)
     if found is not None:
         raise UsageError(
@@ -63,5 +66,5 @@ class Session:
         return "a session of memfit.infer has its parameters: leave its `with` first"
 
     def end(self) -> None:
-        """They are nobody's."""
+        """Releases ownership of the parameters."""
         self._parameters.clear()

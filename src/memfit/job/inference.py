@@ -1,6 +1,7 @@
 """`infer`: forward passes and generation with a model that may be larger than memory.
 
-In: a model, or a directory with one. Out: a context inside which the model's own `forward` and `generate` work, with weights that stream from disk.
+In: a model, or a directory with one. Out: a context inside which the model's own `forward` and
+`generate` work, with weights that stream from disk.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class Inference:
 
     Attributes:
         model: call it, or its `generate`.
-        weight_bytes: the most that weights take on the device at any time: those of two successive calls, and those that stay.
-        cache_limit_bytes: what caches of keys and values may take on the device before their layers go home; None: as much as they need.
+        weight_bytes: the most that weights take on the device at any time: those of two successive
+            calls, and those that stay.
+        cache_limit_bytes: what caches of keys and values may take on the device before their layers
+            go home; None: as much as they need.
     """
 
     def __reduce__(self) -> NoReturn:
@@ -78,14 +81,18 @@ class Inference:
         self._caches = caches
 
     def together(self, requests: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs several requests side by side, so that weights travel once for all of them: all pass a block before any is at the next.
+        """Runs several requests side by side, so that weights travel once for all of them: all pass
+        a block before any is at the next.
 
-            answers = session.together([lambda p=p: session.model.generate(p, max_new_tokens=50) for p in prompts])
+            answers = session.together([lambda p=p: session.model.generate(p, max_new_tokens=50) for
+            p in prompts])
 
-        Each request computes what it computes alone, bit for bit, whatever the shapes of the others (no padding). Requests that draw random numbers: with more than
-        one, the m-th draws as `memfit.microbatch_streams(len(requests))` has it, or from the seed that it sets itself.
+        Each request computes what it computes alone, bit for bit, whatever the shapes of the others
+        (no padding). Requests that draw random numbers: with more than one, the m-th draws as
+        `memfit.microbatch_streams(len(requests))` has it, or from the seed that it sets itself.
 
-        Memory: the weights of two successive blocks; the activations of one request inside a block, and of all at its entry; the caches of all.
+        Memory: the weights of two successive blocks; the activations of one request inside a block,
+        and of all at its entry; the caches of all.
 
         Args:
             requests: functions without arguments that call the model.
@@ -101,15 +108,19 @@ class Inference:
 
     @property
     def cache_bytes_per_token(self) -> int | None:
-        """What keys and values of one token of one row take in all layers, by the configuration of a transformers model; None where it does not say.
+        """Bytes that keys and values of one token of one row take in all layers, by the
+        configuration of a transformers model; None where it does not say.
 
-        An encoder's tokens take as much as the decoder's in the layers that look at them. Models that keep less for some layers (sliding windows) take less.
+        An encoder's tokens take as much as the decoder's in the layers that look at them. Models
+        that keep less for some layers (sliding windows) take less.
         """
         return _cache_bytes_per_token(self.model)
 
     @property
     def cache_peak_bytes(self) -> int | None:
-        """The most that caches took on the device so far, where they are counted (`cache_limit_bytes`)."""
+        """The most that caches took on the device so far, where they are counted
+        (`cache_limit_bytes`).
+        """
         return None if self._caches is None else self._caches.peak_bytes
 
     @property
@@ -119,7 +130,9 @@ class Inference:
 
     @property
     def measured_peak_bytes(self) -> int:
-        """After the context: the peak inside it, and of loading before: of the process without a GPU, else of the device."""
+        """After the context: the peak inside it, and of loading before: of the process without a
+        GPU, else of the device.
+        """
         return self._machine.measured_peak_bytes()
 
     @property
@@ -139,34 +152,45 @@ def infer(
     directory: str | Path | None = None,
     enforce: bool = True,
 ) -> Iterator[Inference]:
-    """Gives a context for forward passes and generation in constant memory: weights come from disk, block by block, and two blocks are here at most.
+    """Gives a context for forward passes and generation in constant memory: weights come from disk,
+    block by block, and two blocks are here at most.
 
         with memfit.infer("path/of/a/model", limit="1GiB") as session:
             tokens = session.model.generate(prompt, max_new_tokens=50)
 
-    Inside, gradients are off and the model is in evaluation mode. What it computes is what it computes plainly, bit for bit. Weights travel once a forward pass, for
-    all rows of a batch, and for all requests of `session.together`. Activations are the program's own and count. Caches of keys and values (transformers'
-    dynamic ones) are on the device up to `cache_limit`; beyond it their layers go home, to disk or to host memory beside a GPU, and come with their turn.
+    Inside, gradients are off and the model is in evaluation mode. What it computes is what it
+    computes plainly, bit for bit. Weights travel once a forward pass, for all rows of a batch, and
+    for all requests of `session.together`. Activations are the program's own and count. Caches of
+    keys and values (transformers' dynamic ones) are on the device up to `cache_limit`; beyond it
+    their layers go home, to disk or to host memory beside a GPU, and come with their turn.
 
-    Memory: the weights of two successive blocks, and those that no module's call brackets; activations; caches up to their limit, at least those of two layers.
-    The same at any depth.
+    Memory: the weights of two successive blocks, and those that no module's call brackets;
+    activations; caches up to their limit, at least those of two layers. The same at any depth.
 
     Args:
-        model: a module, in memory or built by `memfit.empty`; or a directory as `save_pretrained` writes it, whose model is built without its weights.
+        model: a module, in memory or built by `memfit.empty`; or a directory as `save_pretrained`
+            writes it, whose model is built without its weights.
         limit: as in `memfit.fit`. None: nothing is enforced, and weights stream all the same.
-        weights: files to take the weights from, as in `memfit.fit`; for a directory as `model`, that one.
+        weights: files to take the weights from, as in `memfit.fit`; for a directory as `model`,
+            that one.
         blocks: names or modules that are to be the blocks.
-        cache_limit: bytes of keys and values on the device. None: under a limit half of what it leaves beside weights, process and reserve (the other half is for
-            activations); without one all of them. `session.cache_bytes_per_token` is their price.
-        directory: where homes on disk are made; temporary by default. They take the model's bytes once.
-        enforce: True arms the limit in the allocator, so that passing it is an error at the allocation. False: it is only reported.
+        cache_limit: bytes of keys and values on the device. None: under a limit half of what it
+            leaves beside weights, process and reserve (the other half is for activations); without
+            one all of them. `session.cache_bytes_per_token` is their price.
+        directory: where homes on disk are made; temporary by default. They take the model's bytes
+            once.
+        enforce: True arms the limit in the allocator, so that passing it is an error at the
+            allocation. False: it is only reported.
 
     Yields:
-        The session. At the end a model that was in memory is there again; the weights of one that was not are gone with their homes.
+        The session. At the end a model that was in memory is there again; the weights of one that
+        was not are gone with their homes.
 
     Raises:
-        DoesNotFitError: two blocks, or `cache_limit` beside them, do not fit. LimitBreachError: activations passed the limit. UsageError: arguments; an
-        unknown layout of files. AwayError: the model reads a weight outside of the call of its block: name the module that reads it in `blocks=`.
+        DoesNotFitError: two blocks, or `cache_limit` beside them, do not fit. LimitBreachError:
+            activations passed the limit. UsageError: arguments; an
+        unknown layout of files. AwayError: the model reads a weight outside of the call of its
+            block: name the module that reads it in `blocks=`.
         StoreError: the disk.
     """
     was_whole = isinstance(model, nn.Module) and not any(is_away(p) for p in model.parameters())
@@ -220,10 +244,12 @@ def stream(
     cache_limit: int | None,
     directory: str | Path | None,
 ) -> Iterator[Inference]:
-    """Forward passes of the user's own inside the limit: evaluation mode, no gradients, weights streamed, interrupts between two visits.
+    """Forward passes of the user's own inside the limit: evaluation mode, no gradients, weights
+    streamed, interrupts between two visits.
 
     Raises:
-        LimitBreachError: the limit. DoesNotFitError: `cache_limit` is more than weights leave of it.
+        LimitBreachError: the limit. DoesNotFitError: `cache_limit` is more than weights leave of
+            it.
     """
     travelling = sum(block.nbytes for block in blocks if block.travels)
     resident = sum(block.nbytes for block in blocks) - travelling
@@ -294,7 +320,9 @@ def _breach_text(
 
 
 def _way_out(missing: int | None, limit: int | None, caches: OffloadedCaches | None) -> str:
-    """What would have let the allocation pass that was refused, in figures where they are known."""
+    """Says what would have let the allocation pass that was refused, in figures where they are
+    known.
+    """
     ways = ["Try fewer rows or tokens at a time"]
     can_shrink = caches is not None and caches.here_bytes > caches.least_bytes
     if missing is None or limit is None:

@@ -3,15 +3,19 @@
 In: a job's work. Out: the same, with `KeyboardInterrupt` raised where nothing is half done.
 
 [Note: why interrupts wait]
-Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. Between taking a lock and entering its `with` it leaves the lock taken for
-ever; inside `Condition.notify` it loses a wake-up; in the wait for a transfer it lets go of memory that a thread still fills. So while a job works, Ctrl-C
-is noted and raised at the next action of the schedule, or when the work is done. A second Ctrl-C does not wait: it is for a loss that never ends.
+Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. Between taking a
+lock and entering its `with` it leaves the lock taken for ever; inside `Condition.notify` it loses a
+wake-up; in the wait for a transfer it lets go of memory that a thread still fills. So while a job
+works, Ctrl-C is noted and raised at the next action of the schedule, or when the work is done. A
+second Ctrl-C does not wait: it is for a loss that never ends.
 
 [Note: interrupts in the device's thread]
-Python runs signal handlers in the main thread, between bytecodes; on an accelerator that thread waits in C++ for the whole backward, while the schedule's actions
-run in autograd's device thread. There the note comes too late: all blocks would be updated before anyone hears of it. What comes at once is a byte in a
-pipe (`signal.set_wakeup_fd`), which `check` reads in other threads than the holder's. The handler runs all the same when backward has ended, and is then
-known to have been raised already. A second Ctrl-C cannot be quicker than the next action while backward runs there.
+Python runs signal handlers in the main thread, between bytecodes; on an accelerator that thread
+waits in C++ for the whole backward, while the schedule's actions run in autograd's device thread.
+There the note comes too late: all blocks would be updated before anyone hears of it. What comes at
+once is a byte in a pipe (`signal.set_wakeup_fd`), which `check` reads in other threads than the
+holder's. The handler runs all the same when backward has ended, and is then known to have been
+raised already. A second Ctrl-C cannot be quicker than the next action while backward runs there.
 """
 
 from __future__ import annotations
@@ -25,13 +29,17 @@ from types import FrameType
 
 
 class Interrupts:
-    """Notes Ctrl-C for one job. A handler of the user's own, or work in another thread, is left alone."""
+    """Notes Ctrl-C for one job.
+
+    A handler of the user's own, or work in another thread, is left alone.
+    """
 
     def __init__(self) -> None:
         self._is_holding = False
         self._holder = 0
         self._wake: int | None = None
-        # Interrupts since `held` began: whose handler ran, whose byte was read, and how many have been raised.
+        # Interrupts since `held` began: whose handler ran, whose byte was read, and how many have
+        # been raised.
         self._noted = self._arrived = self._raised = 0
 
     @contextmanager
@@ -44,8 +52,10 @@ class Interrupts:
         self._noted = self._arrived = self._raised = 0
         self._holder = threading.get_ident()
         try:
-            # Inside of the `try`: putting the handler in raises what came just before. Before the pipe: an interrupt that came between the two steps of having
-            # the pipe and of noting what to take back would leave a closed descriptor with the interpreter; likewise at the end.
+            # Inside of the `try`: putting the handler in raises what came just before. Before the
+            # pipe: an interrupt that came between the two steps of having the pipe and of noting
+            # what to take back would leave a closed descriptor with the interpreter; likewise at
+            # the end.
             self._is_holding = True
             signal.signal(signal.SIGINT, self._note)
             with ExitStack() as stack:
@@ -58,7 +68,10 @@ class Interrupts:
         self.check()
 
     def check(self, _done: object = None) -> None:
-        """Raises the interrupt that came, if one did. From any thread; see [Note: interrupts in the device's thread]."""
+        """Raises the interrupt that came, if one did.
+
+        From any thread; see [Note: interrupts in the device's thread].
+        """
         if self._wake is not None and threading.get_ident() != self._holder:
             self._arrived += _read_all(self._wake).count(signal.SIGINT)
         came = max(self._noted, self._arrived)
@@ -77,7 +90,9 @@ class Interrupts:
 
 
 def _wake_pipe(stack: ExitStack) -> int | None:
-    """A pipe into which the interpreter writes the number of each signal at once; None where somebody else has one (an event loop)."""
+    """A pipe into which the interpreter writes the number of each signal at once; None where
+    somebody else has one (an event loop).
+    """
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stack.callback(os.close, read)
     stack.callback(os.close, write)

@@ -47,22 +47,23 @@ class Job(JobFacts):
             "class and that directory"
         )
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    # --- training --------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
         """Makes forward, backward and update on one batch.
 
         Args:
-            batch: as the sample; other shapes are planned for when they come (some tenths of a second each time a new shape
-                appears). One with fewer rows than the plan has microbatches is cut into as many as it has rows.
+            batch: as the sample; other shapes are planned for when they come (some tenths of a
+                second each time a new shape appears). One with fewer rows than the plan has
+                microbatches is cut into as many as it has rows.
 
         Returns:
             The loss and what was measured.
 
         Raises:
             LimitBreachError: the limit was hit; says where, and whether the step can be repeated.
-            DoesNotFitError: a batch of another shape does not fit under the plan, or, with `on_breach="replan"`, under any;
-                the job goes on.
+            DoesNotFitError: a batch of another shape does not fit under the plan, or, with
+                `on_breach="replan"`, under any; the job goes on.
             UsageError: the batch, the loss, or the job is closed.
             TornStepError: an earlier step was interrupted while it updated in place.
             KeyboardInterrupt: at the next action; a second Ctrl-C at once.
@@ -72,7 +73,9 @@ class Job(JobFacts):
             return self._runner.step(batch)
 
     def evaluate(self, batch: Any) -> EvaluateResult:
-        """Computes the loss of a batch, forward only, in evaluation mode (`model.eval()` for the time), weights streamed as in a step."""
+        """Computes the loss of a batch, forward only, in evaluation mode (`model.eval()` for the
+        time), weights streamed as in a step.
+        """
         assembly = self._check_usable()
         assembly.keep_changes()
         result = evaluate(assembly, batch, self._runner.interrupts)
@@ -81,23 +84,27 @@ class Job(JobFacts):
 
     @contextmanager
     def inference(self, *, cache_limit: int | str | None = None) -> Iterator[Inference]:
-        """Lets the model's own `forward` and `generate` be called: no gradients, evaluation mode, weights streamed.
+        """Lets the model's own `forward` and `generate` be called: no gradients, evaluation mode,
+        weights streamed.
 
         Two blocks at a time are here, beside those that live on the device.
 
             with job.inference():
                 tokens = model.generate(prompt, max_new_tokens=50)
 
-        Activations are the program's own; the limit holds. What is changed in weights inside is lost.
+        Activations are the program's own; the limit holds. What is changed in weights inside is
+        lost.
 
         Args:
             cache_limit: as in `memfit.infer`.
 
         Yields:
-            What `memfit.infer` yields: the model, `together` for several requests, the caches' figures.
+            What `memfit.infer` yields: the model, `together` for several requests, the caches'
+                figures.
 
         Raises:
-            LimitBreachError: the limit; the job goes on. UsageError: the job is closed. TornStepError: the weights are no step's.
+            LimitBreachError: the limit; the job goes on. UsageError: the job is closed.
+                TornStepError: the weights are no step's.
         """
         assembly = self._check_usable()
         assembly.keep_changes()
@@ -123,10 +130,12 @@ class Job(JobFacts):
 
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:
-        """Brings blocks (all without arguments) to the device for as long as the context lasts; what is changed inside is kept.
+        """Brings blocks (all without arguments) to the device for as long as the context lasts.
 
-        Under a plan that computes in bf16 these are the bf16 weights; the masters of those that are changed become what they
-        were changed to.
+        What is changed inside is kept.
+
+        Under a plan that computes in bf16 these are the bf16 weights; the masters of those that are
+        changed become what they were changed to.
 
         Args:
             blocks: names of blocks (`job.block_names`) or of parameters.
@@ -153,35 +162,40 @@ class Job(JobFacts):
                 block.release()
             assembly.checkpointer.note_positions()
 
-    # --- commits ----------------------------------------------------------------------------------------------------
+    # --- commits ---------------------------------------------------------------------------------
 
     def register(self, name: str, thing: Any, *, is_new: bool = False) -> None:
-        """Makes the state of an object part of every commit, and gives it back what it was where a run goes on.
+        """Makes the state of an object part of every commit, and gives it back what it was where a
+        run goes on.
 
-        Schedulers, averages, loaders, samplers: whatever has `state_dict` and `load_state_dict`; and random generators of
-        torch, NumPy and Python (the default ones of all three belong to every commit without being asked). The state of what
-        gives batches (it can be iterated) and of generators is noted when a method of the job returns, that of everything
-        else when the next step begins (docs/store.md). Nothing is pickled: a state is made of numbers, texts, tensors and
-        containers of them. Where a run goes on, the default generators stand at the run's position again when this returns,
-        whatever was drawn since `fit`: a loader that makes its iterator to take its state draws.
+        Schedulers, averages, loaders, samplers: whatever has `state_dict` and `load_state_dict`;
+        and random generators of torch, NumPy and Python (the default ones of all three belong to
+        every commit without being asked). The state of what gives batches (it can be iterated) and
+        of generators is noted when a method of the job returns, that of everything else when the
+        next step begins (docs/store.md). Nothing is pickled: a state is made of numbers, texts,
+        tensors and containers of them. Where a run goes on, the default generators stand at the
+        run's position again when this returns, whatever was drawn since `fit`: a loader that makes
+        its iterator to take its state draws.
 
         Memory: three times the tensors of its state, for a moment, at each commit.
 
         Args:
             name: to find it again by, in the run that goes on.
-            thing: the object, ready: register a scheduler after it is built. None: the state that the run has under this name
-                is given up.
+            thing: the object, ready: register a scheduler after it is built. None: the state that
+                the run has under this name is given up.
             is_new: it joins a run that went on without it.
 
         Raises:
-            UsageError: no `store=`; a name that is taken, or that the run does not know; an object without a state.
+            UsageError: no `store=`; a name that is taken, or that the run does not know; an object
+                without a state.
             UnsupportedError: a state that cannot be kept.
             StoreError: a state that the object does not take.
         """
         self._check_open().checkpointer.register(name, thing, is_new=is_new)
 
     def commit(self) -> None:
-        """Commits the step that was made last now, with everything as it stands, at the end of a loop's body.
+        """Commits the step that was made last now, with everything as it stands, at the end of a
+        loop's body.
 
         Without it a step is committed when the next one begins, or by `close`.
 
@@ -195,7 +209,7 @@ class Job(JobFacts):
         with self._runner.interrupts.held():
             assembly.checkpointer.commit_here()
 
-    # --- saves ------------------------------------------------------------------------------------------------------
+    # --- saves -----------------------------------------------------------------------------------
 
     def save(
         self,
@@ -204,19 +218,22 @@ class Job(JobFacts):
         max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
         extra: Mapping[str, Any] | None = None,
     ) -> SaveResult:
-        """Saves weights, optimizer and the run's place as safetensors and JSON; see `saving.save_job`.
+        """Saves weights, optimizer and the run's place as safetensors and JSON.
+
+        See `saving.save_job`.
 
         Memory: two pieces of 8 MiB.
 
         Args:
-            directory: replaced in one step, when all is written; an interrupted save leaves the old one. Files of others in it
-                stay.
+            directory: replaced in one step, when all is written; an interrupted save leaves the old
+                one. Files of others in it stay.
             max_shard_bytes: of one file of weights.
-            extra: kept along and given back by `loading.load`: numbers, texts, lists, dictionaries (a scheduler's
-                `state_dict()`, say).
+            extra: kept along and given back by `loading.load`: numbers, texts, lists, dictionaries
+                (a scheduler's `state_dict()`, say).
 
         Raises:
-            StoreError: the disk. UsageError: the directory, or the job is closed. TornStepError: the weights are no step's.
+            StoreError: the disk. UsageError: the directory, or the job is closed. TornStepError:
+                the weights are no step's.
         """
         assembly = self._check_usable()
         assembly.keep_changes()
@@ -240,34 +257,37 @@ class Job(JobFacts):
             )
 
     def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
-        """Takes the weights of files, and where `save` wrote them all that continues a run: it goes on from there.
+        """Takes the weights of files, and where `save` wrote them all that continues a run: it goes
+        on from there.
 
-        That is the optimizer's states and settings, the loss scale, the count of steps, random numbers. All is compared with
-        the model and the optimizer before anything is changed.
+        That is the optimizer's states and settings, the loss scale, the count of steps, random
+        numbers. All is compared with the model and the optimizer before anything is changed.
 
         Memory: one parameter, in its master's dtype; its states; a piece of 8 MiB.
 
         Args:
             source: what `fit(weights=...)` takes.
-            restore_random: torch's default generators, and the noise of stochastic rounding, go on where they were; only with
-                a save.
+            restore_random: torch's default generators, and the noise of stochastic rounding, go on
+                where they were; only with a save.
 
         Returns:
             The steps and the `extra` of a save; else the steps made so far, and nothing.
 
         Raises:
             StoreError: a file that is missing or damaged.
-            UsageError: files that do not fit; a job with `store=`, which has its own. Where it ended in its middle, later calls
-                raise TornStepError.
+            UsageError: files that do not fit; a job with `store=`, which has its own. Where it
+                ended in its middle, later calls raise TornStepError.
         """
         return load_into_job(source, self._check_loadable(), restore_random=restore_random)
 
     def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
-        """As `load`, without the weights: they are the job's, by `memfit.fit(weights=directory)`, say.
+        """As `load`, without the weights: they are the job's, by `memfit.fit(weights=directory)`,
+        say.
 
         Args:
             directory: that `save` wrote.
-            restore_random: torch's default generators, and the noise of stochastic rounding, go on where they were.
+            restore_random: torch's default generators, and the noise of stochastic rounding, go on
+                where they were.
 
         Raises:
             StoreError: a file that is missing, damaged or not memfit's.
@@ -275,27 +295,33 @@ class Job(JobFacts):
         """
         return load_states(directory, self._check_loadable(), restore_random=restore_random)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ---------------------------------------------------------------------------------
 
     def close(self, *, restore: bool | None = None, commit: bool = True) -> None:
-        """Gives the user an ordinary, complete model and optimizer back, where they fit; temporary files are deleted, a `store=` stays.
+        """Gives the user an ordinary, complete model and optimizer back, where they fit.
 
-        Weights that computed in bf16 come back as their fp32 masters, whatever the dtype in which the model came.
+        Temporary files are deleted, a `store=` stays.
 
-        Memory: all weights and optimizer states at once, on the model's device; the limit is off from here on.
+        Weights that computed in bf16 come back as their fp32 masters, whatever the dtype in which
+        the model came.
+
+        Memory: all weights and optimizer states at once, on the model's device; the limit is off
+        from here on.
 
         Args:
-            restore: True gives everything back, whatever it takes. False gives nothing back: weights that are away are gone
-                with their files (save before), or stay in the store alone. None: everything, but a model that was never whole
-                in memory (`memfit.empty`) only where that stays under the limit.
-            commit: with `store=`, the last step is committed first. Leaving the context by an error does not: nobody knows
-                what was done after the step.
+            restore: True gives everything back, whatever it takes. False gives nothing back:
+                weights that are away are gone with their files (save before), or stay in the store
+                alone. None: everything, but a model that was never whole in memory (`memfit.empty`)
+                only where that stays under the limit.
+            commit: with `store=`, the last step is committed first. Leaving the context by an error
+                does not: nobody knows what was done after the step.
 
         Raises:
-            DoesNotFitError: such a model is larger than the limit, and it was not said what is to become of it. Nothing is
-                lost: the job goes on.
-            StoreError: something could not be read, or files could not be removed. What could be read is given back; repeat
-                `close` when the disk is there again, or give the rest up with `restore=False`.
+            DoesNotFitError: such a model is larger than the limit, and it was not said what is to
+                become of it. Nothing is lost: the job goes on.
+            StoreError: something could not be read, or files could not be removed. What could be
+                read is given back; repeat `close` when the disk is there again, or give the rest up
+                with `restore=False`.
         """
         assembly = self._assembly
         if restore is None and not assembly.has_ended:
@@ -351,7 +377,7 @@ class Job(JobFacts):
             self.close(restore=False, commit=False)
             error.add_note(f"the job was closed without giving the model back: {refusal}")
 
-    # --- checks -----------------------------------------------------------------------------------------------------
+    # --- checks ----------------------------------------------------------------------------------
 
     def holds(self, parameters: Collection[int]) -> str | None:
         """See `held.ModelOwner`."""

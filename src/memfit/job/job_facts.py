@@ -1,4 +1,4 @@
-"""What can be read of a job: its plan, its profile and schedule, what was measured.
+"""Facts of a job that can be read: its plan, its profile and schedule, what was measured.
 
 In: the steps of a job. Out: values and reports; nothing is changed.
 """
@@ -27,7 +27,8 @@ class JobFacts:
         runner: its steps.
 
     Attributes:
-        loss_scaler: the dynamic loss scale of a plan that computes in fp16; part of every commit. None for other plans.
+        loss_scaler: the dynamic loss scale of a plan that computes in fp16; part of every commit.
+            None for other plans.
         breaches: plans that were exchanged under `on_breach="replan"`, with their causes.
     """
 
@@ -69,11 +70,14 @@ class JobFacts:
         ]
         return html_table("memfit.Job", facts) + self.proof()._repr_html_()
 
-    # --- the plan ---------------------------------------------------------------------------------------------------
+    # --- the plan --------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The decisions: given, the run's own, or the fastest that fit; another one where `on_breach="replan"` made it."""
+        """The decisions: given, the run's own, or the fastest that fit.
+
+        Another one where `on_breach="replan"` made it.
+        """
         return self._assembly.plan
 
     @property
@@ -84,7 +88,10 @@ class JobFacts:
 
     @property
     def numerics(self) -> Numerics:
-        """Effect of the plan on the numbers: exact, reordered or approximate; which sums are regrouped, and why. Prints as text."""
+        """Effect of the plan on the numbers: exact, reordered or approximate.
+
+        Which sums are regrouped, and why. Prints as text.
+        """
         return self._assembly.planned.numerics
 
     @property
@@ -107,11 +114,12 @@ class JobFacts:
         """The step as data; `.text()` prints it."""
         return self._assembly.planned.prepared.step.schedule
 
-    # --- the run ----------------------------------------------------------------------------------------------------
+    # --- the run ---------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Steps made in the run so far: since `fit`, or, with `store=` or `load_states`, since the run began.
+        """Steps made in the run so far: since `fit`, or, with `store=` or `load_states`, since the
+        run began.
 
         A loop over `range(job.steps, total)` goes on.
         """
@@ -128,7 +136,9 @@ class JobFacts:
         return self._assembly.house.bytes_moved
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Copies a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it received none."""
+        """Copies a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it
+        received none.
+        """
         assembly = self._check_open()
         if not assembly.setup.keeps_gradients:
             raise UsageError("gradients are given up after the update; fit(keep_gradients=True) keeps them readable")
@@ -152,9 +162,10 @@ class JobFacts:
         )
 
     def census(self) -> CensusReport:
-        """Reports what lives from step to step: tensors that survive and who holds them, callbacks that keep too much alive.
+        """Reports what lives from step to step: tensors that survive and who holds them, callbacks
+        that keep too much alive.
 
-        Prints as text; `.warn()` warns. Live bytes and blocks are noted at each step's end. While they are flat this takes
-        milliseconds; else seconds, and it may run the garbage collector.
+        Prints as text; `.warn()` warns. Live bytes and blocks are noted at each step's end. While
+        they are flat this takes milliseconds; else seconds, and it may run the garbage collector.
         """
         return self._runner.census()

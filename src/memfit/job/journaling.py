@@ -1,19 +1,26 @@
-"""Steps of a run with a journal: decided once all gradients are durable, then made block by block, in this process or the next.
+"""Steps of a run with a journal: decided once all gradients are durable, then made block by block,
+in this process or the next.
 
-In: gradients at home, the optimizer, a `House` whose store has a journal. Out: new weights and states; after a crash, the same.
+In: gradients at home, the optimizer, a `House` whose store has a journal. Out: new weights and
+states; after a crash, the same.
 
 [Note: a step from its journal]
-The store's part, what is durable when, is [Note: journal] in `store.journal`. Here is what a step is beside its blocks. Its record
-holds every number that updates use: settings of the groups as the optimizer took them, counters before the step, what gradients are
-multiplied by (clipping, loss scale), which parameters have one, the step of counted noise; and what `job.step` gives and leaves: losses, norm, where
-the generators stood after backward. The buffers that forward changed are committed with it.
+The store's part, what is durable when, is [Note: journal] in `store.journal`. Here is what a step
+is beside its blocks. Its record holds every number that updates use: settings of the groups as the
+optimizer took them, counters before the step, what gradients are multiplied by (clipping, loss
+scale), which parameters have one, the step of counted noise; and what `job.step` gives and leaves:
+losses, norm, where the generators stood after backward. The buffers that forward changed are
+committed with it.
 
-When a process ends between that commit and the seal of the step, the run goes on one step earlier, for what its loop did after the step is lost
-(schedulers, averages), and what it did before (drawing the batch) is done again. `fit` makes the updates that are left; the next `job.step` takes the
-batch, runs the optimizer's hooks, puts generators where the step had left them and gives its result, without computing anything. Until then, weights
-are those of the step to come: `fit` says so.
+When a process ends between that commit and the step's own commit, the run goes on one step earlier,
+for what its loop did after the step is lost (schedulers, averages), and what it did before (drawing
+the batch) is done again. `fit` makes the updates that are left; the next `job.step` takes the
+batch, runs the optimizer's hooks, puts generators where the step had left them and gives its
+result, without computing anything. Until then, weights are those of the step to come: `fit` says
+so.
 
-So an update must be a function of what the record has. An optimizer that draws random numbers is refused when that shows, after the first update.
+So an update must be a function of what the record has. An optimizer that draws random numbers is
+refused when that shows, after the first update.
 """
 
 from __future__ import annotations
@@ -94,14 +101,17 @@ class StepJournal:
         self._journal.begin_step()
 
     def decide(self, outcome: Outcome) -> None:
-        """All gradients of a step are at home: it is decided. Its updates are listed behind it, and a `keep` for each turn.
+        """All gradients of a step are at home: it is decided.
+
+        Its updates are listed behind it, and a `keep` for each turn.
 
         Args:
             outcome: of its forward and backward.
 
         Raises:
             StoreError: the disk. If the step `is_waiting` then, `finish` goes on.
-            UnsupportedError: settings that cannot be kept, or an optimizer that draws random numbers.
+            UnsupportedError: settings that cannot be kept, or an optimizer that draws random
+                numbers.
         """
         gradients = self._house.gradients
         record: dict[str, Any] = {
@@ -137,7 +147,9 @@ class StepJournal:
             )
 
     def finish(self) -> None:
-        """Makes what is left of the updates of a step that was decided. Nothing to do for any other.
+        """Makes what is left of the updates of a step that was decided.
+
+        Nothing to do for any other.
 
         Raises:
             StoreError: the disk, or a record that cannot be used; may be repeated.
@@ -167,11 +179,16 @@ class StepJournal:
             self._driver.abandon_step()
 
     def random(self) -> dict[str, Any]:
-        """Where the generators stand after the step that is waiting. Raises `StoreError` for a record that cannot be used."""
+        """Where the generators stand after the step that is waiting.
+
+        Raises `StoreError` for a record that cannot be used.
+        """
         return part(self._journal.read(), "random", dict)
 
     def give(self) -> Outcome:
-        """What the step that is waiting came to; generators stand where it had left them. Its updates must be made.
+        """Returns what the step that is waiting came to; generators stand where it had left them.
+
+        Its updates must be made.
 
         Raises:
             StoreError: the record cannot be used.
@@ -206,7 +223,7 @@ class StepJournal:
                 gate.shut(StoreError("the step was given up before this block's turn"))
 
     def turns(self) -> list[tuple[int, ...]]:
-        """The blocks of the next step in the order in which the store's room lets them be written."""
+        """Blocks of the next step, in the order in which the store has room for them."""
         return [tuple(self._by_name[name].index for name in turn) for turn in self._journal.turns(of_next=True)]
 
     def keep(self, blocks: Sequence[int]) -> None:
@@ -233,7 +250,9 @@ class StepJournal:
         self._random_before = torch.get_rng_state()
 
     def _counters(self, index: int) -> bytes:
-        """Of one block, as the record has them: each turn writes it again, and most are what they were."""
+        """Returns the counters of one block, as the record has them: each turn writes it again, and
+        most are what they were.
+        """
         return encode_state(run_state.take_numbers({index: self._states[index]}))
 
 

@@ -1,6 +1,7 @@
 """Limits that cannot be meant, refused before anything is built on them.
 
-In: limits and the machine that they are for. Out: nothing, or an error that says how a limit is written.
+In: limits and the machine that they are for. Out: nothing, or an error that says how a limit is
+written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loading what a job saved: into ordinary objects, or into another job.
 
-In: a directory that `Job.save` wrote, or weight files of others. Out: weights, optimizer states and settings, compared before
-the first byte is changed.
+In: a directory that `Job.save` wrote, or weight files of others. Out: weights, optimizer states and
+settings, compared before the first byte is changed.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ from memfit.tensors.random_states import check_torch
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """What came with the weights.
+    """Steps and values that came with the weights.
 
     Attributes:
         steps: made before the save.
         extra: what `save` was given along.
-        loss_scale: where losses were scaled (fp16): what `torch.amp.GradScaler.load_state_dict` takes. A job's own scale goes on by itself.
+        loss_scale: where losses were scaled (fp16): what `torch.amp.GradScaler.load_state_dict`
+            takes. A job's own scale goes on by itself.
     """
 
     steps: int
@@ -75,10 +76,11 @@ def load(
     *,
     restore_random: bool = True,
 ) -> LoadResult:
-    """Puts a save into an ordinary model and optimizer, bit for bit: the next plain `optimizer.step()` is the one that would have come.
+    """Puts a save into an ordinary model and optimizer, bit for bit: the next plain
+    `optimizer.step()` is the one that would have come.
 
-    All names, shapes, dtypes and settings are compared before the first byte is changed; sizes that files tell are checked against
-    their lengths before anything is allocated.
+    All names, shapes, dtypes and settings are compared before the first byte is changed; sizes that
+    files tell are checked against their lengths before anything is allocated.
 
     Memory: one piece of 8 MiB, and the optimizer's states, which come into being.
 
@@ -89,7 +91,8 @@ def load(
         restore_random: torch's default generators go on where they were (with an optimizer only).
 
     Raises:
-        StoreError: a file that is missing, damaged or not memfit's. UsageError: a model or optimizer that the save does not fit.
+        StoreError: a file that is missing, damaged or not memfit's. UsageError: a model or
+            optimizer that the save does not fit.
     """
     source = Path(directory).expanduser()
     if not source.is_dir():
@@ -233,7 +236,9 @@ def _read_state(
 
 
 def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool) -> LoadResult:
-    """Puts weights of files where a job keeps them, and the states of a save beside them; see `Job.load`.
+    """Puts weights of files where a job keeps them, and the states of a save beside them.
+
+    See `Job.load`.
 
     Returns:
         The steps and the `extra` of a save; else the steps made so far, and nothing.
@@ -266,7 +271,9 @@ def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool) ->
 
 
 def load_states(directory: str | Path, job: Assembly, *, restore_random: bool) -> LoadResult:
-    """Puts the optimizer's states of a save where a job keeps them, one parameter's at a time; see `Job.load_states`.
+    """Puts the optimizer's states of a save where a job keeps them, one parameter's at a time.
+
+    See `Job.load_states`.
 
     Raises:
         StoreError: a file that is missing, damaged or not memfit's.
@@ -279,7 +286,7 @@ def load_states(directory: str | Path, job: Assembly, *, restore_random: bool) -
 
 
 class _OpenStates:
-    """The states of a save, compared with the optimizer of a job that they fit, and not read yet."""
+    """The states of a save, compared with the optimizer of a job, and not read yet."""
 
     def __init__(self, source: Path, stack: ExitStack, job: Assembly, *, restore_random: bool) -> None:
         self._source = source
@@ -320,7 +327,10 @@ def _scale_of(trainer: TrainerState, source: Path) -> Mapping[str, Any] | None:
 
 
 def _random_of(trainer: TrainerState, source: Path) -> list[torch.Tensor]:
-    """The states of torch's generator on the CPU and, if it drew there, on an accelerator. See [Note: positions in generators]."""
+    """The states of torch's generator on the CPU and, if it drew there, on an accelerator.
+
+    See [Note: positions in generators].
+    """
     kept = [trainer.random_cpu, *(() if trainer.random_device is None else (trainer.random_device,))]
     found = [torch.tensor(list(state), dtype=torch.uint8) for state in kept]
     try:
@@ -336,7 +346,9 @@ def device_of_parameters(named: Mapping[str, torch.nn.Parameter]) -> torch.devic
 
 
 def _restore_random(random: Sequence[torch.Tensor] | None, device: torch.device, source: Path) -> None:
-    """Puts the generators of the processor and of the model's device where they were (not of the thread's current device)."""
+    """Puts the generators of the processor and of the model's device where they were (not of the
+    thread's current device).
+    """
     if random is None:
         return
     try:

@@ -1,6 +1,7 @@
 """The machine a job runs on: its allocator, its meters, its budget.
 
-In: a limit and a device. Out: `Machine`: what is left to tensors, the hard limit armed, peaks measured.
+In: a limit and a device. Out: `Machine`: what is left to tensors, the hard limit armed, peaks
+measured.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, 
 
 # Two matrices of the probe, tracing, and a block that moves home.
 _EMULATED_LOAD_SCRATCH_BYTES = 8 * MIB
-# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own growth while a model is traced: 15 to 62 MiB seen.
+# Staging of the disk's workers, the probe's matrices and buffers, code pages and Python's own
+# growth while a model is traced: 15 to 62 MiB seen.
 _LOAD_SCRATCH_BYTES = 64 * MIB
-# Where less than that is left, weights are put aside first: more than was seen, since other models are larger.
+# Where less than that is left, weights are put aside first: more than was seen, since other models
+# are larger.
 _LOAD_ROOM_BYTES = 128 * MIB
 # Putting weights aside stages a piece for each of the disk's workers.
 _ASIDE_SCRATCH_BYTES = 8 * MIB
 
 
 def prepare_process(*, seed: int | None = None) -> ProcessMeter:
-    """Puts memfit's allocator under torch now, so that what is built before `fit` is given back to the system when it is freed.
+    """Puts memfit's allocator under torch now, so that what is built before `fit` is given back to
+    the system when it is freed.
 
     Args:
         seed: of torch's default generators; None: they stay as they are.
@@ -66,9 +70,11 @@ def prepare_process(*, seed: int | None = None) -> ProcessMeter:
 class Machine:
     """One device, with its limit. Made by `open_machine`.
 
-    Without a GPU the device is this process: the limit counts everything the operating system charges to it, interpreter and
-    libraries included. `is_emulated` makes it a device of its own inside the process: only tensors count, host homes apart. With `uses_kernel` the
-    kernel's limit on the process is armed as well, once a step has been made; see [Note: the kernel's limit] in `allocator.kernel`.
+    Without a GPU the device is this process: the limit counts everything the operating system
+    charges to it, interpreter and libraries included. `is_emulated` makes it a device of its own
+    inside the process: only tensors count, host homes apart. With `uses_kernel` the kernel's limit
+    on the process is armed as well, once a step has been made; see [Note: the kernel's limit] in
+    `allocator.kernel`.
 
     Memory: none.
 
@@ -114,15 +120,20 @@ class Machine:
             weakref.finalize(self, self._kernel.lift)
 
     def base_bytes(self) -> int:
-        """Resident bytes of the process that our allocator did not give: interpreter, libraries, what was allocated before. 0 elsewhere."""
+        """Resident bytes of the process that our allocator did not give: interpreter, libraries,
+        what was allocated before. 0 elsewhere.
+        """
         return 0 if self.process is None or self.allocator is None else _outside_bytes(self.process, self.allocator)
 
     def budget(self, weights: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()) -> Budget:
-        """What is left to tensors: the limit without what is there and not the job's own (a teacher, another job, data).
+        """Returns what is left to tensors: the limit without what is there and not the job's own (a
+        teacher, another job, data).
 
         Args:
-            weights: of the model, as far as they are there; they will live in homes. Those that our allocator did not give are part of the base until then.
-            beside: what else of the job is there and in every prediction: batch, buffers, gradients, optimizer states. What is sparse is not weighed.
+            weights: of the model, as far as they are there; they will live in homes. Those that our
+                allocator did not give are part of the base until then.
+            beside: what else of the job is there and in every prediction: batch, buffers,
+                gradients, optimizer states. What is sparse is not weighed.
         """
         live, weight_bytes = self.meter.live_bytes(), sum(p.nbytes for p in weights)
         storages = {
@@ -135,7 +146,8 @@ class Machine:
         )
         outside = self.base_bytes()
         if self._room is None:
-            # Without weights that another allocator gave: they are outside now, and not when they have moved home.
+            # Without weights that another allocator gave: they are outside now, and not when they
+            # have moved home.
             self._planned_outside_bytes = max(0, outside + min(0, live - weight_bytes))
         base = max(0, outside + others)
         reserve = self.reserve_bytes() if self._room is None else self._room.reserve_left_bytes
@@ -143,16 +155,16 @@ class Machine:
 
     @property
     def lacks_room(self) -> bool:
-        """What is there leaves no room below the limit for the scratch of planning."""
+        """True if what is there leaves no room below the limit for the scratch of planning."""
         limit = self.limits.device_bytes
         room = _LOAD_ROOM_BYTES if self.counts_process else _LOAD_SCRATCH_BYTES
         return limit is not None and limit <= self.base_bytes() + self.meter.live_bytes() + room
 
     def load_bytes(self, model: torch.nn.Module, *, leaves: bool = False) -> int:
-        """What is there when `fit` begins to move weights home.
+        """Returns what is there when `fit` begins to move weights home.
 
-        Of a process all that is resident, scratch, and the largest weight that is still to be made; of a device what it holds, with scratch where it is
-        emulated and small.
+        Of a process all that is resident, scratch, and the largest weight that is still to be made;
+        of a device what it holds, with scratch where it is emulated and small.
 
         Args:
             model: still whole, or built empty: then its weights come one at a time.
@@ -166,7 +178,10 @@ class Machine:
         return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
     def reserve_bytes(self) -> int:
-        """Scratch of kernels and libraries that no trace sees; little of it on an emulated device, whose meter counts tensors alone."""
+        """Scratch of kernels and libraries that no trace sees.
+
+        Little of it on an emulated device, whose meter counts tensors alone.
+        """
         if not self.counts_process:
             return EMULATED_RESERVE_BYTES if self.is_emulated else DEVICE_RESERVE_BYTES
         whole = RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
@@ -185,13 +200,16 @@ class Machine:
 
     @property
     def room_bytes(self) -> int | None:
-        """What plans may take under the armed limit: without the reserve, as at `fit`; None while no limit is armed."""
+        """Bytes that plans may take under the armed limit: without the reserve, as at `fit`; None
+        while no limit is armed.
+        """
         if self.armed_bytes is None:
             return None
         return self.armed_bytes - self.reserve_bytes() if self._room is None else self._room.planned_bytes
 
     def arm(self) -> None:
-        """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError` before the limit is passed.
+        """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError`
+        before the limit is passed.
 
         Raises:
             DoesNotFitError: the process is above the limit already.
@@ -206,7 +224,8 @@ class Machine:
         if self._room is None:
             # Without the machine: in a cycle it would be collected late, and its limit lifted late.
             outside = partial(_outside_bytes, self.process, self.allocator)
-            # Where planning had no room below the limit, it is armed after it: what that took of the process is the reserve's all the same.
+            # Where planning had no room below the limit, it is armed after it: what that took of
+            # the process is the reserve's all the same.
             self._room = Room(
                 limit,
                 self.reserve_bytes(),
@@ -227,7 +246,11 @@ class Machine:
 
     @contextmanager
     def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
-        """Measures a call of the job, inside the limit as what the process holds outside of tensors leaves it now. See [Note: memory outside of tensors]."""
+        """Measures a call of the job, inside the limit as what the process holds outside of tensors
+        leaves it now.
+
+        See [Note: memory outside of tensors].
+        """
         room = self._room
         if room is not None:
             left = max(0, room.begin())
@@ -242,11 +265,17 @@ class Machine:
                 room.end(_scratch_bytes(last, self.base_bytes()) if is_step and last is not None else None)
 
     def excess(self, peak_bytes: int) -> str | None:
-        """Why a step of that predicted peak does not fit beside what the process holds now, in words; None if it does, or no limit is armed."""
+        """Why a step of that predicted peak does not fit beside what the process holds now, in
+        words; None if it does, or no limit is armed.
+        """
         return None if self._room is None else self._room.excess(peak_bytes)
 
     def refuse(self, peak_bytes: int, step: int) -> None:
-        """Refuses a step of that predicted peak that does not fit beside what the process holds now. Raises `LimitBreachError`."""
+        """Refuses a step of that predicted peak that does not fit beside what the process holds
+        now.
+
+        Raises `LimitBreachError`.
+        """
         if self._room is not None:
             self._room.refuse(peak_bytes, step)
 
@@ -269,7 +298,7 @@ class Machine:
 
     @contextmanager
     def host_ledger(self) -> Iterator[None]:
-        """What is allocated inside counts as host memory (emulated device only)."""
+        """Counts what is allocated inside counts as host memory (emulated device only)."""
         context = (
             self.allocator.ledger("host")
             if self.is_emulated and isinstance(self.allocator, Allocator)
@@ -295,7 +324,9 @@ class Machine:
         return replace(hardware, tiers={**hardware.tiers, **further}) if further else hardware
 
     def forget_peak(self) -> None:
-        """What was used until now is no measure for what comes: the pool of freed memory goes back and starts anew."""
+        """Forgets what was used until now: the pool of freed memory goes back
+        and starts anew.
+        """
         if self.allocator is not None:
             self.allocator.trim()
         if isinstance(self.meter, AcceleratorMeter):
@@ -309,9 +340,11 @@ class Machine:
         return (last.process_peak_bytes or 0) if self.counts_process else last.held_peak_bytes
 
     def passed(self, peak_bytes: int) -> str | None:
-        """What took the process past its limit where no allocation of a tensor did, in words; None while it is below.
+        """Says what took the process past its limit where no allocation of a tensor did, in words;
+        None while it is below.
 
-        The armed limit counts what tensors take; what else the process holds is what it held when the step began.
+        The armed limit counts what tensors take; what else the process holds is what it held when
+        the step began.
 
         Args:
             peak_bytes: what was measured.
@@ -340,7 +373,9 @@ def open_machine(
     uses_kernel: bool = False,
     further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
 ) -> Machine:
-    """Puts memfit's allocator under torch and opens a device. What building the model left in pools is given back.
+    """Puts memfit's allocator under torch and opens a device.
+
+    What building the model left in pools is given back.
 
     Args:
         device: of the model.
@@ -351,7 +386,8 @@ def open_machine(
 
     Raises:
         UsageError: the kernel is to limit what it does not count.
-        UnsupportedError: a backend without streams. TierUnavailableError: an emulated device without a compiler.
+        UnsupportedError: a backend without streams. TierUnavailableError: an emulated device
+            without a compiler.
     """
     if uses_kernel and (is_emulated or device.type != "cpu"):
         raise UsageError(
@@ -359,7 +395,8 @@ def open_machine(
             "allocators do)"
         )
     if devices.is_accelerator(device):
-        devices.of(device).new_stream(device)  # a backend without streams is refused before it is measured and emptied
+        # a backend without streams is refused before it is measured and emptied
+        devices.of(device).new_stream(device)
         meter = AcceleratorMeter(device)
         meter.release()
         return Machine(device, limits, meter, None, is_emulated=is_emulated, further=further)
@@ -428,5 +465,9 @@ def _outside_bytes(process: ProcessMeter, allocator: Allocator | FallbackAllocat
 
 
 def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:
-    """Bytes that the process held at the peak of a step beside its tensors, and gave back before its end. Peaks need not coincide: it is at least that."""
+    """Bytes that the process held at the peak of a step beside its tensors, and gave back before
+    its end.
+
+    Peaks need not coincide: it is at least that.
+    """
     return (step.process_peak_bytes or 0) - step.held_peak_bytes - base_bytes

@@ -1,6 +1,7 @@
 """Plans that this model or this machine does not bear.
 
-In: a plan and a profile, or a machine. Out: nothing, or an error that says what would be wrong and what to do instead.
+In: a plan and a profile, or a machine. Out: nothing, or an error that says what would be wrong and
+what to do instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 
 
 def check_tiers(plan: Plan, machine: Machine) -> None:
-    """Raises `PlanError` where the plan lets something rest in a tier that the machine does not have."""
+    """Raises `PlanError` where the plan lets something rest in a tier that the machine does not
+    have.
+    """
     lacking = lacking_tier(plan, machine)
     if lacking is Tier.HOST:
         raise PlanError(
@@ -44,7 +47,9 @@ def _check_updates(plan: Plan, profile: Profile) -> None:
 
 
 def other_sums(before: Plan, after: Plan) -> str | None:
-    """What a plan that takes the place of another adds up in another order, in words; None if nothing."""
+    """Says what a plan that takes the place of another adds up in another order, in words; None if
+    nothing.
+    """
     changes: list[str] = []
     if after.microbatches != before.microbatches:
         changes.append(f"batches are cut into {after.microbatches}, not {before.microbatches} microbatches")
@@ -78,7 +83,9 @@ def check_effect(problem: Problem, allow: Collection[str], device: str) -> None:
 
 
 def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
-    """Raises `UnsupportedError` where the plan would train another model than the profile is of, or `PlanError` where it sends away what must stay."""
+    """Raises `UnsupportedError` where the plan would train another model than the profile is of, or
+    `PlanError` where it sends away what must stay.
+    """
     if plan.microbatches > 1:
         _check_splits(profile)
         _check_order(plan, profile)
@@ -92,7 +99,9 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
 
 
 def _check_spanning(plan: Plan, profile: Profile) -> None:
-    """Weights that are read where no call of theirs announces it must stay where they are, also where calls read them too."""
+    """Weights that are read where no call of theirs announces it must stay where they are, also
+    where calls read them too.
+    """
     for block in profile.blocks:
         home = plan.block(block.name).weight_home
         if block.is_spanning and home is not Tier.DEVICE:
@@ -121,7 +130,9 @@ def _check_read_gradients(plan: Plan, profile: Profile) -> None:
 
 
 def _check_tail(plan: Plan, profile: Profile) -> None:
-    """Raises `UnsupportedError` where the tail of each microbatch cannot run back before the layers do."""
+    """Raises `UnsupportedError` where the tail of each microbatch cannot run back before the layers
+    do.
+    """
     if plan.tail is None or plan.order is not Order.LAYER_MAJOR:
         return
     shared = next(iter(profile.traces.values())).shared_with_tail(plan.tail)
@@ -133,7 +144,9 @@ def _check_tail(plan: Plan, profile: Profile) -> None:
 
 
 def _check_order(plan: Plan, profile: Profile) -> None:
-    """Raises `UnsupportedError` where microbatches go layer by layer and one forward changes what the next one computes with."""
+    """Raises `UnsupportedError` where microbatches go layer by layer and one forward changes what
+    the next one computes with.
+    """
     if plan.order is not Order.LAYER_MAJOR:
         return
     for call in (call for trace in profile.traces.values() for call in trace.calls):
@@ -174,7 +187,8 @@ def _check_splits(profile: Profile) -> None:
 
 
 def check_compiled(problem: Problem, plan: Plan) -> None:
-    """Tells of compiled code around calls: it would have the calls' hooks compiled into it, and meet weights that are away.
+    """Tells of compiled code around calls: it would have the calls' hooks compiled into it, and
+    meet weights that are away.
 
     A call that is compiled itself stays so, as does what runs inside one.
 
@@ -214,7 +228,9 @@ def _compiled_around(problem: Problem) -> str | None:
 
 
 def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
-    """Weights that the forward itself changes must stay where they are, and nothing may change them twice a step."""
+    """Weights that the forward itself changes must stay where they are, and nothing may change them
+    twice a step.
+    """
     if not profile.written_weights:
         return
     name, *others = profile.written_weights

@@ -29,13 +29,17 @@ from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 
 _SHAPES = 64
-"""Shapes of batches that a job remembers its schedules for; of more, those that were used longest ago are planned again."""
+"""Shapes of batches that a job remembers its schedules for.
+
+Of more, those that were used longest ago are planned again.
+"""
 
 
 def prepared_for(
     profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None, device: str = "cpu"
 ) -> Prepared:
-    """Builds and checks the schedules of a plan for the batch that the profile is of, and predicts the step.
+    """Builds and checks the schedules of a plan for the batch that the profile is of, and predicts
+    the step.
 
     Args:
         profile: of the batch.
@@ -68,7 +72,8 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepar
     Args:
         setup: of the job.
         plan: the job's.
-        batch: with any number of rows: the last one of an epoch may have fewer than the plan has microbatches.
+        batch: with any number of rows: the last one of an epoch may have fewer than the plan has
+            microbatches.
         adds_apart: of the job's plan.
 
     Raises:
@@ -116,7 +121,9 @@ class PreparedShapes:
         self._modes = _modes(planned.setup.problem.model)
 
     def note_modes(self) -> None:
-        """Forgets all where modules are in other modes (`model.train()` after a frozen start): that is another program."""
+        """Forgets all where modules are in other modes (`model.train()` after a frozen start): that
+        is another program.
+        """
         modes = _modes(self._planned.setup.problem.model)
         if modes != self._modes:
             self._known.clear()
@@ -143,7 +150,8 @@ class PreparedShapes:
         planned = self._planned
         signature = signature_of(batch, planned.setup.problem.cut, planned.plan.microbatches)
         if signature in self._known:
-            known = self._known[signature] = self._known.pop(signature)  # the one that was used last stands last
+            # the one that was used last stands last
+            known = self._known[signature] = self._known.pop(signature)
             return known, None
         with self._looking_away():
             prepared = prepare(planned.setup, planned.plan, batch, adds_apart=planned.adds_apart)

@@ -1,7 +1,7 @@
 """Probing: measures what plans are priced with on this machine.
 
-In: a `Machine`, a directory on the disk that homes would use. Out: `Hardware`: rates of matrix products, of links between
-tiers, of codecs; sizes of tiers.
+In: a `Machine`, a directory on the disk that homes would use. Out: `Hardware`: rates of matrix
+products, of links between tiers, of codecs; sizes of tiers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ _HOST = torch.device("cpu")
 _PROBE_DISK_S = 0.6
 _PROBE_FILE_BYTES = 64 * MIB
 _PROBE_SIZE = 768
-# On an accelerator two such matrices take 45 MiB: they are made under the armed limit, inside the reserve of every plan, so that no limit is refused and no proof
-# is spoilt for the probe's sake.
+# On an accelerator two such matrices take 45 MiB: they are made under the armed limit, inside the
+# reserve of every plan, so that no limit is refused and no proof is spoilt for the probe's sake.
 _PROBE_DEVICE_SIZE = 2432
 _PROBE_LINK_BYTES = 32 * MIB
-# An emulated device may be limited to a few MiB more than the leanest plan takes, and probing happens inside that limit.
+# An emulated device may be limited to a few MiB more than the leanest plan takes, and probing
+# happens inside that limit.
 _PROBE_EMULATED_LINK_BYTES = 4 * MIB
 
 
 def probe(
     machine: Machine, directory: str | Path | None, *, probes_bf16: bool = False, probes_codecs: bool = False
 ) -> Hardware:
-    """Measures what plans are priced with: matrix products and the disk, and what else is asked for. About a second; rough on a busy machine.
+    """Measures what plans are priced with: matrix products and the disk, and what else is asked
+    for.
 
-    The rates of updates are measured beside an accelerator only; where the processor is the device they are
-    `Hardware`'s default.
+    About a second; rough on a busy machine.
+
+    The rates of updates are measured beside an accelerator only; where the processor is the device
+    they are `Hardware`'s default.
 
     Args:
         machine: with its limits.
@@ -90,7 +94,9 @@ def probe(
 
 
 def disk_directory(directory: str | Path | None) -> Path:
-    """An existing directory on the disk that homes would use: that for temporary files, or the parent of the given one."""
+    """An existing directory on the disk that homes would use: that for temporary files, or the
+    parent of the given one.
+    """
     return Path(tempfile.gettempdir()) if directory is None else Path(directory).absolute().parent
 
 

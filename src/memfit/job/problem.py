@@ -1,6 +1,7 @@
-"""What is to be trained, as `fit`, `profile` and `advise` are asked it.
+"""Problem: model, loss, optimizer and batch, as `fit`, `profile` and `advise` are asked it.
 
-In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which gives profiles of them.
+In: the user's model, optimizer, loss and batch, checked. Out: `Problem`, which gives profiles of
+them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def encodes_states(allow: Collection[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be trained, as profiles see it."""
+    """Model, loss and optimizer to be trained, as profiles see it."""
 
     model: nn.Module
     loss: Loss
@@ -94,14 +95,18 @@ class Problem:
 
     @property
     def casts(self) -> list[nn.Module]:
-        """Modules whose floating arguments are cast where weights compute in another dtype: the model and its layers."""
+        """Modules whose floating arguments are cast where weights compute in another dtype: the
+        model and its layers.
+        """
         layers = [site.module for site in self.block_map.sites if site.is_repeated and site.module is not self.model]
         return [self.model, *layers]
 
     def check_rows(self, sample: Any) -> None:
-        """Refuses a cut into single rows that cuts something else as well, of two entries by accident: a weight for each of two classes.
+        """Refuses a cut into single rows that cuts something else as well, of two entries by
+        accident: a weight for each of two classes.
 
-        Of one entry it would be broadcast, and nothing would fail. The model is traced on three rows, where it was traced on two.
+        Of one entry it would be broadcast, and nothing would fail. The model is traced on three
+        rows, where it was traced on two.
 
         Raises:
             UnsupportedError: it does not run on them.
@@ -168,7 +173,8 @@ class Problem:
         except HandedBackError:
             found, use = None, CacheUse.REAL
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            # Either it does more with caches than to update them, or this has nothing to do with them and comes again.
+            # Either it does more with caches than to update them, or this has nothing to do with
+            # them and comes again.
             found, use = None, CacheUse.OFF
         if found is None or use is not self.caches.use:
             self.caches.use = use
@@ -275,7 +281,9 @@ def _sum_of(block: BlockProfile, sizes: Mapping[str, StoredStates], figure: Call
 
 
 def _watch() -> Watch | None:
-    """Memfit's allocator, as what operations take is measured with; None on a machine without a compiler."""
+    """Memfit's allocator, as what operations take is measured with; None on a machine without a
+    compiler.
+    """
     try:
         return install().hidden_bytes
     except TierUnavailableError:
@@ -288,7 +296,7 @@ def _largest(parts: Sequence[Any]) -> Any:
 
 
 def _master_dtype(compute: ComputeDtype) -> torch.dtype | None:
-    """Of what is updated, where it is not the weight itself."""
+    """Dtype of what is updated, where it is not the weight itself."""
     return torch.float32 if compute.has_masters else None
 
 
@@ -355,7 +363,9 @@ def driver_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerDr
 
 
 def beside(model: nn.Module, optimizer: torch.optim.Optimizer, sample: Any) -> Iterator[torch.Tensor]:
-    """What is there of a job beside its weights, and counted in every prediction of it: batch, buffers, gradients, optimizer states."""
+    """Tensors of the job other than weights that predictions already include: batch,
+    buffers, gradients, optimizer states.
+    """
     yield from tensors_in(sample)
     yield from model.buffers()
     yield from (p.grad for p in model.parameters() if p.grad is not None)
@@ -363,7 +373,7 @@ def beside(model: nn.Module, optimizer: torch.optim.Optimizer, sample: Any) -> I
 
 
 def read_plan(plan: Plan | str | Path) -> Plan:
-    """A plan, from its JSON text or file where it is none yet.
+    """A plan, from its JSON text or file unless it is one already.
 
     Raises:
         PlanError: not a plan, or a file that cannot be read. UsageError: something else.
@@ -381,7 +391,7 @@ def read_plan(plan: Plan | str | Path) -> Plan:
 
 
 def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
-    """A machine, from its JSON text or file where it is none yet; None stays None.
+    """A machine, from its JSON text or file unless it is one already; None stays None.
 
     Raises:
         UsageError: not a machine, or a file that cannot be read.
@@ -399,7 +409,9 @@ def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
 
 
 def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:
-    """Raises `UsageError` or `UnsupportedError` where a plan computes or keeps states in a format that is not allowed, or that the model cannot have."""
+    """Raises `UsageError` or `UnsupportedError` where a plan computes or keeps states in a format
+    that is not allowed, or that the model cannot have.
+    """
     if plan.state_format is not StateFormat.GIVEN and plan.state_format.allowance not in allow:
         raise UsageError(
             f"the plan keeps optimizer states in {plan.state_format}, which changes the arithmetic: "

@@ -1,4 +1,4 @@
-"""What a step and an evaluation give."""
+"""Results: what a step and an evaluation give."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class StepResult:
         seconds: of this step, measured.
         peak_bytes: measured peak of the step: of the process without a GPU, else of the device.
         departures: what the model did that its trace did not foresee; each was served.
-        is_skipped: a gradient overflowed in fp16: nothing was updated, and the loss scale was lowered.
-        is_finite: False when the loss (or norm) is NaN or infinite: the update was made all the same, as plain PyTorch does.
+        is_skipped: a gradient overflowed in fp16: nothing was updated, and the loss scale was
+            lowered.
+        is_finite: False when the loss (or norm) is NaN or infinite: the update was made all the
+            same, as plain PyTorch does.
     """
 
     loss: float
@@ -36,7 +38,9 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """One forward pass: weighted mean loss (NaN of a batch that counts for nothing), one loss a microbatch (as the user's function returned it), seconds."""
+    """One forward pass: weighted mean loss (NaN of a batch that counts for nothing), one loss a
+    microbatch (as the user's function returned it), seconds.
+    """
 
     loss: float
     losses: tuple[float, ...]

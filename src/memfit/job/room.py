@@ -1,16 +1,22 @@
-"""What a limit on a process leaves to tensors, step by step.
+"""Room that a limit on a process leaves to tensors, step by step.
 
-In: a limit, and what the process holds. Out: `Room`: the hard limit of the allocator, and of the kernel where that is asked for; refusals in words.
+In: a limit, and what the process holds. Out: `Room`: the hard limit of the allocator, and of the
+kernel where that is asked for; refusals in words.
 
 [Note: memory outside of tensors]
-A limit on a process counts everything: interpreter, libraries, NumPy's arrays, workers. The allocator can refuse tensors alone. So what is left to them is what
-the limit leaves beside all else, and since all else changes, it is measured again when a step begins. Growth inside the job's own calls is that of libraries
-and kernels (11 to 67 MiB in a first step, nothing in later ones), which the reserve is for. Growth between them is the user's: it is taken off what is left. A
-step that is predicted not to fit what is left is refused before it begins: so nothing is torn, and the process does not pass the limit to find out.
+A limit on a process counts everything: interpreter, libraries, NumPy's arrays, workers. The
+allocator can refuse tensors alone. So what is left to them is what the limit leaves beside all
+else, and since all else changes, it is measured again when a step begins. Growth inside the job's
+own calls is that of libraries and kernels (11 to 67 MiB in a first step, nothing in later ones),
+which the reserve is for. Growth between them is the user's: it is taken off what is left. A step
+that is predicted not to fit what is left is refused before it begins: so nothing is torn, and the
+process does not pass the limit to find out.
 
-Between steps the process holds the pool of freed tensors beside what the user takes: it gives way as far as half of the limit, or the most that the user ever
-took between two calls. What grows inside a step is refused by nobody but the kernel, where its limit is armed too; what two steps in succession took and gave
-back is kept free for the next one (as far as the reserve goes: a single step that took much must not shut out all others).
+Between steps the process holds the pool of freed tensors beside what the user takes: it gives way
+as far as half of the limit, or the most that the user ever took between two calls. What grows
+inside a step is refused by nobody but the kernel, where its limit is armed too; what two steps in
+succession took and gave back is kept free for the next one (as far as the reserve goes: a single
+step that took much must not shut out all others).
 """
 
 from __future__ import annotations
@@ -22,15 +28,19 @@ from memfit.allocator.kernel import KernelLimit, drop_mapped_files
 from memfit.core.errors import LimitBreachError
 from memfit.core.units import MIB, format_bytes
 
-# A loader, a list of losses, modules that are imported between `fit` and the first step: part of the reserve, as in what a refusal names as the smallest limit.
+# A loader, a list of losses, modules that are imported between `fit` and the first step: part of
+# the reserve, as in what a refusal names as the smallest limit.
 _SMALL_GROWTH_BYTES = 8 * MIB
-# Of the limit, what is free between steps where pooled memory can make it so: a user's arrays come there, and nothing can refuse them. Taking its pages anew
-# costs the next step up to 4 % of its CPU time (measured: 0.54 to 0.56 s, 0.65 to 0.67 s, 1.33 to 1.33 s with the whole pool given back).
+# Of the limit, what is free between steps where pooled memory can make it so: a user's arrays come
+# there, and nothing can refuse them. Taking its pages anew costs the next step up to 4 % of its CPU
+# time (measured: 0.54 to 0.56 s, 0.65 to 0.67 s, 1.33 to 1.33 s with the whole pool given back).
 _FREE_BETWEEN_STEPS = 0.5
 
 
 class Room:
-    """Room that is left to the tensors of a process under its limit. See [Note: memory outside of tensors].
+    """Room that is left to the tensors of a process under its limit.
+
+    See [Note: memory outside of tensors].
 
     Args:
         limit_bytes: of the process.
@@ -38,7 +48,8 @@ class Room:
         outside_bytes: tells what the process holds outside of tensors.
         allocator: of tensors.
         kernel: its limit is armed too, from the second step on.
-        planned_bytes: what was held outside of tensors when the budget of plans was made, if that was before now.
+        planned_bytes: what was held outside of tensors when the budget of plans was made, if that
+            was before now.
     """
 
     def __init__(
@@ -73,7 +84,9 @@ class Room:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes that a step which never ran may be predicted to take: what `fit` planned with, less what the user took since then."""
+        """Bytes that a step which never ran may be predicted to take: what `fit` planned with, less
+        what the user took since then.
+        """
         users = max(0, self._users_bytes - _SMALL_GROWTH_BYTES)
         return self._limit_bytes - self._at_arming - self._reserve_bytes - users
 
@@ -84,7 +97,8 @@ class Room:
         return max(_SMALL_GROWTH_BYTES, self._reserve_bytes - max(0, taken))
 
     def begin_plan(self) -> int:
-        """A plan's homes are there, and its steps begin: what the process grew by until now was for planning.
+        """A plan's homes are there, and its steps begin: what the process grew by until now was for
+        planning.
 
         Returns:
             What tensors may take.
@@ -109,7 +123,8 @@ class Room:
         """The call has ended: what grew in it is the libraries'.
 
         Args:
-            scratch_bytes: what a step held at its peak beside its tensors and what is held now; None: it was no step.
+            scratch_bytes: what a step held at its peak beside its tensors and what is held now;
+                None: it was no step.
         """
         self._last = self._outside_bytes()
         if scratch_bytes is not None:
@@ -159,7 +174,9 @@ class Room:
             self._kernel.lift()
 
     def _make_free(self) -> None:
-        """Pooled memory goes back to the system, oldest first, as far as what happens between two steps may need its bytes."""
+        """Pooled memory goes back to the system, oldest first, as far as what happens between two
+        steps may need its bytes.
+        """
         if not isinstance(self._allocator, Allocator):
             return
         # A pool beside which the kernel refuses the user's memory would be of no use to anybody.

@@ -1,6 +1,7 @@
 """Saving a job, and loading what was saved into ordinary objects.
 
-In: a job's parts. Out: a directory that transformers' `from_pretrained` and plain `load_file` read, with what continues the run beside it:
+In: a job's parts. Out: a directory that transformers' `from_pretrained` and plain `load_file` read,
+with what continues the run beside it:
 
 | file                                         | what                                                                     |
 |----------------------------------------------|--------------------------------------------------------------------------|
@@ -95,9 +96,11 @@ def save_job(
 ) -> SaveResult:
     """Writes a job between two steps, a piece at a time.
 
-    An interrupted save leaves the directory as it was; see [Note: how a directory is replaced]. Files of others in it stay.
+    An interrupted save leaves the directory as it was; see [Note: how a directory is replaced].
+    Files of others in it stay.
 
-    Memory: two pieces of 8 MiB; one slice more for a weight away whose memory order is not row-major.
+    Memory: two pieces of 8 MiB; one slice more for a weight away whose memory order is not
+    row-major.
 
     Args:
         directory: to be; parents are made.
@@ -110,12 +113,15 @@ def save_job(
         noise: of stochastic rounding.
         random: as `run_state.take_random` gives it; None: of now.
         max_shard_bytes: of one file of weights.
-        extra: kept along: numbers, texts, lists, dictionaries, small tensors (a scheduler's `state_dict()`, for example).
+        extra: kept along: numbers, texts, lists, dictionaries, small tensors (a scheduler's
+            `state_dict()`, for example).
         operations: the system calls; tests make them fail.
 
     Raises:
-        StoreError: the disk, with the bytes needed and free where it is full. UsageError: a directory that cannot be replaced.
-        UnsupportedError: something in the model or optimizer that has no safetensors or JSON form. LimitBreachError: no room for the pieces.
+        StoreError: the disk, with the bytes needed and free where it is full. UsageError: a
+            directory that cannot be replaced.
+        UnsupportedError: something in the model or optimizer that has no safetensors or JSON form.
+            LimitBreachError: no room for the pieces.
     """
     began = time.perf_counter()
     used = FileOperations() if operations is None else operations
@@ -146,7 +152,8 @@ def check_save(directory: str | Path, model: nn.Module | None = None) -> None:
         model: to be saved; None: whatever it will be.
 
     Raises:
-        UsageError: it cannot be replaced in one step, or holds another model. StoreError: it is no directory, or its disk is full.
+        UsageError: it cannot be replaced in one step, or holds another model. StoreError: it is no
+            directory, or its disk is full.
     """
     target = Path(directory).expanduser().resolve()
     check_target(target, needed_bytes=0, operations=FileOperations())
@@ -155,9 +162,11 @@ def check_save(directory: str | Path, model: nn.Module | None = None) -> None:
 
 
 def check_other_model(target: Path, config: Mapping[str, Any] | None) -> None:
-    """Refuses a directory in which another model lies, whose configuration would be replaced, or would stay and describe the wrong weights.
+    """Refuses a directory in which another model lies, whose configuration would be replaced, or
+    would stay and describe the wrong weights.
 
-    Two configurations are of one model where its kind is the same, and every whole number that both name (widths, depths, vocabularies).
+    Two configurations are of one model where its kind is the same, and every whole number that both
+    name (widths, depths, vocabularies).
 
     Args:
         target: the directory to be.
@@ -185,7 +194,10 @@ def check_other_model(target: Path, config: Mapping[str, Any] | None) -> None:
 
 
 def _tells_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tells whether two configurations are of two models. Numbers of tokens, switches and versions do not tell."""
+    """Tells whether two configurations are of two models.
+
+    Numbers of tokens, switches and versions do not tell.
+    """
     keys = one.keys() & other.keys()
     return any(
         one[key] != other[key]
@@ -282,9 +294,7 @@ def _write_text(path: Path, text: str | bytes, operations: FileOperations) -> No
     try:
         content = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError as error:
-        raise StoreError(
-            f"{path.name} would have text that is none ({error}): what it was made from is damaged"
-        ) from error
+        raise StoreError(f"{path.name} would have invalid text ({error}): what it was made from is damaged") from error
     try:
         write_small_file(path, content, operations=operations, durable=True)
     except OSError as error:
@@ -292,7 +302,10 @@ def _write_text(path: Path, text: str | bytes, operations: FileOperations) -> No
 
 
 def _write_configs(model: Any, directory: Path, blocks: Sequence[BlockWeights]) -> None:
-    """`config.json` and `generation_config.json` as `from_pretrained` wants them. The model's own config is not changed."""
+    """`config.json` and `generation_config.json` as `from_pretrained` wants them.
+
+    The model's own config is not changed.
+    """
     config, generation = described(model, blocks)
     if generation is not None:
         generation.save_pretrained(directory)

@@ -1,7 +1,7 @@
 """Setup: what `fit` was asked for, and what a job does under one plan.
 
-In: the user's objects and wishes, a machine. Out: `Setup`, the same for every plan of a job; `Planned`, a setup with the plan
-that was decided. Both are frozen, and nothing has moved yet.
+In: the user's objects and wishes, a machine. Out: `Setup`, the same for every plan of a job;
+`Planned`, a setup with the plan that was decided. Both are frozen, and nothing has moved yet.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from memfit.job.weight_sources import WeightSources
 from memfit.scheduling.journal_actions import place_turns
 
 _TURNS = 8
-"""Orders of a journal's blocks that are remembered: a store's room has two slots, so that two come round."""
+"""Orders of a journal's blocks that are remembered: a store's room has two slots, so that two come
+round.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What `fit` was asked for, whatever plan is decided.
+    """Objects and wishes that `fit` was given for, whatever plan is decided.
 
     Attributes:
         problem: model, loss, optimizer's driver, blocks.
@@ -100,10 +102,11 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What depends on the shapes of a batch.
+    """Schedules and prediction for the shapes of a batch.
 
     Attributes:
-        plan: the job's, with as many microbatches as the batch has rows where it has fewer than the plan wants.
+        plan: the job's, with as many microbatches as the batch has rows where it has fewer than the
+            plan wants.
         profile: traced with these shapes.
         rows: of the largest microbatch.
         step: a training step.
@@ -175,7 +178,8 @@ class Planned:
         signature: of the sample.
         predicted_peak_bytes: of the process without a GPU, else of the device.
         adds_up: the loss of a batch is the sum over its microbatches; None: that was not tried.
-        is_unproven: the sample's rows were alike, so they could not show it: the first batch is tried.
+        is_unproven: the sample's rows were alike, so they could not show it: the first batch is
+            tried.
         replan: decides another plan; None where a breach is an error.
     """
 

@@ -1,7 +1,7 @@
 """StepRunner: the steps of a job, each whole or not at all, under one plan after another.
 
-In: a plan that was decided, batches. Out: results of steps; where a step does not fit and `on_breach="replan"`, another
-assembly. See [Note: replanning] in `job.breaches`.
+In: a plan that was decided, batches. Out: results of steps; where a step does not fit and
+`on_breach="replan"`, another assembly. See [Note: replanning] in `job.breaches`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class StepRunner:
         self._has_told_passed = False
 
     def step(self, batch: Any) -> StepResult:
-        """Makes a step; see `Job.step`. The step before is committed first, with what was done after it."""
+        """Makes a step; see `Job.step`.
+
+        The step before is committed first, with what was done after it.
+        """
         assembly = self.assembly
         assembly.check_unchanged()
         assembly.checkpointer.check_registered()
@@ -79,13 +82,18 @@ class StepRunner:
         return self._census.report(setup.problem.model, callbacks, keeper=self.owner())
 
     def take_back_changes(self) -> list[UnsupportedError]:
-        """Takes parameters that were given other memory back. Returns in words what is lost, unless it was told before."""
+        """Takes parameters that were given other memory back.
+
+        Returns in words what is lost, unless it was told before.
+        """
         assembly = self.assembly
         changes = [block.take_back_changes() for block in assembly.blocks]
         return [] if assembly.has_told_changes else [change for change in changes if change is not None]
 
     def undo(self) -> None:
-        """Ends a fit that is refused before its first step: every weight comes back in the dtype in which it came, or stays deferred."""
+        """Ends a fit that is refused before its first step: every weight comes back in the dtype in
+        which it came, or stays deferred.
+        """
         self.assembly.has_begun = False
         self.take_back_changes()
         with self.interrupts.held():
@@ -104,7 +112,8 @@ class StepRunner:
         parts, factors = cut(assembly, prepared, batch)
         phase = "first step" if self._steps_here == 0 else "steady"
         if self._steps_here < 2:
-            self.machine.forget_peak()  # of loading, then of the first step, which brings up states and libraries
+            # of loading, then of the first step, which brings up states and libraries
+            self.machine.forget_peak()
         self.machine.refuse(prepared.timeline.peak_bytes, assembly.steps + 1)
         with assembly.stepping(), self.machine.phase(phase, is_step=True):
             outcome = make_step(assembly, prepared, parts, factors)
@@ -123,7 +132,7 @@ class StepRunner:
             self._has_told_passed = True
             warnings.warn(f"step {self.assembly.steps}: {passed}", MemfitWarning, stacklevel=5)
 
-    # --- another plan -----------------------------------------------------------------------------------------------
+    # --- another plan ----------------------------------------------------------------------------
 
     def _step_or_replan(self, batch: Any, replan: Replan) -> StepResult:
         """Makes a step; where its batch does not fit, or it meets the limit, under another plan."""
@@ -137,7 +146,8 @@ class StepRunner:
                     error.add_note(f"{TRIES} tighter plans met the limit as well")
                     raise
                 found.append(self._make_tighter(error, batch, attempt, replan))
-                give_random(before)  # the step is made again with the numbers that it would have had
+                # the step is made again with the numbers that it would have had
+                give_random(before)
             else:
                 self.breaches += found
                 for report in found:

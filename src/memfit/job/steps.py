@@ -1,6 +1,7 @@
 """One training step on an assembly: whole, or not at all.
 
-In: an assembly and a batch. Out: losses and new weights at home; or an error, and the weights of before, or words for what is torn.
+In: an assembly and a batch. Out: losses and new weights at home; or an error, and the weights of
+before, or words for what is torn.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
 
 
 def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
-    """The step that was decided before, in this process or another. See [Note: a step from its journal] in `job.journaling`."""
+    """The step that was decided before, in this process or another.
+
+    See [Note: a step from its journal] in `job.journaling`.
+    """
     journal.finish()
     scaler = assembly.scaler
     if scaler is not None:
@@ -96,7 +100,7 @@ def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
 
 
 def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float) -> StepResult:
-    """What the user is told of a step."""
+    """Makes what the user is told of a step."""
     losses = tuple(float(loss) for loss in outcome.losses)
     total = sum(x * share for x, share in zip(losses, outcome.shares, strict=True))
     norm = None if outcome.norm is None else float(outcome.norm)
@@ -128,13 +132,17 @@ def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
 
 
 def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
-    """A step did not end: forget it, or say that it tore the weights. Allocation failures become breaches."""
+    """A step did not end: forget it, or say that it tore the weights.
+
+    Allocation failures become breaches.
+    """
     # An update that was under way must not write when the step is forgotten.
     assembly.updates.close()
     assembly.driver.abandon_step()
     try:
         assembly.house.gradients.wait()
-    except StoreError as other:  # the step's first error is on its way; this one must not meet the next step
+    # the step's first error is on its way; this one must not meet the next step
+    except StoreError as other:
         error.add_note(f"a gradient could not be written either: {other}")
     is_decided = assembly.journal is not None and assembly.journal.is_waiting
     if not is_decided and assembly.house.forget_step():
@@ -177,11 +185,11 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
 
 
 OF_DTYPES = (RuntimeError, NotImplementedError, TypeError)
-"""What torch raises where an operation does not exist in a dtype."""
+"""Errors that torch raises where an operation does not exist in a dtype."""
 
 
 def dtype_words(plan: Plan, error: BaseException) -> str:
-    """A failure of the user's model, of a plan that computes in another dtype than the model's own."""
+    """Says that the user's model fails in the dtype that a plan computes in."""
     told = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"the model fails in {plan.compute_dtype}, which the plan computes in: {type(error).__name__}: {told:.200}. "

@@ -1,4 +1,4 @@
-"""What a run used of the machine's settings, for its report.
+"""Settings that a run used of the machine's settings, for its report.
 
 In: this process. Out: one line a subject. Nothing is measured and nothing is set.
 """
@@ -14,7 +14,9 @@ from memfit.host.read import SET_BY_MEMFIT
 
 
 def used_settings() -> tuple[tuple[str, str], ...]:
-    """(what, how it was) for processors, threads, waiting and malloc variables, allocator, huge pages and swap, as this process has them now."""
+    """(what, how it was) for processors, threads, waiting and malloc variables, allocator, huge
+    pages and swap, as this process has them now.
+    """
     host = read_host()
     processors, memory = host.processors, host.memory
     own = host.set_by_memfit

@@ -1,4 +1,5 @@
-"""The user's own hooks, which run while `fit` plans as if it were training: they may change what a module gives, so that they cannot be left out; it is told.
+"""The user's own hooks, which run while `fit` plans as if it were training: they may change what a
+module gives, so that they cannot be left out; it is told.
 
 In: a model. Out: a warning that names them, unless they ask `memfit.is_planning()` themselves.
 """
@@ -27,7 +28,10 @@ _NOT_OF_USERS = (
 
 
 def tell_hooks(model: nn.Module) -> None:
-    """Warns of hooks of the user's program on the model that ran while a plan was made. Those of installed packages are theirs to know."""
+    """Warns of hooks of the user's program on the model that ran while a plan was made.
+
+    Those of installed packages are theirs to know.
+    """
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         for code in _codes(module):
@@ -63,7 +67,9 @@ def _codes_of(hooks: Iterable[Any]) -> Iterator[CodeType]:
 
 
 def refuse_hooked(model: nn.Module) -> None:
-    """Raises `UnsupportedError` for a model with hooks on the gradients of parameters: of several microbatches they may meet shares or sums, as the plan has it."""
+    """Raises `UnsupportedError` for a model with hooks on the gradients of parameters: of several
+    microbatches they may meet shares or sums, as the plan has it.
+    """
     hooked = [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]
     if hooked:
         more = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
@@ -79,7 +85,8 @@ def _code(hook: Any) -> CodeType | None:
     hook = getattr(hook, "__func__", hook)
     code = getattr(hook, "__code__", None)
     if code is None:
-        code = getattr(vars(type(hook)).get("__call__"), "__code__", None)  # an object that is called
+        # an object that is called
+        code = getattr(vars(type(hook)).get("__call__"), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 

@@ -1,6 +1,7 @@
 """Where the values of weights come from when their blocks move home.
 
-In: a model, perhaps a directory of files, perhaps weights that were put aside. Out: `WeightSources`, which brings parameters.
+In: a model, perhaps a directory of files, perhaps weights that were put aside. Out:
+`WeightSources`, which brings parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class WeightSource(Protocol):
         ...
 
     def take_back(self, name: str, parameter: nn.Parameter) -> bool:
-        """Makes a parameter one without values again. Returns False if it did not come from here, or was whole before."""
+        """Makes a parameter one without values again.
+
+        Returns False if it did not come from here, or was whole before.
+        """
         ...
 
 
@@ -69,7 +73,8 @@ class WeightSources:
 
 
 def open_sources(model: nn.Module, weights: str | Path | None, stack: ExitStack) -> list[WeightSource]:
-    """Opens the files, if a directory is given, or else the model's own initialization where it was built empty.
+    """Opens the files, if a directory is given, or else the model's own initialization where it was
+    built empty.
 
     Args:
         model: its parameters may be without bytes.
