@@ -85,7 +85,8 @@ class Engine:
         self._arrivals: list[Any] = []
         if gradients is not None and adds_apart:
             self._arrivals = watch_arrivals(self._parts.blocks, gradients)
-        self._learned: set[int] = set()
+        # Weak: a new step may get the `id` of one that is forgotten.
+        self._learned: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
         self._hooks = SiteHooks(self._parts.sites, self)
         self._serial = 0
         self._run: StepRun | None = None
@@ -116,7 +117,7 @@ class Engine:
             step,
             work,
             listener=self._listener(),
-            is_new=id(step) not in self._learned,
+            is_new=self._learned.get(id(step)) is not step,
             observe=self._observe,
             recorder=self._recorder,
         )
@@ -124,7 +125,7 @@ class Engine:
         try:
             run.go()
             check_untouched(self._parts.blocks)
-            self._learned.add(id(step))
+            self._learned[id(step)] = step
             return run.outcome
         except BaseException:
             run.recover()
