@@ -189,7 +189,10 @@ class Machine:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Surrounds a fit: what one leaves that is refused counts once. See [Note: what planning leaves] in `job.planning_left`."""
+        """Surrounds a fit: what a refused one leaves counts once.
+
+        See [Note: what planning leaves] in `job.planning_left`.
+        """
         before = self.base_bytes()
         try:
             yield

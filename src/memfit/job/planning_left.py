@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass
 class PlanningLeft:
-    """What fits that were refused have left in this process.
+    """Bytes that fits that were refused have left in this process.
 
     Attributes:
         first_base_bytes: of the first of them; None before.
