@@ -341,7 +341,8 @@ def token_batch(rows: int, tokens: int, vocabulary: int, seed: int) -> torch.Ten
 
 def on_disk(profile: Profile, homes: BlockPlan | None = None) -> dict[str, BlockPlan]:
     """Weights and states of every block that may leave on disk; gradients stay where the update in backward takes them."""
-    from memfit.core.plan import BlockPlan, Tier
+    from memfit.core.plan import BlockPlan
+    from memfit.core.tiers import Tier
 
     homes = homes or BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
     return {block.name: homes for block in profile.blocks if not block.is_spanning}

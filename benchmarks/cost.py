@@ -274,7 +274,8 @@ def _shared(job: Job) -> list[str]:
 
 
 def _plan(name: str, profile: Profile, microbatches: int) -> Plan:
-    from memfit.core.plan import CallPlan, Order, Plan, Saved, UpdateTime
+    from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
+    from memfit.core.saved_policies import Saved
 
     calls = next(iter(profile.traces.values())).calls
     plain_order = Plan(microbatches=microbatches, order=Order.MICROBATCH_MAJOR)

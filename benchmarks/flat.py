@@ -70,7 +70,9 @@ def train(shape: common.Shape, steps: int, directory: Path) -> list[Held]:
 
     import memfit
     from memfit.allocator import install
-    from memfit.core.plan import CallPlan, Plan, Saved, Tier
+    from memfit.core.plan import CallPlan, Plan
+    from memfit.core.saved_policies import Saved
+    from memfit.core.tiers import Tier
     from memfit.recipes.gpt import build_adamw, causal_language_loss
     from memfit.verification.meters import ProcessMeter
 

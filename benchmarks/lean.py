@@ -205,7 +205,8 @@ def _random_batches() -> Iterator[Tensor]:
 
 def _lean_plan(profile: Profile, microbatches: int) -> Plan:
     """A row at a time, layer after layer; everything on disk; blocks recomputed; each block updated as its backward ends."""
-    from memfit.core.plan import CallPlan, Plan, Saved
+    from memfit.core.plan import CallPlan, Plan
+    from memfit.core.saved_policies import Saved
 
     calls = next(iter(profile.traces.values())).calls
     return Plan(
@@ -218,7 +219,7 @@ def _lean_plan(profile: Profile, microbatches: int) -> Plan:
 
 def _all_in_memory(plan: Plan) -> Plan:
     """The same compute, with nothing that moves."""
-    from memfit.core.plan import Tier
+    from memfit.core.tiers import Tier
 
     return replace(plan, blocks={}, calls=tuple(replace(call, boundary_home=Tier.DEVICE) for call in plan.calls))
 

@@ -532,8 +532,10 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
 def _plan(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Any) -> Plan | None:
     """The given plan of a habit; None: one is to be chosen."""
     import memfit
-    from memfit.core.plan import CallPlan, Plan, Saved, Tier
+    from memfit.core.plan import CallPlan, Plan
     from memfit.core.precision import ComputeDtype
+    from memfit.core.saved_policies import Saved
+    from memfit.core.tiers import Tier
     from memfit.planning.candidates import decided_calls
 
     if case.habit == "fp16":

@@ -76,7 +76,8 @@ def test_activations_beyond_the_limit_are_a_breach_and_the_model_comes_back(allo
 
 
 def test_evaluation_of_a_job_streams_in_the_same_memory_at_any_depth(allocator: Allocator) -> None:
-    from memfit.core.plan import BlockPlan, Plan, Tier
+    from memfit.core.plan import BlockPlan, Plan
+    from memfit.core.tiers import Tier
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
@@ -141,7 +142,8 @@ def test_generation_takes_the_same_memory_at_depth_4_and_32_when_caches_travel(a
 def test_evaluation_holds_the_logits_of_one_microbatch_or_of_one_chunk(allocator: Allocator) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from memfit.core.plan import BlockPlan, Plan, Tier
+    from memfit.core.plan import BlockPlan, Plan
+    from memfit.core.tiers import Tier
 
     vocabulary, rows, tokens, microbatches, chunk = 16_384, 8, 32, 4, 16
     config = LlamaConfig(

@@ -181,14 +181,20 @@ def test_what_is_neither_a_scalar_nor_a_sum_with_its_count_is_told_what_to_retur
         _fit(loss=lambda model, batch: make(_loss(model, batch)))
 
 
-def test_an_accuracy_beside_the_loss_is_told_to_be_taken_for_a_count() -> None:
+def test_an_accuracy_beside_the_loss_is_refused_as_what_would_be_taken_for_a_count() -> None:
     def with_accuracy(model: nn.Module, batch: Any) -> Any:
         out = model(batch[0])
         return nn.functional.cross_entropy(out, batch[1]), torch.tensor(0.75)
 
-    job = _fit(loss=with_accuracy)
+    with pytest.raises(
+        UsageError, match=r"its first is no sum: .* divided by its second, 0\.75: return the loss alone"
+    ):
+        _fit(loss=with_accuracy)
+    # A batch of one row cannot be cut, so nothing shows at `fit` that the first is no sum.
+    x, y = _batch()
+    job = _fit(loss=with_accuracy, sample=(x[:1], y[:1]))
     with pytest.warns(MemfitWarning, match=r"0.75.*takes a pair for \(sum, count\)"):
-        job.step(_batch())
+        job.step((x[:1], y[:1]))
     job.close()
 
 
@@ -243,7 +249,8 @@ def test_the_version_and_the_errors_that_a_program_catches_are_public() -> None:
 
 
 def test_a_wrong_batch_while_weights_are_away_is_told_as_that_and_the_job_goes_on() -> None:
-    from memfit.core.plan import BlockPlan, Plan, Tier
+    from memfit.core.plan import BlockPlan, Plan
+    from memfit.core.tiers import Tier
 
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
