@@ -215,7 +215,7 @@ WEIGHTS = (
     Mutation(
         says="a block is released while it is updated",
         where="memfit.engine.visits:Visits.release",
-        take="self._settle(b)",
+        take="self._settle_here(b)",
         put="pass",
         tests=[MOVES.format("release")],
         shows=r"'settle'",
@@ -369,7 +369,7 @@ UPDATES = (
         take="block.wait()",
         put="pass",
         tests=[WAITS + "a_visit_that_nobody_waited_for_ends_before_the_update_begins"],
-        shows=r"'accumulate', 'wait', 'submit'",
+        shows=r"\['submit'\] == \['wait', 'submit'\]",
     ),
     Mutation(
         says="an update reads gradients that have not left",
