@@ -671,7 +671,7 @@ LIMITS = (
 HOST = (
     Mutation(
         says="a save reads pinned memory under its copies",
-        where="memfit.files.saved_files:settle",
+        where="memfit.files.saved_files:wait_for_updates",
         take="devices.of(device).synchronize(device)",
         put="pass",
         tests=[WAITS + "a_save_has_what_the_step_before_it_wrote[late]"],
