@@ -41,7 +41,10 @@ def begun(directory: Path, plan: Plan, **options: Any) -> int:
 def test_a_plan_with_activations_in_host_memory_gives_way_where_there_is_none(call: CallPlan, tmp_path: Path) -> None:
     begun(tmp_path, Plan(calls=plans.fates(TOWER.profile(), call)), emulate_device=True)
     job = start(tmp_path)
-    assert "The plan that the run had is not taken: it puts something into host memory" in job.reason
+    assert (
+        "The plan that the run had is not taken: it puts something into the tier 'host', which this machine does not have"
+        in job.reason
+    )
     assert job.plan.microbatches == 1
     found = job.step(TOWER.batch(1)).loss
     job.close()

@@ -50,3 +50,13 @@ def stored_dtypes(dtype: str, compute: ComputeDtype) -> tuple[str, str]:
     if compute.weight_dtype is None or dtype not in ("float32", compute.weight_dtype):
         return dtype, dtype
     return compute.weight_dtype, "float32"
+
+
+def dtype_failure(compute: ComputeDtype, error: BaseException) -> str:
+    """Says that the user's model fails in the dtype that a plan computes in."""
+    told = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"the model fails in {compute}, which the plan computes in: {type(error).__name__}: {told:.200}. "
+        "Plain PyTorch may lack an operation in that dtype on this device, or a layer mixes it with fp32: "
+        "leave it out of allow=, or let the layer's forward bring input and weights to one dtype"
+    )

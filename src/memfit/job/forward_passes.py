@@ -23,14 +23,14 @@ from memfit.batches.splitting import Trial, check_sum, compare_split, evaluating
 from memfit.checkpoints.run_state import give_random, is_random_state, take_random
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
 from memfit.core.planning_state import trial
-from memfit.core.precision import ComputeDtype
+from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.units import format_bytes
 from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
 from memfit.job.results import EvaluateResult
 from memfit.job.setup import Prepared
-from memfit.job.steps import OF_DTYPES, cut, dtype_words
+from memfit.job.steps import OF_DTYPES, cut
 from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program
 from memfit.profiling.standins import untouched_modules
@@ -169,7 +169,7 @@ def check_dtype(assembly: Assembly, sample: Any) -> None:
             failure = error
         else:
             return
-    raise UnsupportedError(dtype_words(assembly.plan, failure)) from failure
+    raise UnsupportedError(dtype_failure(assembly.plan.compute_dtype, failure)) from failure
 
 
 def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:

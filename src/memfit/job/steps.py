@@ -14,8 +14,7 @@ import torch
 from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.batches.splitting import shares
 from memfit.core.errors import LimitBreachError, MemfitError, StoreError, UnsupportedError
-from memfit.core.plan import Plan
-from memfit.core.precision import ComputeDtype
+from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.units import format_bytes
 from memfit.engine.work import Outcome, StepInput
 from memfit.homes.gradient_scale import clip_factor
@@ -174,7 +173,7 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
         and assembly.steps == 0
         and assembly.plan.compute_dtype is not ComputeDtype.GIVEN
     ):
-        raise UnsupportedError(dtype_words(assembly.plan, error)) from error
+        raise UnsupportedError(dtype_failure(assembly.plan.compute_dtype, error)) from error
     if is_refusal(error):
         raise LimitBreachError(
             _breach_text(assembly, error, torn=is_torn, is_decided=is_decided),
@@ -186,16 +185,6 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
 
 OF_DTYPES = (RuntimeError, NotImplementedError, TypeError)
 """Errors that torch raises where an operation does not exist in a dtype."""
-
-
-def dtype_words(plan: Plan, error: BaseException) -> str:
-    """Says that the user's model fails in the dtype that a plan computes in."""
-    told = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"the model fails in {plan.compute_dtype}, which the plan computes in: {type(error).__name__}: {told:.200}. "
-        "Plain PyTorch may lack an operation in that dtype on this device, or a layer mixes it with fp32: "
-        "leave it out of allow=, or let the layer's forward bring input and weights to one dtype"
-    )
 
 
 def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_decided: bool) -> str:

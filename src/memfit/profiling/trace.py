@@ -31,7 +31,7 @@ from torch import nn
 
 from memfit.batches.batch import UncuttableError, batch_rows, slice_batch
 from memfit.core.errors import MemfitError, UnsupportedError, UsageError
-from memfit.core.precision import ComputeDtype
+from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
 from memfit.profiling.blocks import BlockMap
@@ -243,6 +243,7 @@ def _named_failures(setting: TraceSetting) -> Iterator[None]:
     place in the program.
 
     Raises:
+        UnsupportedError: it fails in the dtype that the plan computes in.
         UsageError: the loss failed. What memfit raises, and a limit that was met, pass.
     """
     try:
@@ -259,6 +260,8 @@ def _named_failures(setting: TraceSetting) -> Iterator[None]:
         while place is not None and place.tb_next is not None and not _is_of_users(place.tb_frame.f_code.co_filename):
             place = place.tb_next
         error.__context__ = None
+        if _names_dtype(error, setting.compute):
+            raise UnsupportedError(dtype_failure(setting.compute, error)) from error.with_traceback(place)
         if "BatchedTensor" in str(error) or "torch.func" in str(error):
             raise UnsupportedError(
                 f"the loss uses transforms of torch.func (vmap, grad) around what memfit follows{where}: its tensors have no storages, and saved tensors cannot be "
@@ -268,6 +271,17 @@ def _named_failures(setting: TraceSetting) -> Iterator[None]:
             f"loss(model, batch) fails: {type(error).__name__}: {told[0] if told else ''}{where}. Nothing was changed; see that "
             "it runs on this batch in plain PyTorch"
         ) from error.with_traceback(place if frames else error.__traceback__)
+
+
+def _names_dtype(error: BaseException, compute: ComputeDtype) -> bool:
+    """Tells whether torch's message is about the dtype that the plan computes in."""
+    names = {
+        ComputeDtype.GIVEN: (),
+        ComputeDtype.BFLOAT16: ("BFloat16", "bfloat16"),
+        ComputeDtype.FLOAT16: ("Half", "float16"),
+        ComputeDtype.FLOAT16_WEIGHTS: ("Half", "float16"),
+    }[compute]
+    return any(name in str(error) for name in names)
 
 
 def _is_of_users(file: str) -> bool:
