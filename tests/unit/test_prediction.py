@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.core.errors import DoesNotFitError, PlanError
+from memfit.core.errors import PlanError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
@@ -25,7 +25,7 @@ from memfit.core.units import MIB
 from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.rules import choose_plan
-from memfit.prediction import check_limits, peak_report, predict, residents_at
+from memfit.prediction import peak_report, predict, residents_at
 from memfit.prediction.clock import CALLS_PER_S
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
@@ -436,17 +436,6 @@ def test_the_report_names_the_largest_first() -> None:
     assert text.splitlines()[0].startswith("predicted device peak")
     assert "backward C4 m0" in text
     assert "smaller ones" in text
-
-
-def test_a_limit_is_held_against_every_action() -> None:
-    profile = gpt_profile(layers=2)
-    timeline = timeline_of(Plan(), profile)
-    check_limits(timeline, {Tier.DEVICE: timeline.peak_bytes})
-    with pytest.raises(DoesNotFitError, match="backward C4 m0") as error:
-        check_limits(timeline, {Tier.DEVICE: timeline.peak_bytes - 1})
-    assert error.value.smallest_limit_bytes == timeline.peak_bytes
-    with pytest.raises(DoesNotFitError, match="disk"):
-        check_limits(timeline_of(Plan(blocks={"h.0": DISK}), profile), {Tier.DISK: 1})
 
 
 def test_a_size_that_was_not_traced_is_refused() -> None:

@@ -15,19 +15,16 @@ from memfit.core.numerics import regroups_sums, weighed_seconds
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
-from memfit.core.shape import describe_step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
-from memfit.planning.chains import every_kth, recompute_segments, sqrt_segments
-from memfit.planning.explanation import explain
 from memfit.planning.refusals import Refusal
 from memfit.planning.rules import choose_plan
 from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_schedule
-from memfit.scheduling.lower import lower, segment_flops
+from memfit.scheduling.lower import lower
 from unit.profiles import PAGE, chain_profile, gpt_profile
 
 
@@ -57,49 +54,6 @@ def activations_peak(timeline: Timeline) -> int:
 
 def predicted(plan: Plan, profile: Profile) -> Timeline:
     return predict(lower(build_step(plan, profile, clips_norm=False), plan, profile, staging_bytes=0), machine())
-
-
-# ---- worked examples of the literature ----
-
-
-def test_a_chain_of_six_with_every_second_output_kept_lives_on_three_at_a_time() -> None:
-    """Kept outputs 2, 4, 6 (counted from 1); backward lives on {4, 5, 6}, then {2, 3, 4}: 5 and then 3 are made again."""
-    segments = every_kth(6, 2)
-    assert [last + 1 for _, last in segments] == [2, 4, 6]
-    profile = chain_profile(length=6)
-    plan = Plan(calls=recompute_segments(segments))
-    moments = {m.action: m for m in predicted(plan, profile).moments}
-    # Beside the working set rest the earlier kept ones: the input and 2; then the input.
-    for name, working, resting in (("C4-5", 3, 2), ("C2-3", 3, 1), ("C0-1", 3, 0)):
-        alive = moments[f"backward {name} m0"].by_category
-        assert alive["activation"] + alive["transient"] == (working + resting) * PAGE
-
-
-@pytest.mark.parametrize(("length", "spacing", "live"), [(100, 10, 20), (64, 8, 16)])
-def test_every_kth_output_of_a_chain_leaves_n_over_k_plus_k_alive(length: int, spacing: int, live: int) -> None:
-    profile = chain_profile(length=length)
-    unit = PAGE
-    kept = activations_peak(predicted(Plan(), profile))
-    assert kept == (length + 1) * unit
-    segments = every_kth(length, spacing)
-    plan = Plan(calls=recompute_segments(segments))
-    assert activations_peak(predicted(plan, profile)) == live * unit
-    assert sqrt_segments(length) == segments
-    # At most one more forward a call: a third more where backward costs two forwards, half more where it costs one.
-    shape = describe_step(plan, profile)
-    trace = profile.traces[1]
-    replayed = sum(segment_flops(trace, plan, shape, s, is_backward=True) for s in range(len(segments)))
-    assert replayed - sum(c.backward_flops for c in trace.calls) == sum(c.forward_flops for c in trace.calls)
-
-
-def test_the_square_root_is_the_best_spacing_of_a_uniform_chain() -> None:
-    for length in range(1, 60):
-        best = min(-(-length // k) + k for k in range(1, length + 1))
-        segments = sqrt_segments(length)
-        assert len(segments) + segments[0][1] + 1 == best
-        assert [c for first, last in segments for c in range(first, last + 1)] == list(range(length))
-    with pytest.raises(UsageError):
-        every_kth(0, 1)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
@@ -325,9 +279,6 @@ def test_the_front_falls_in_bytes_as_it_rises_in_seconds_and_marks_the_choice() 
     assert seconds == sorted(seconds)
     assert peaks == sorted(peaks, reverse=True)
     assert next(r.name for r in choice.front if r.fits) == choice.name
-    text = explain(choice, budget)
-    assert f"  {choice.name}" in next(line for line in text.splitlines() if line.startswith("> "))
-    assert choice.reason in text
     assert "With " in choice.reason
 
 

@@ -10,7 +10,7 @@ from memfit.core.errors import PlanError
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
-from memfit.core.schedule import Backward, Fetch, Forward, Schedule, format_actions
+from memfit.core.schedule import Backward, Fetch, Forward, Schedule
 from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step
 from unit.profiles import chain_profile, gpt_profile
@@ -28,7 +28,7 @@ def away(profile: Profile, home: BlockPlan = DISK) -> dict[str, BlockPlan]:
 
 
 def computes(schedule: Schedule) -> str:
-    return format_actions(a for a in schedule if isinstance(a, Forward | Backward))
+    return " | ".join(str(a) for a in schedule if isinstance(a, Forward | Backward))
 
 
 def test_layer_major_order_takes_microbatches_down_and_back_up() -> None:

@@ -296,7 +296,7 @@ class Plan:
             }
             calls = tuple(
                 CallPlan(**_values(CallPlan, _object(f"calls[{index}]", call)))
-                for index, call in enumerate(_list("calls", raw.pop("calls", [])))
+                for index, call in enumerate(_list(raw.pop("calls", [])))
             )
             decided = _values(cls, raw)
             decided.update(blocks=blocks, calls=calls)
@@ -346,9 +346,9 @@ def _object(what: str, value: object) -> dict[str, object]:
     return cast("dict[str, object]", value)
 
 
-def _list(what: str, value: object) -> list[object]:
+def _list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise TypeError(f"{what} must be a JSON list, not {type(value).__name__}")
+        raise TypeError(f"calls must be a JSON list, not {type(value).__name__}")
     return cast("list[object]", value)
 
 

@@ -57,7 +57,7 @@ engine waits for the transfer. Prediction counts them so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -398,16 +398,6 @@ def parse_action(text: str) -> Action:
         if match:
             return make(match.groups())
     raise PlanError(f"not an action: {text.strip()!r}")
-
-
-def format_actions(actions: Iterable[Action]) -> str:
-    """Actions on one line, as in `"fetch B3 | forward B3 m0"`."""
-    return " | ".join(map(str, actions))
-
-
-def parse_actions(text: str) -> tuple[Action, ...]:
-    """Reads actions separated by `|` or line ends."""
-    return tuple(parse_action(part) for part in re.split(r"[|\n]", text) if part.strip())
 
 
 def _microbatches(first: int, last: int) -> str:

@@ -144,10 +144,6 @@ class Step:
         """Names of the calls by index."""
         return tuple(call.site for call in self.schedule.calls)
 
-    def owner_name(self, change: ByteChange) -> str:
-        """The owner of a change as a person knows it."""
-        return owner_name(change.owner, self.names, self.sites)
-
 
 def owner_name(owner: str, names: tuple[str, ...], sites: tuple[str, ...]) -> str:
     """A name for an owner: "B3" is a block's, "C5" what call 5 made, "reload C5" what came back for it."""

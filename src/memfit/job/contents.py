@@ -26,6 +26,8 @@ from memfit.job.journaling import StepJournal
 from memfit.job.setup import Planned
 from memfit.tensors.noise import RoundingNoise
 
+_LARGEST_SHOWN = 5
+
 
 class Contents:
     """Weights and optimizer states of a job under one plan, at their homes.
@@ -228,7 +230,7 @@ class Contents:
         yield from self.house.held()
         yield from (p.grad for p in self.model.parameters() if p.grad is not None)
 
-    def largest_residents(self, count: int) -> str:
+    def largest_residents(self) -> str:
         """Names what of the job takes most of the device now, with its bytes."""
         found: list[tuple[int, str]] = []
         for block in self.blocks:
@@ -238,7 +240,7 @@ class Contents:
         for index, states in self.states.items():
             if states.home is not None and states.home.memory is not None:
                 found.append((states.nbytes, f"optimizer states of {self.blocks[index].name!r}"))
-        largest = sorted(found, key=lambda item: -item[0])[:count]
+        largest = sorted(found, key=lambda item: -item[0])[:_LARGEST_SHOWN]
         return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in largest if nbytes) or "none of memfit"
 
     def bytes_to_come(self) -> int:

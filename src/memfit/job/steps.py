@@ -200,7 +200,7 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
     )
     return (
         f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit at '{assembly.engine.at}': {refusal_words(error)} "
-        f"Largest residents: {assembly.largest_residents(5)}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
+        f"Largest residents: {assembly.largest_residents()}. {after}. Try a smaller batch, a larger limit, or a plan with more microbatches or more recompute"
     )
 
 

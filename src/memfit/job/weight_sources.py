@@ -46,11 +46,6 @@ class WeightSources:
     def __init__(self, sources: Sequence[WeightSource] = ()) -> None:
         self._sources = list(sources)
 
-    @property
-    def is_empty(self) -> bool:
-        """Every weight has its own value."""
-        return not self._sources
-
     def bring(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `WeightSource`."""
         wanted = list(parameters)

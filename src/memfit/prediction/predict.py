@@ -1,6 +1,6 @@
 """Step + Hardware -> Timeline.
 
-In: `Step`, `Hardware`. Out: `Timeline`; `check_limits` holds it against budgets.
+In: `Step`, `Hardware`. Out: `Timeline`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline
-from memfit.core.units import format_bytes
 from memfit.prediction.bytes import follow_tier, peaks
 from memfit.prediction.clock import Clock
 
@@ -75,24 +73,3 @@ def appraise(step: Step, hardware: Hardware) -> Appraisal:
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.seal(step),
     )
-
-
-def check_limits(timeline: Timeline, budgets: Mapping[Tier, int | None]) -> None:
-    """Checks that no action passes the device's budget, and no tier its own. A tier that is not named has none.
-
-    Raises:
-        DoesNotFitError: the first action whose predicted bytes are over, by category; or the tier that is too small.
-    """
-    device_bytes = budgets.get(Tier.DEVICE)
-    for index, moment in enumerate(timeline.moments):
-        if device_bytes is not None and moment.peak_bytes > device_bytes:
-            parts = ", ".join(f"{c} {format_bytes(n)}" for c, n in moment.by_category.items() if n)
-            raise DoesNotFitError(
-                f"action {index}, {moment.action}, is predicted to hold {format_bytes(moment.peak_bytes)} on the "
-                f"device, over the budget of {format_bytes(device_bytes)}: {parts}",
-                smallest_limit_bytes=timeline.peak_bytes,
-            )
-    for tier, limit in budgets.items():
-        peak = timeline.peak_in(tier)
-        if limit is not None and not tier.traits.is_device and peak > limit:
-            raise DoesNotFitError(f"{format_bytes(peak)} are predicted on {tier}, over {format_bytes(limit)}")

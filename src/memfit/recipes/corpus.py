@@ -143,17 +143,6 @@ def iterate_files(paths: Iterable[Path]) -> Iterator[tuple[str, bool]]:
                 lines = coming
 
 
-def iterate_tokens(
-    vocabulary_size: int, *, token_limit: int | None = None, root: Path | None = None
-) -> Iterator[array[int]]:
-    """Yields the corpus as token numbers, each file followed by the end-of-text mark.
-
-    See `encode_texts`, `build_tokenizer`, `iterate_text`.
-    """
-    texts = ((text, True) for text in iterate_text(root))
-    return encode_texts(build_tokenizer(vocabulary_size), texts, token_limit=token_limit)
-
-
 def encode_texts(
     tokenizer: Tokenizer,
     texts: Iterable[tuple[str, bool]],

@@ -65,11 +65,6 @@ class Recipe:
     weights: Path | None = None
     """A directory of files that its weights are read from; None: its own initialisation."""
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Predicted tokens in one step."""
-        return self.batch_size * self.sequence_length
-
 
 def causal_language_loss(model: nn.Module, batch: Int64[Tensor, "batch window"]) -> Float[Tensor, ""]:
     """Mean cross-entropy of each window's tokens given those before, through transformers' own

@@ -1,7 +1,7 @@
 """Proves a schedule legal: nothing used that is not there, nothing given up that is needed, everything done once.
 
 In: `Schedule`, `Plan`, `Profile`. Out: nothing, or `PlanError` that points at the first illegal action. Limits of bytes
-are checked where bytes are added up: `prediction.predict.check_limits`.
+are the planner's to keep (`planning.rules`).
 """
 
 from __future__ import annotations

@@ -92,12 +92,6 @@ class ProcessMeter:
             whole_bytes=own.resident_peak_bytes + beside,
         )
 
-    def own_peak_bytes(self) -> int:
-        """The most that was resident of this process alone since `reset_peak`, mapped files
-        included.
-        """
-        return procfs.read_status().resident_peak_bytes
-
     def swap_bytes(self) -> int:
         """Bytes swapped out.
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,11 +119,15 @@ def test_tokens_of_files_are_joined_by_the_end_of_text_mark_and_stop_at_the_limi
     for number, text in enumerate(texts):
         (tmp_path / f"f{number:03}.py").write_text(text, encoding="utf-8")
     tokenizer = corpus.build_tokenizer(1000)
+
+    def parts() -> Iterator[tuple[str, bool]]:
+        return ((text, True) for text in corpus.iterate_text(tmp_path))
+
     expected = [number for text in texts for number in [*tokenizer.encode(text).ids, 0]]
-    whole = [number for piece in corpus.iterate_tokens(1000, root=tmp_path) for number in piece]
+    whole = [number for piece in corpus.encode_texts(tokenizer, parts()) for number in piece]
     assert whole == expected
     for limit in (1, 500, len(expected), len(expected) + 5):
-        some = [number for piece in corpus.iterate_tokens(1000, token_limit=limit, root=tmp_path) for number in piece]
+        some = [number for piece in corpus.encode_texts(tokenizer, parts(), token_limit=limit) for number in piece]
         assert some == expected[:limit]
 
 

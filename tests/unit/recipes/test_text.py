@@ -11,7 +11,9 @@ from memfit.recipes import CorpusError, TokenWindows, corpus, read_tokens
 
 def test_the_child_process_gives_the_tokens_that_this_process_would_make() -> None:
     tokens = read_tokens(600, token_limit=30_000)
-    expected = [number for piece in corpus.iterate_tokens(600, token_limit=30_000) for number in piece]
+    texts = ((text, True) for text in corpus.iterate_text())
+    pieces = corpus.encode_texts(corpus.build_tokenizer(600), texts, token_limit=30_000)
+    expected = [number for piece in pieces for number in piece]
     assert tokens.dtype == torch.int16
     assert tokens.tolist() == expected
     assert len(expected) == 30_000
