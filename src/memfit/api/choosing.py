@@ -28,8 +28,9 @@ from memfit.core.units import MIB, format_bytes
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.machine import Machine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
+from memfit.planning.choice import PlanChoice
 from memfit.planning.refusals import Refusal
-from memfit.planning.rules import PlanChoice, choose_plan
+from memfit.planning.rules import choose_plan
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any
 # case: ways differ a little in operations.

@@ -41,8 +41,8 @@ from memfit.job.setup import Planned, Prepared, Setup
 from memfit.job.step_runner import StepRunner, begin_steps
 from memfit.planning.candidates import update_time
 from memfit.planning.journal_rules import check_journaled
+from memfit.planning.pricing import bytes_of_check
 from memfit.planning.refusals import Refusal
-from memfit.planning.rules import bytes_of_check
 from memfit.prediction.residents import peak_report
 from memfit.profiling.trace import arrange_blocks
 from memfit.scheduling.lower import lower

@@ -98,42 +98,32 @@ def list_candidates(
     """
     trace = next(iter(profile.traces.values()))
     chosen = decided_calls(trace)
-    has_masters = profile.has_masters
-    forms = MasterForms() if masters is None else masters
-    given = ComputeDtype.BFLOAT16 if has_masters else ComputeDtype.GIVEN
+    given = ComputeDtype.BFLOAT16 if profile.has_masters else ComputeDtype.GIVEN
     chosen_dtype = given if compute is None else compute
-    is_bf16 = (
-        chosen_dtype is ComputeDtype.BFLOAT16
-    )  # whose bits are the upper ones of its master, and which noise can round
+    # only bf16's bits are the upper ones of its master, and only its rounding takes the noise
+    forms = (masters or MasterForms()) if profile.has_masters and chosen_dtype is ComputeDtype.BFLOAT16 else None
     orders = (Order.LAYER_MAJOR,) if microbatches == 1 else (Order.MICROBATCH_MAJOR, Order.LAYER_MAJOR)
     if profile.keeps_order:
         orders = orders[:1]
     written = profile.written_blocks
     for order in orders:
         waits = clips_norm or chosen_dtype.scales_losses or (microbatches > 1 and order is Order.MICROBATCH_MAJOR)
+        is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
+        # gradients that hooks read have to stay on the device
+        places = _homes(
+            tiers,
+            gradients_wait=waits and not profile.read_gradients,
+            may_update_on_host=may_update_on_host and not profile.read_gradients,
+        )
         for choice in _saved_choices(trace, chosen, tiers):
-            # A call that changes what it was given (a key-value cache), a weight or what it keeps
-            # cannot be run again.
-            again = choice.call.saved.policy.recomputes
-            calls = tuple(
-                choice.call
-                if c.index in chosen
-                and not (again and (c.runs_once or not written.isdisjoint(c.blocks)))
-                and not c.must_keep
-                else CallPlan()
-                for c in trace.calls
-            )
+            calls = _calls(choice, trace, chosen, written)
             seen: list[Plan] = []
-            gradients_wait = waits and not profile.read_gradients
-            # which have to stay on the device
-            on_host = may_update_on_host and not profile.read_gradients
-            for homes in _homes(tiers, gradients_wait=gradients_wait, may_update_on_host=on_host):
-                is_layer_major = microbatches > 1 and order is Order.LAYER_MAJOR
+            for homes in places:
                 plan = Plan(
                     microbatches=microbatches,
                     order=order,
                     blocks=_blocks(profile, homes),
-                    calls=() if choice.call.saved.policy.keeps_all else calls,
+                    calls=calls,
                     tail=find_tail(trace) if is_layer_major else None,
                     update=update_time(profile, clips_norm=clips_norm),
                     prefetch=homes.prefetch,
@@ -143,17 +133,40 @@ def list_candidates(
                     plan = journaled(plan, profile, like)
                     if problem_of_journaled(plan, profile) is not None:
                         continue
-                if plan in seen:
-                    # blocks too small to move are at home on the device wherever the others are
-                    continue
-                seen.append(plan)
-                name = _name(microbatches, is_layer_major=is_layer_major, choice=choice, homes=homes)
-                if not has_masters or not is_bf16 or forms.kept:
-                    yield Candidate(name=name, plan=plan)
-                if has_masters and is_bf16 and forms.kept:
-                    yield Candidate(name=f"{name}, masters split", plan=replace(plan, splits_masters=True))
-                if has_masters and is_bf16 and forms.dropped:
-                    yield Candidate(name=f"{name}, no masters", plan=replace(plan, drops_masters=True))
+                # blocks too small to move are at home on the device wherever the others are
+                if plan not in seen:
+                    seen.append(plan)
+                    name = _name(microbatches, is_layer_major=is_layer_major, choice=choice, homes=homes)
+                    yield from _with_masters(name, plan, forms)
+
+
+def _calls(
+    choice: _SavedChoice, trace: TraceProfile, chosen: frozenset[int], written: frozenset[str]
+) -> tuple[CallPlan, ...]:
+    """Decisions of all calls, the choice for the chosen ones; empty if all are kept."""
+    policy = choice.call.saved.policy
+    if policy.keeps_all:
+        return ()
+    # A call that changes what it was given (a key-value cache), a weight or what it keeps cannot
+    # be run again.
+    return tuple(
+        choice.call
+        if c.index in chosen
+        and not (policy.recomputes and (c.runs_once or not written.isdisjoint(c.blocks)))
+        and not c.must_keep
+        else CallPlan()
+        for c in trace.calls
+    )
+
+
+def _with_masters(name: str, plan: Plan, forms: MasterForms | None) -> Iterator[Candidate]:
+    """Yields the plan in each form that its masters may have; as it is if it has none (None)."""
+    if forms is None or forms.kept:
+        yield Candidate(name=name, plan=plan)
+    if forms is not None and forms.kept:
+        yield Candidate(name=f"{name}, masters split", plan=replace(plan, splits_masters=True))
+    if forms is not None and forms.dropped:
+        yield Candidate(name=f"{name}, no masters", plan=replace(plan, drops_masters=True))
 
 
 def decided_calls(trace: TraceProfile) -> frozenset[int]:

@@ -1,0 +1,112 @@
+"""The answer of the planner: a plan, its prediction, and the plans that stood beside it.
+
+In: candidates that were built (`pricing`). Out: `PlanChoice`, its Pareto front and its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from memfit.core.limits import Budget
+from memfit.core.numerics import weighed_seconds
+from memfit.core.plan import Plan
+from memfit.core.schedule import Schedule
+from memfit.core.timeline import Timeline
+from memfit.core.units import format_bytes
+from memfit.planning.pricing import BuiltCandidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoPoint:
+    """One step of a front: what a plan would take and give.
+
+    Attributes:
+        name: the decisions in words.
+        peak_bytes: predicted device bytes of tensors.
+        seconds: predicted for a step.
+        fits: it is within every budget.
+    """
+
+    name: str
+    peak_bytes: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """A plan, what it is predicted to cost, and what stood beside it.
+
+    Attributes:
+        name: the decisions in words.
+        plan: them.
+        schedule: the step built from it.
+        timeline: its prediction.
+        front: from the fastest to the leanest, plans that no other beats in both; the chosen one is
+            among them.
+        reason: why this one, in a sentence or two.
+        built: number of candidates that were built and predicted.
+        regroups: it regroups sums (`core.numerics`).
+        unchanged_s: what a plan that regroups none, and may fit, takes at least; None: none is
+            predicted to fit.
+        least_s: what every candidate takes at least, whatever it holds.
+    """
+
+    name: str
+    plan: Plan
+    schedule: Schedule
+    timeline: Timeline
+    front: tuple[ParetoPoint, ...]
+    reason: str
+    built: int
+    regroups: bool
+    unchanged_s: float | None
+    least_s: float
+
+    @property
+    def weighed_s(self) -> float:
+        """Its seconds as plans are compared by."""
+        return weighed_seconds(self.timeline.seconds, regroups=self.regroups)
+
+
+def pareto_front(built: list[BuiltCandidate], best: BuiltCandidate) -> tuple[ParetoPoint, ...]:
+    """Returns the built candidates that no other beats in seconds and bytes, and the chosen one."""
+    points: list[ParetoPoint] = []
+    least = math.inf
+    for b in sorted(built, key=lambda b: (b.cost.seconds, b.cost.peak_bytes, b.priced.index)):
+        if b.cost.peak_bytes < least or b is best:
+            least = min(least, b.cost.peak_bytes)
+            points.append(_point(b))
+    return tuple(points)
+
+
+def _point(built: BuiltCandidate) -> ParetoPoint:
+    return ParetoPoint(
+        name=built.priced.candidate.name,
+        peak_bytes=built.cost.peak_bytes,
+        seconds=built.cost.seconds,
+        fits=built.fits,
+    )
+
+
+def give_reason(built: list[BuiltCandidate], best: BuiltCandidate, budget: Budget) -> str:
+    """Says why the chosen one was taken, and what more memory would give."""
+    peak, seconds = best.cost.peak_bytes, best.cost.seconds
+    room = "no limit" if budget.tensor_bytes is None else f"{format_bytes(budget.tensor_bytes)} for tensors"
+    text = (
+        f"{best.priced.candidate.name}: predicted {format_bytes(peak)} of {room}, {seconds:.3g} s a step; "
+        f"the fastest of the plans that fit ({len(built)} built)."
+    )
+    if any(b.fits and b.cost.seconds < seconds for b in built):
+        text = text.replace("the fastest of the plans that fit", "the fastest of the plans that fit and add up alike")
+    faster = [b for b in built if not b.fits and b.cost.seconds < seconds]
+    if faster:
+        next_up = min(faster, key=lambda b: (b.cost.peak_bytes, b.priced.index))
+        more = next_up.cost.peak_bytes - (budget.tensor_bytes or 0)
+        if more > 0:
+            text += (
+                f" With {format_bytes(more)} more it would be {next_up.priced.candidate.name}, "
+                f"{next_up.cost.seconds:.3g} s."
+            )
+    return text

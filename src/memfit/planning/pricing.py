@@ -1,0 +1,252 @@
+"""Prices candidates: a lower bound of each, and the prediction of those that are built.
+
+In: `PlanQuestion`, `Candidate`s. Out: `PricedCandidate`s; `PlanQuestion.build` lowers one
+and predicts it. See [Note: which candidates are built] in `planning.rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from memfit.core.errors import UsageError
+from memfit.core.hardware import Hardware
+from memfit.core.layout import Scheme
+from memfit.core.limits import Budget
+from memfit.core.numerics import Wish, regroups_sums, weighed_seconds
+from memfit.core.plan import Plan
+from memfit.core.precision import ComputeDtype
+from memfit.core.profile import Profile
+from memfit.core.shape import describe_step
+from memfit.core.tiers import Tier, is_processor
+from memfit.planning.bounds import commit_seconds, compute_seconds, update_seconds
+from memfit.planning.candidates import Candidate, MasterForms, list_candidates
+from memfit.prediction.bytes import peaks
+from memfit.prediction.predict import Appraisal, appraise
+from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import (
+    STAGING_BYTES,
+    disk_bytes_with_store,
+    flat_weight_bytes,
+    master_home_bytes,
+    trace_of,
+    update_traffic,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedCandidate:
+    """A candidate and lower bounds of what it costs.
+
+    Attributes:
+        index: its place in the list of candidates; of equal ones the first is taken.
+        candidate: the plan and its name.
+        seconds_bound: no prediction of the plan takes less.
+        bytes_bound: device bytes that rest there through the whole step.
+        regroups: it regroups sums (`core.numerics`).
+    """
+
+    index: int
+    candidate: Candidate
+    seconds_bound: float
+    bytes_bound: int
+    regroups: bool
+
+    @property
+    def weighed_bound(self) -> float:
+        """Its bound as seconds are compared by."""
+        return weighed_seconds(self.seconds_bound, regroups=self.regroups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltCandidate:
+    """A candidate whose step was built, lowered and predicted.
+
+    Attributes:
+        priced: the candidate.
+        cost: its predicted peaks and seconds.
+        fits: it is within every budget.
+        fits_elsewhere: it is within those of the tiers beside the device.
+    """
+
+    priced: PricedCandidate
+    cost: Appraisal
+    fits: bool
+    fits_elsewhere: bool
+
+    @property
+    def weighed_s(self) -> float:
+        """Its seconds as plans are compared by."""
+        return weighed_seconds(self.cost.seconds, regroups=self.priced.regroups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """The arguments of `rules.choose_plan`, with its defaults resolved.
+
+    Attributes:
+        tiers: beside the device, those that the hardware has.
+        limits: of tiers beside the device, the hardware's capacities included.
+        may_split: the batch may be cut, by the loss and by the model.
+        checks: peaks of checks that were predicted already (see `bytes_of_check`), by the decisions
+            that they depend on.
+    """
+
+    profile: Profile
+    budget: Budget
+    hardware: Hardware
+    clips_norm: bool
+    tiers: tuple[Tier, ...]
+    may_split: bool
+    limits: Mapping[Tier, int]
+    scheme: Scheme | None
+    staging_bytes: int
+    masters: MasterForms
+    compute: ComputeDtype | None
+    like: Plan | None
+    checked_rows: int
+    numerics: Wish
+    commits: float
+    decided: Mapping[str, Any]
+    checks: dict[Any, int] = field(default_factory=dict[Any, int])
+
+    def build(self, priced: PricedCandidate) -> BuiltCandidate:
+        """Builds the step of a candidate, lowers it and predicts it."""
+        plan = priced.candidate.plan
+        schedule = build_step(plan, self.profile, clips_norm=self.clips_norm)
+        step = lower(
+            schedule,
+            plan,
+            self.profile,
+            staging_bytes=self.staging_bytes,
+            commits=self.commits,
+            device=self.hardware.device,
+        )
+        found = appraise(step, self.hardware)
+        if plan.microbatches > 1 and self.checked_rows:
+            found = _with_peak(found, Tier.DEVICE, max(found.peak_bytes, self._check_bytes(plan, self.profile)))
+        if self.scheme is not None:
+            beside = found.peaks.get(Tier.DISK, 0)
+            in_all = disk_bytes_with_store(plan, self.profile, beside, self.scheme)
+            found = _with_peak(found, Tier.DISK, in_all)
+        elsewhere = all(is_within(found.peaks.get(tier, 0), limit) for tier, limit in self.limits.items())
+        return BuiltCandidate(
+            priced=priced,
+            cost=found,
+            fits=elsewhere and is_within(found.peak_bytes, self.budget.tensor_bytes),
+            fits_elsewhere=elsewhere,
+        )
+
+    def _check_bytes(self, plan: Plan, profile: Profile) -> int:
+        key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters)
+        if key not in self.checks:
+            self.checks[key] = bytes_of_check(
+                plan, profile, self.checked_rows, staging_bytes=self.staging_bytes, device=self.hardware.device
+            )
+        return self.checks[key]
+
+
+def bytes_of_check(
+    plan: Plan, profile: Profile, rows: int, *, staging_bytes: int = STAGING_BYTES, device: str = "cpu"
+) -> int:
+    """Predicted device peak of so many rows (all, if the batch has fewer) that run forward whole,
+    to show that the batch may be cut.
+
+    Args:
+        plan: with more than one microbatch.
+        profile: with a trace of that many rows or more; the smallest such is taken.
+        rows: that are checked.
+        staging_bytes: as in `scheduling.lower`.
+        device: likewise.
+    """
+    needed = min(rows, profile.batch_rows)
+    sizes = {count: -(-profile.batch_rows // count) for count in range(1, profile.batch_rows + 1)}
+    count = max(count for count, size in sizes.items() if size >= needed and size in profile.traces)
+    schedule = build_forward(plan, profile, 1)
+    step = lower(schedule, plan, profile, microbatches=count, staging_bytes=staging_bytes, device=device)
+    return peaks(step)[Tier.DEVICE]
+
+
+def price_all(question: PlanQuestion) -> list[PricedCandidate]:
+    """Lists all candidates and bounds each.
+
+    Raises:
+        UsageError: no microbatch size has a trace.
+    """
+    priced: list[PricedCandidate] = []
+    profile = question.profile
+    may_split = question.may_split and question.numerics != "exact"
+    may_update_on_host = not is_processor(question.hardware.device) and not profile.host_update_obstacle
+    count = 1
+    while count <= (max(1, profile.batch_rows) if may_split else 1):
+        if -(-profile.batch_rows // count) in profile.traces:
+            for candidate in list_candidates(
+                profile,
+                microbatches=count,
+                tiers=question.tiers,
+                clips_norm=question.clips_norm,
+                masters=question.masters,
+                compute=question.compute,
+                has_journal=question.scheme == "journal",
+                like=question.like,
+                may_update_on_host=may_update_on_host,
+            ):
+                whole = replace(candidate, plan=replace(candidate.plan, **question.decided))
+                priced.append(_price(len(priced), whole, question))
+        count *= 2
+    if not priced:
+        raise UsageError(f"none of the microbatch sizes has a trace; traced rows are {sorted(profile.traces)}")
+    return priced
+
+
+def _price(index: int, candidate: Candidate, question: PlanQuestion) -> PricedCandidate:
+    """Lower bounds of seconds and device bytes. See [Note: which candidates are built]."""
+    plan, profile, hardware = candidate.plan, question.profile, question.hardware
+    shape = describe_step(plan, profile)
+    trace = trace_of(profile, plan.microbatches)
+    work_s = compute_seconds(trace, plan, shape, hardware)
+    moved_s: dict[tuple[Tier, str], float] = {}
+    resident, host_s = 0, 0.0
+    for block, profiled in enumerate(profile.blocks):
+        homes = plan.block(profiled.name)
+        weight = flat_weight_bytes(profiled)
+        resident += 0 if block in shape.visiting else weight
+        if homes.state_home is Tier.DEVICE:
+            resident += profile.resting_state_bytes(profiled.name) + master_home_bytes(plan, profiled)
+        if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
+            resident += profiled.gradient_bytes
+        if block in shape.visiting:
+            _add(moved_s, hardware, homes.weight_home, "read", weight)
+        if block in shape.trainable:
+            on_device_s, on_host_s = update_seconds(plan, profile, block, hardware)
+            work_s, host_s = work_s + on_device_s, host_s + on_host_s
+            traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
+            for (tier, _), nbytes in traffic.read.items():
+                _add(moved_s, hardware, tier, "read", nbytes)
+            for (tier, _), nbytes in traffic.written.items():
+                _add(moved_s, hardware, tier, "write", nbytes)
+    return PricedCandidate(
+        index=index,
+        candidate=candidate,
+        seconds_bound=max([work_s, host_s, *moved_s.values()])
+        + commit_seconds(plan, profile, hardware, question.commits),
+        bytes_bound=resident,
+        regroups=regroups_sums(plan, profile),
+    )
+
+
+def _add(moved_s: dict[tuple[Tier, str], float], hardware: Hardware, tier: Tier, direction: str, nbytes: int) -> None:
+    link = hardware.link(tier)
+    speed = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
+    moved_s[tier, direction] = moved_s.get((tier, direction), 0.0) + nbytes / speed
+
+
+def is_within(nbytes: int, limit: int | None) -> bool:
+    """True if the bytes are within the limit; None is no limit."""
+    return limit is None or nbytes <= limit
+
+
+def _with_peak(cost: Appraisal, tier: Tier, nbytes: int) -> Appraisal:
+    return replace(cost, peaks={**cost.peaks, tier: nbytes})
