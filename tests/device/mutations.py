@@ -636,7 +636,7 @@ THREADS = (
 LIMITS = (
     Mutation(
         says="a job's limit outlives it",
-        where="memfit.job.machine:_lift_limit",
+        where="memfit.job.hard_limit:_lift_limit",
         take="meter.set_limit(None)",
         put="pass",
         tests=[WAITS + "a_job_that_ends_lifts_its_own_limit_and_no_other_jobs[late]"],
@@ -644,7 +644,7 @@ LIMITS = (
     ),
     Mutation(
         says="a job lifts another's limit",
-        where="memfit.job.machine:_lift_limit",
+        where="memfit.job.hard_limit:_lift_limit",
         take="if meter.limit_bytes() == limit_bytes:",
         put="if True:",
         tests=[WAITS + "a_job_that_ends_lifts_its_own_limit_and_no_other_jobs[late]"],

@@ -32,7 +32,7 @@ from memfit.homes.staging import Staged, Staging
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import Gate, UpdateWorker
 from memfit.huggingface.caches import OffloadedCaches
-from memfit.job import machine, probing
+from memfit.job import hard_limit, probing
 from memfit.job.loading import _restore_random
 from memfit.store import DiskIO, ScratchFile
 from memfit.verification.meters import AcceleratorMeter
@@ -507,9 +507,9 @@ def meter(device: torch.device) -> Iterator[AcceleratorMeter]:
 
 def test_a_job_that_ends_lifts_its_own_limit_and_no_other_jobs(meter: AcceleratorMeter) -> None:
     meter.set_limit(512 * MIB)
-    machine._lift_limit(meter, 256 * MIB)
+    hard_limit._lift_limit(meter, 256 * MIB)
     assert meter.limit_bytes() == 512 * MIB
-    machine._lift_limit(meter, 512 * MIB)
+    hard_limit._lift_limit(meter, 512 * MIB)
     assert meter.limit_bytes() is None
 
 

@@ -157,7 +157,7 @@ class Assembly(Contents):
             self._open_journal()
         machine.forget_peak()  # while the model was whole
         if setup.enforces:
-            machine.arm()
+            machine.hard_limit.arm()
         self.has_begun = True
 
     def _open_journal(self) -> None:
@@ -221,7 +221,7 @@ class Assembly(Contents):
         """
         if self.has_ended:
             return
-        self.machine.disarm()
+        self.machine.hard_limit.disarm()
         self._running.close()
         if restore:
             self._give_back()

@@ -209,7 +209,7 @@ def infer(
     plan = Plan(blocks={block.name: _ON_DISK for block in block_map.blocks if not block.is_spanning})
     interrupts = Interrupts()
     with ExitStack() as stack:
-        stack.callback(machine.disarm)
+        stack.callback(machine.hard_limit.disarm)
         stack.callback(Session(model).end)
         with machine.phases("load"), guard(machine, "load", enforces=enforce), ExitStack() as loading:
             house = House(
@@ -218,12 +218,12 @@ def infer(
             stack.callback(house.close)
             if was_whole:
                 stack.callback(house.give_back)
-                stack.callback(machine.disarm)
+                stack.callback(machine.hard_limit.disarm)
             house.move_in(WeightSources(open_sources(model, weights, loading)).bring)
             house.first_commit()
         machine.forget_peak()
         if enforce:
-            machine.arm()
+            machine.hard_limit.arm()
         allowed = None if cache_limit is None else parse_bytes(cache_limit)
         with stream(
             model, sites, parts, machine, house, interrupts, weight_bytes, cache_limit=allowed, directory=directory
@@ -253,9 +253,9 @@ def stream(
     """
     travelling = sum(block.nbytes for block in blocks if block.travels)
     resident = sum(block.nbytes for block in blocks) - travelling
-    if machine.armed_bytes is not None:
+    if machine.hard_limit.armed_bytes is not None:
         coming = max(0, weight_bytes - resident)
-        left = max(0, machine.armed_bytes - machine.meter.live_bytes() - coming)
+        left = max(0, machine.hard_limit.armed_bytes - machine.meter.live_bytes() - coming)
         cache_limit = left // 2 if cache_limit is None else cache_limit
         _check_caches_fit(machine, cache_limit, left)
     with ExitStack() as stack:

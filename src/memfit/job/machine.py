@@ -6,7 +6,6 @@ measured.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -31,10 +30,10 @@ from memfit.core.limits import (
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
+from memfit.job.hard_limit import HardLimit, outside_bytes
 from memfit.job.planning_left import OF_PROCESS
-from memfit.job.room import Room
 from memfit.tensors.guard import is_away
-from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, PhaseRecord, Phases, ProcessMeter
+from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
 
 # Two matrices of the probe, tracing, and a block that moves home.
 _EMULATED_LOAD_SCRATCH_BYTES = 8 * MIB
@@ -86,6 +85,10 @@ class Machine:
         is_emulated: see above.
         uses_kernel: see above.
         further: tiers that are handed in.
+
+    Attributes:
+        reserve_bytes: tells the scratch of kernels and libraries that no trace sees, in bytes.
+        hard_limit: what arms the limit, and refuses what would pass it.
     """
 
     def __init__(
@@ -108,22 +111,26 @@ class Machine:
         self.counts_process = device.type == "cpu" and not is_emulated
         self.process = ProcessMeter(with_children=True) if self.counts_process else None
         self.phases = Phases(meter, self.process)
-        self.armed_bytes: int | None = None
-        # Without a compiler the allocator's limit is the kernel's already.
-        self._kernel = KernelLimit() if uses_kernel and isinstance(allocator, Allocator) else None
-        self._room: Room | None = None
-        self._planned_outside_bytes: int | None = None
-        self._left_bytes = OF_PROCESS.in_base(self.base_bytes()) if self.counts_process else 0
-        # A job that is dropped without `close` must not leave its limits on the process.
-        self._lift = weakref.finalize(self, _lift_limit, meter, -1)
-        if self._kernel is not None:
-            weakref.finalize(self, self._kernel.lift)
+        left_bytes = OF_PROCESS.in_base(self.base_bytes()) if self.counts_process else 0
+        # Without this machine: in a cycle the limit would be collected late, and lifted late.
+        self.reserve_bytes = partial(
+            _reserve_bytes, left_bytes, counts_process=self.counts_process, is_emulated=is_emulated
+        )
+        self.hard_limit = HardLimit(
+            limits.device_bytes,
+            meter,
+            self.process,
+            allocator,
+            reserve_bytes=self.reserve_bytes,
+            # Without a compiler the allocator's limit is the kernel's already.
+            kernel=KernelLimit() if uses_kernel and isinstance(allocator, Allocator) else None,
+        )
 
     def base_bytes(self) -> int:
         """Resident bytes of the process that our allocator did not give: interpreter, libraries,
         what was allocated before. 0 elsewhere.
         """
-        return 0 if self.process is None or self.allocator is None else _outside_bytes(self.process, self.allocator)
+        return outside_bytes(self.process, self.allocator)
 
     def budget(self, weights: Iterable[torch.Tensor] = (), beside: Iterable[torch.Tensor] = ()) -> Budget:
         """Returns what is left to tensors: the limit without what is there and not the job's own (a
@@ -145,12 +152,11 @@ class Machine:
             live - weight_bytes - sum(storage.nbytes() for storage in storages.values()), min(0, live - weight_bytes)
         )
         outside = self.base_bytes()
-        if self._room is None:
-            # Without weights that another allocator gave: they are outside now, and not when they
-            # have moved home.
-            self._planned_outside_bytes = max(0, outside + min(0, live - weight_bytes))
+        # Without weights that another allocator gave: they are outside now, and not when they have
+        # moved home.
+        self.hard_limit.note_planned(max(0, outside + min(0, live - weight_bytes)))
         base = max(0, outside + others)
-        reserve = self.reserve_bytes() if self._room is None else self._room.reserve_left_bytes
+        reserve = self.hard_limit.reserve_left_bytes
         return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
 
     @property
@@ -177,16 +183,6 @@ class Machine:
         to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
-    def reserve_bytes(self) -> int:
-        """Scratch of kernels and libraries that no trace sees.
-
-        Little of it on an emulated device, whose meter counts tensors alone.
-        """
-        if not self.counts_process:
-            return EMULATED_RESERVE_BYTES if self.is_emulated else DEVICE_RESERVE_BYTES
-        whole = RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
-        return whole - min(self._left_bytes, whole // 2)
-
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Surrounds a fit: what a refused one leaves counts once.
@@ -201,52 +197,6 @@ class Machine:
                 OF_PROCESS.note(before, self.base_bytes())
             raise
 
-    @property
-    def room_bytes(self) -> int | None:
-        """Bytes that plans may take under the armed limit: without the reserve, as at `fit`; None
-        while no limit is armed.
-        """
-        if self.armed_bytes is None:
-            return None
-        return self.armed_bytes - self.reserve_bytes() if self._room is None else self._room.planned_bytes
-
-    def arm(self) -> None:
-        """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError`
-        before the limit is passed.
-
-        Raises:
-            DoesNotFitError: the process is above the limit already.
-        """
-        limit = self.limits.device_bytes
-        if limit is None:
-            return
-        if self.process is None:
-            self._set_limit(limit)
-            return
-        assert self.allocator is not None
-        if self._room is None:
-            # Without the machine: in a cycle it would be collected late, and its limit lifted late.
-            outside = partial(_outside_bytes, self.process, self.allocator)
-            # Where planning had no room below the limit, it is armed after it: what that took of
-            # the process is the reserve's all the same.
-            self._room = Room(
-                limit,
-                self.reserve_bytes(),
-                outside,
-                self.allocator,
-                kernel=self._kernel,
-                planned_bytes=self._planned_outside_bytes,
-            )
-        left = self._room.begin_plan()
-        if left <= 0:
-            self._room = None
-            raise DoesNotFitError(
-                f"the process already holds {format_bytes(limit - left)} outside of memfit's tensors, above the limit of "
-                f"{format_bytes(limit)}: start from a fresh process, free what is not needed, or raise the limit",
-                smallest_limit_bytes=None,
-            )
-        self._set_limit(left)
-
     @contextmanager
     def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
         """Measures a call of the job, inside the limit as what the process holds outside of tensors
@@ -254,50 +204,8 @@ class Machine:
 
         See [Note: memory outside of tensors].
         """
-        room = self._room
-        if room is not None:
-            left = max(0, room.begin())
-            if left != self.armed_bytes:
-                self._set_limit(left)
-        try:
-            with self.phases(name):
-                yield
-        finally:
-            if room is not None and room is self._room:
-                last = self.phases.last
-                room.end(_scratch_bytes(last, self.base_bytes()) if is_step and last is not None else None)
-
-    def excess(self, peak_bytes: int) -> str | None:
-        """Why a step of that predicted peak does not fit beside what the process holds now, in
-        words; None if it does, or no limit is armed.
-        """
-        return None if self._room is None else self._room.excess(peak_bytes)
-
-    def refuse(self, peak_bytes: int, step: int) -> None:
-        """Refuses a step of that predicted peak that does not fit beside what the process holds
-        now.
-
-        Raises `LimitBreachError`.
-        """
-        if self._room is not None:
-            self._room.refuse(peak_bytes, step)
-
-    def _set_limit(self, limit_bytes: int) -> None:
-        self.meter.set_limit(limit_bytes)
-        self.armed_bytes = limit_bytes
-        # A job that is dropped without `close` must not leave its limit on the process.
-        self._lift.detach()
-        self._lift = weakref.finalize(self, _lift_limit, self.meter, limit_bytes)
-
-    def disarm(self) -> None:
-        """Takes the hard limit off."""
-        if self._room is not None:
-            self._room.lift()
-            self._room = None
-        if self.armed_bytes is not None:
-            self.meter.set_limit(None)
-            self.armed_bytes = None
-            self._lift.detach()
+        with self.hard_limit.phase(self.phases, is_step=is_step), self.phases(name):
+            yield
 
     @contextmanager
     def host_ledger(self) -> Iterator[None]:
@@ -341,26 +249,6 @@ class Machine:
         if last is None:
             return 0
         return (last.process_peak_bytes or 0) if self.counts_process else last.held_peak_bytes
-
-    def passed(self, peak_bytes: int) -> str | None:
-        """Says what took the process past its limit where no allocation of a tensor did, in words;
-        None while it is below.
-
-        The armed limit counts what tensors take; what else the process holds is what it held when
-        the step began.
-
-        Args:
-            peak_bytes: what was measured.
-        """
-        limit = self.limits.device_bytes
-        if limit is None or self.armed_bytes is None or not self.counts_process or peak_bytes <= limit:
-            return None
-        outside = self.base_bytes()
-        return (
-            f"the process took {format_bytes(peak_bytes)}, above the limit of {format_bytes(limit)}: {format_bytes(outside)} are outside of tensors now, and "
-            f"{format_bytes(limit - self.armed_bytes)} were when the step began. What comes in between is not memfit's to refuse (NumPy's arrays, mapped "
-            'files, workers, libraries): fit(enforce="kernel") lets the kernel refuse it. Have it before memfit.fit, free it, or raise the limit'
-        )
 
     def measured_peak_bytes(self) -> int:
         """The largest peak over all phases: of the process, or of the device."""
@@ -421,13 +309,13 @@ def guard(machine: Machine, phase: str, *, enforces: bool) -> Iterator[None]:
     limit = machine.limits.device_bytes
     # Where planning has no room, it says what would be needed.
     if enforces and limit is not None and not machine.lacks_room:
-        machine.arm()
+        machine.hard_limit.arm()
     try:
         yield
     except REFUSALS as error:
         if not is_refusal(error):
             raise
-        machine.disarm()
+        machine.hard_limit.disarm()
         raise LimitBreachError(
             f"the limit of {format_bytes(machine.limits.device_bytes or 0)} was hit in phase {phase!r}: {refusal_words(error)} Nothing was changed "
             "on disk. Build the model inside the limit (weights on one device, nothing else alive), or raise the limit",
@@ -457,20 +345,17 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return device
 
 
-def _lift_limit(meter: DeviceMeter, limit_bytes: int) -> None:
-    """Lifts a limit, unless another job has set its own since."""
-    if meter.limit_bytes() == limit_bytes:
-        meter.set_limit(None)
+def _reserve_bytes(left_bytes: int, *, counts_process: bool, is_emulated: bool) -> int:
+    """Scratch of kernels and libraries that no trace sees.
 
+    Little of it on an emulated device, whose meter counts tensors alone.
 
-def _outside_bytes(process: ProcessMeter, allocator: Allocator | FallbackAllocator) -> int:
-    return max(0, process.resident_bytes().whole_bytes - allocator.stats().mapped_bytes)
-
-
-def _scratch_bytes(step: PhaseRecord, base_bytes: int) -> int:
-    """Bytes that the process held at the peak of a step beside its tensors, and gave back before
-    its end.
-
-    Peaks need not coincide: it is at least that.
+    Args:
+        left_bytes: left by a refused `fit` in this process, which the base counts already.
+        counts_process: the device is this process.
+        is_emulated: the device is emulated.
     """
-    return (step.process_peak_bytes or 0) - step.held_peak_bytes - base_bytes
+    if not counts_process:
+        return EMULATED_RESERVE_BYTES if is_emulated else DEVICE_RESERVE_BYTES
+    whole = RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
+    return whole - min(left_bytes, whole // 2)

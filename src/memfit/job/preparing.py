@@ -166,7 +166,7 @@ class PreparedShapes:
 
     def _excess(self, prepared: Prepared) -> str | None:
         setup, peak = self._planned.setup, prepared.timeline.peak_bytes
-        left = setup.machine.room_bytes
+        left = setup.machine.hard_limit.room_bytes
         if setup.enforces and left is not None and peak > left:
             return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(left)} are left"
         return excess_beside_device(setup, prepared)

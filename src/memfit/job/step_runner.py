@@ -114,7 +114,7 @@ class StepRunner:
         if self._steps_here < 2:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
-        self.machine.refuse(prepared.timeline.peak_bytes, assembly.steps + 1)
+        self.machine.hard_limit.refuse(prepared.timeline.peak_bytes, assembly.steps + 1)
         with assembly.stepping(), self.machine.phase(phase, is_step=True):
             outcome = make_step(assembly, prepared, parts, factors)
             self._steps_here += 1
@@ -127,7 +127,7 @@ class StepRunner:
 
     def _tell_passed(self, peak_bytes: int) -> None:
         """Warns, once, of a limit that was passed without an allocation that could be refused."""
-        passed = None if self._has_told_passed else self.machine.passed(peak_bytes)
+        passed = None if self._has_told_passed else self.machine.hard_limit.passed(peak_bytes)
         if passed is not None:
             self._has_told_passed = True
             warnings.warn(f"step {self.assembly.steps}: {passed}", MemfitWarning, stacklevel=5)
@@ -166,7 +166,7 @@ class StepRunner:
             return []  # the step is decided, and computes nothing
         prepared, excess = assembly.shapes.try_batch(batch)
         if excess is None:
-            beside = self.machine.excess(prepared.timeline.peak_bytes)
+            beside = self.machine.hard_limit.excess(prepared.timeline.peak_bytes)
             excess = None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
         if excess is None:
             return []
