@@ -87,6 +87,39 @@ def test_names_and_arguments_that_readme_tells_of_are_there() -> None:
     assert told <= set(inspect.signature(memfit.fit).parameters)
 
 
+def _keywords_by_group_in_docstring() -> dict[str, list[str]]:
+    arguments = (inspect.getdoc(memfit.fit) or "").split("\nArgs:\n")[1].split("\n\nReturns:")[0]
+    found: dict[str, list[str]] = {}
+    for group, name in re.findall(r"^    (?:-- (.*) --|(\w+): )", arguments, re.MULTILINE):
+        if group:
+            found[group] = []
+        else:
+            found[list(found)[-1]].append(name)
+    return found
+
+
+def _keywords_by_group_in_readme() -> dict[str, list[str]]:
+    table = README.split("### Arguments of `fit`")[1].split("\n### ")[0]
+    found: dict[str, list[str]] = {}
+    for group, names in re.findall(r"^\| ([a-z ]*?) ?\| (`[a-z_`, ]+`) \|", table, re.MULTILINE):
+        if group:
+            found[group] = []
+        found[list(found)[-1]] += re.findall(r"`(\w+)`", names)
+    return found
+
+
+def test_every_keyword_of_fit_is_documented_once_in_its_group() -> None:
+    """In the order of the signature: in the docstring, and the optional ones in README too."""
+    parameters = inspect.signature(memfit.fit).parameters
+    told = _keywords_by_group_in_docstring()
+    assert [name for names in told.values() for name in names] == list(parameters)
+    optional = [name for name, one in parameters.items() if one.default is not inspect.Parameter.empty]
+    table = _keywords_by_group_in_readme()
+    assert [name for names in table.values() for name in names] == optional
+    assert list(table) == ["what to fit into", "what may change", "where homes are", "the batch", "the run"]
+    assert {group: names for group, names in told.items() if group != "what is trained"} == table
+
+
 def test_files_that_readme_names_are_there() -> None:
     named = set(re.findall(r"\]\(([^)#]+\.md|LICENSE)\)", README)) | set(
         re.findall(r"((?:examples|benchmarks|tests)/[a-z_/]+\.py)", README)

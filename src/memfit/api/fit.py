@@ -62,28 +62,33 @@ def fit(
     loss: Loss,
     sample: Any,
     *,
+    # what to fit into
     limit: int | str | None = None,
-    weights: str | Path | None = None,
-    plan: Plan | str | Path | None = None,
-    allow: Collection[str] = frozenset(),
+    host_limit: int | str | None = None,
+    disk_limit: int | str | None = None,
+    enforce: bool | Literal["kernel"] = True,
+    hardware: Hardware | str | Path | None = None,
+    emulate_device: bool = False,
+    # what may change
     numerics: Wish = "auto",
-    max_grad_norm: float | None = None,
+    allow: Collection[str] = frozenset(),
+    plan: Plan | str | Path | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    # where homes are
+    directory: str | Path | None = None,
+    tiers: Mapping[str, FurtherTier] = MappingProxyType({}),
+    keep_gradients: bool = False,
+    # the batch
     weight: Callable[[Any], float] | None = None,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
-    blocks: Sequence[str | nn.Module] | None = None,
-    directory: str | Path | None = None,
+    max_grad_norm: float | None = None,
+    # the run
+    weights: str | Path | None = None,
     store: str | Path | None = None,
     resume: str | Path | None = None,
     durability: Durability = "step",
     scheme: Scheme | None = None,
     on_breach: Literal["error", "replan"] = "error",
-    host_limit: int | str | None = None,
-    disk_limit: int | str | None = None,
-    enforce: bool | Literal["kernel"] = True,
-    keep_gradients: bool = False,
-    emulate_device: bool = False,
-    hardware: Hardware | str | Path | None = None,
-    tiers: Mapping[str, FurtherTier] = MappingProxyType({}),
 ) -> Job:
     """Plans, prepares and gives a job whose `step(batch)` is forward, backward and update inside
     the limit.
@@ -96,6 +101,7 @@ def fit(
     is true there.
 
     Args:
+        -- what is trained --
         model: any module, on one device, in any mode; or one that `memfit.empty` built, whose
             weights get their values here, one at a time.
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
@@ -106,15 +112,35 @@ def fit(
             transformers' vision-language models, whose images' patches lie in one tensor, by the
             rows that they belong to; a batch of any other kind is trained whole. That a cut means
             the same is tried out on the sample (and on the first batch, if its rows are alike).
+
+        -- what to fit into --
         limit: bytes of the device that must never be passed, as an integer or text such as "8GiB"
             ("8G" is the same, "8GB" is 8 * 10**9). Without a GPU it is the memory of the whole
             process, interpreter included. None: no limit, everything resident.
-        weights: files that every weight and saved buffer of the model is read from, on its way
-            home: a directory of safetensors, as `save_pretrained` or `Job.save` writes it, or of
-            `pytorch_model.bin`; or one file, also of plain `torch.save` (a state dict, or a
-            dictionary with one; read with `weights_only=True`, a piece at a time). None: the
-            model's own values.
-        plan: take this plan (object, JSON text or a path to it) instead of choosing one.
+        host_limit: bytes of host memory beside a device that must never be passed; None: what the
+            machine has.
+        disk_limit: bytes of files that must never be passed: homes on disk, activations that are
+            offloaded there, and all that `store=` claims (homes on disk lie inside of that). None:
+            what the disk has.
+        enforce: True arms the limit in the allocator, so that passing it is an error at a tensor's
+            allocation; what else the process holds is measured when a step begins, and a step that
+            no longer fits beside it is refused before it begins. "kernel", without a GPU: from the
+            second step on the kernel refuses everything that would pass the limit as well
+            (RLIMIT_DATA, of this process and children that it starts then): inside of a step that
+            is a `LimitBreachError`, between steps a `MemoryError` of whoever asked. False: the
+            limit is only reported.
+        hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json`
+            writes one); by default it is probed (about a second).
+        emulate_device: on a machine without a GPU, count a device of its own inside the process,
+            with host memory beside it: for trying plans of three tiers.
+
+        -- what may change --
+        numerics: "exact": losses, gradients and weights are those of plain PyTorch on the whole
+            batch, bit for bit, or the fit is refused with the smallest limit that this takes.
+            "auto": a plan that adds the same numbers up in another order (several microbatches, a
+            loss in chunks) is taken only where no other fits, or where it is predicted to be at
+            least a tenth faster. `job.numerics` says which sums are regrouped, and why. A `plan`
+            that is given and regroups sums is taken under "auto" and refused under "exact".
         allow: declared changes of arithmetic that the plan may use; "nonadditive-loss" permits
             splitting a batch whose loss does not add up over rows (the contract is then plain
             accumulation). "bf16" permits weights that compute in bf16, rounded from fp32 masters
@@ -131,27 +157,37 @@ def fit(
             "bf16-state" permit optimizer states that rest in so many bits (never those of
             embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
             `job.close()` give them decoded to fp32.
-        numerics: "exact": losses, gradients and weights are those of plain PyTorch on the whole
-            batch, bit for bit, or the fit is refused with the smallest limit that this takes.
-            "auto": a plan that adds the same numbers up in another order (several microbatches, a
-            loss in chunks) is taken only where no other fits, or where it is predicted to be at
-            least a tenth faster. `job.numerics` says which sums are regrouped, and why. A `plan`
-            that is given and regroups sums is taken under "auto" and refused under "exact".
-        max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
-        weight: what a microbatch's loss counts for, from its batch (for example its number of
-            target tokens). Rows by default.
-        split: cuts a batch instead: `split(batch, count)` -> a list of at most `count` batches,
-            fewer where it has not so many rows. For batches that count rows in other places. Needs
-            `weight` where parts have no common dimension 0 that adds up to the batch's.
+        plan: take this plan (object, JSON text or a path to it) instead of choosing one.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
+
+        -- where homes are --
         directory: where homes on disk are made; by default a temporary directory that is deleted at
             the end.
+        tiers: further places where bytes may rest, by the name that plans have for them: memory of
+            another machine, say. See `memfit.homes.factories.FurtherTier`.
+        keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`);
+            costs their bytes there.
+
+        -- the batch --
+        weight: gives what a microbatch's loss counts for, from its batch (for example its number of
+            target tokens). Rows by default.
+        split: cuts a batch: `split(batch, count)` -> a list of at most `count` batches,
+            fewer where it has not so many rows. For batches that count rows in other places. Needs
+            `weight` where parts have no common dimension 0 that adds up to the batch's.
+        max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
+
+        -- the run --
+        weights: files that every weight and saved buffer of the model is read from, on its way
+            home: a directory of safetensors, as `save_pretrained` or `Job.save` writes it, or of
+            `pytorch_model.bin`; or one file, also of plain `torch.save` (a state dict, or a
+            dictionary with one; read with `weights_only=True`, a piece at a time). None: the
+            model's own values.
         store: a directory that the run is committed to, step by step, and that it goes on from if
             it holds a run already: then weights, optimizer states, settings, random numbers and the
             state of registered objects are the run's (`job.steps` says how far it is), and so is
             the plan, where none is given and it still fits. The model's own values are given up.
             Takes two slots of every weight and state on disk, claimed now.
-        resume: the same, and a directory without a run is refused. Or a directory that `Job.save`
+        resume: as `store`, and a directory without a run is refused. Or a directory that `Job.save`
             or `memfit export` wrote: then as `weights`, and optimizer states, settings, loss scale,
             steps and torch's random numbers are the save's too (`job.extra` is what it was given
             along); nothing is committed.
@@ -171,34 +207,18 @@ def fit(
             tighter plan, at most three times; for such a batch a plan that fits it is taken first.
             `job.breaches` and a warning tell it with its cause, and where sums add up in another
             order from then on. Needs `store=`, and durability "step".
-        host_limit: the same for host memory beside a device.
-        disk_limit: the same for files: homes on disk, activations that are offloaded there, and all
-            that `store=` claims (homes on disk lie inside of that).
-        enforce: True arms the limit in the allocator, so that passing it is an error at a tensor's
-            allocation; what else the process holds is measured when a step begins, and a step that
-            no longer fits beside it is refused before it begins. "kernel", without a GPU: from the
-            second step on the kernel refuses everything that would pass the limit as well
-            (RLIMIT_DATA, of this process and children that it starts then): inside of a step that
-            is a `LimitBreachError`, between steps a `MemoryError` of whoever asked. False: the
-            limit is only reported.
-        keep_gradients: gradients stay readable at their homes after a step (`job.gradient(name)`);
-            costs their bytes there.
-        emulate_device: on a machine without a GPU, count a device of its own inside the process,
-            with host memory beside it: for trying plans of three tiers.
-        hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json`
-            writes one); by default it is probed (about a second).
-        tiers: further places where bytes may rest, by the name that plans have for them: memory of
-            another machine, say. See `memfit.homes.factories.FurtherTier`.
 
     Returns:
         The job.
 
     Raises:
-        UsageError: arguments that cannot be; UnsupportedError: a model, loss or optimizer that
-            memfit would change; DoesNotFitError: no plan
-        fits; PlanError: a plan that is not legal; StoreError: the directory, its disk, or a store
-        of another model, dtype or optimizer, with the difference; StoreInUseError: a live job has
-        the store.
+        UsageError: an argument is invalid.
+        UnsupportedError: memfit would change what the model, the loss or the optimizer computes.
+        DoesNotFitError: no plan fits the limits; the smallest limit that works is named.
+        PlanError: the given plan is not legal.
+        StoreError: the directory or its disk cannot be used, or the store is of another model,
+            dtype or optimizer; the difference is named.
+        StoreInUseError: a live job has the store.
     """
     allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm, numerics)
