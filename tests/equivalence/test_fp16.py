@@ -18,7 +18,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.schedule import Schedule
 from memfit.engine.loss_scaling import LossScaler
 from memfit.scheduling.build import build_step
-from memfit.scheduling.check import check_schedule
+from unit.checking import check_schedule
 
 FP16 = ComputeDtype.FLOAT16
 ROWS = 8

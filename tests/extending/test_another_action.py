@@ -30,8 +30,8 @@ from memfit.core.tiers import Tier
 from memfit.job import preparing
 from memfit.prediction import predict
 from memfit.scheduling.build import build_step
-from memfit.scheduling.check import check_schedule
 from memfit.scheduling.lower import lower
+from unit.checking import check_schedule
 
 FILES = ("core/schedule.py", "scheduling/build.py")
 

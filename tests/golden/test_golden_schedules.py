@@ -15,7 +15,7 @@ from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.check import check_schedule
+from unit.checking import check_schedule
 from unit.profiles import gpt_profile
 
 HERE = Path(__file__).parent

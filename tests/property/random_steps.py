@@ -101,10 +101,10 @@ class _Step:
         self.texts = [str(a) for a in self.actions]
         self.calls = next(iter(profile.traces.values())).calls
         self.is_micro = plan.order is Order.MICROBATCH_MAJOR
-        self.tail = None if self.is_micro else plan.tail
+        self.tail = None if self.is_micro or plan.microbatches == 1 else plan.tail
         self.segments: list[list[int]] = []
         for i in range(len(self.calls)):
-            if i and plan.calls[i].joins_previous and i != plan.tail:
+            if i and plan.calls[i].joins_previous and i != self.tail:
                 self.segments[-1].append(i)
             else:
                 self.segments.append([i])

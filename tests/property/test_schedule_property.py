@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
+from memfit.core.plan import CallPlan, ComputeDtype, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import (
@@ -26,12 +26,14 @@ from memfit.core.schedule import (
     Start,
     Update,
 )
+from memfit.core.tiers import Tier
 from memfit.planning.bounds import PeakBounds
 from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.check import check_schedule
+from memfit.scheduling.journal_actions import place_turns
 from memfit.scheduling.lower import lower
 from property.random_steps import Case, cases, is_legal
+from unit.checking import check_schedule
 from unit.profiles import gpt_profile
 
 
@@ -83,6 +85,81 @@ def test_the_checker_and_the_slow_interpreter_agree_about_every_edit(case: Case,
         except PlanError:
             found = False
         assert found == expected, edited.text()
+
+
+@given(case=cases(max_calls=3), kind=st.sampled_from(["plain", "scaled", "journal"]), seed=st.integers(0, 2**32))
+def test_an_action_left_out_doubled_or_exchanged_is_refused_wherever_the_step_would_not_be_the_same(
+    case: Case, kind: str, seed: int
+) -> None:
+    """Every action counts: none may be missing, none may come twice, and only neighbours that know nothing of each other
+    may change places. What scales losses and what a journal adds is known to no interpreter here, so it is told by text."""
+    plan, rng = case.plan, random.Random(seed)
+    if kind == "scaled":
+        plan = replace(plan, compute_dtype=ComputeDtype.FLOAT16, update=UpdateTime.AFTER_BACKWARD)
+    if kind == "journal":
+        homes = {name: replace(homes, gradient_home=Tier.DISK) for name, homes in plan.blocks.items()}
+        plan = replace(plan, update=UpdateTime.AFTER_BACKWARD, blocks=homes)
+    schedule = build_step(plan, case.profile, clips_norm=case.clips_norm)
+    if kind == "journal":
+        blocks = [action.block for action in schedule if isinstance(action, Update)]
+        schedule = place_turns(schedule, [turn for turn in (blocks[:1], blocks[1:]) if turn])
+    check_schedule(schedule, plan, case.profile, clips_norm=case.clips_norm)
+    plain = replace(schedule, actions=tuple(a for a in schedule if str(a).split()[0] not in BESIDE_THE_INTERPRETER))
+    actions = list(schedule.actions)
+    for _ in range(4):
+        i, j = rng.randrange(len(actions)), rng.randrange(len(actions))
+        for edited in (
+            actions[:i] + actions[i + 1 :],
+            [*actions[:j], actions[i], *actions[j:]],
+            exchanged(actions, i, j),
+        ):
+            try:
+                check_schedule(with_actions(schedule, edited), plan, case.profile, clips_norm=case.clips_norm)
+            except PlanError:
+                continue
+            left = [a for a in edited if str(a).split()[0] not in BESIDE_THE_INTERPRETER]
+            assert is_legal(with_actions(plain, left), plan, case.profile, clips_norm=case.clips_norm), "\n".join(
+                map(str, [kind, *edited])
+            )
+            assert keeps_the_order(list(map(str, edited)), kind), with_actions(schedule, edited).text()
+
+
+BESIDE_THE_INTERPRETER = ("scale", "unscale", "check", "decide", "keep")
+
+
+def exchanged(actions: list[Action], i: int, j: int) -> list[Action]:
+    """Two actions in each other's place."""
+    found = list(actions)
+    found[i], found[j] = found[j], found[i]
+    return found
+
+
+def keeps_the_order(texts: list[str], kind: str) -> bool:
+    """By positions: losses are scaled before any backward and checked before any update; a journal decides before any
+    update, when all gradients are at home, and keeps each block once, behind its update."""
+
+    def at(*words: str) -> list[int]:
+        return [i for i, text in enumerate(texts) if text.split()[0] in words]
+
+    updates, backwards = at("update"), at("seed", "backward")
+    if not updates:
+        return True  # nothing trains, so nothing can be lost
+    if kind == "scaled":
+        if [len(at(word)) for word in ("scale", "unscale", "check")] != [1, 1, 1]:
+            return False
+        (scale,), (unscale,), (check,) = at("scale"), at("unscale"), at("check")
+        return scale < min(backwards) and max(backwards + at("accumulate")) < unscale < check < min(
+            [*updates, len(texts)]
+        )
+    if kind == "journal":
+        (decide,) = at("decide")
+        kept = [(i, word) for i in at("keep") for word in texts[i].split()[1:]]
+        return (
+            max(backwards + at("accumulate", "norm")) < decide < min(updates)
+            and sorted(word for _, word in kept) == sorted(texts[i].split()[1] for i in updates)
+            and all(texts.index(f"update {word}") < i for i, word in kept)
+        )
+    return True
 
 
 @given(case=cases())

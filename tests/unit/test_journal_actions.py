@@ -13,9 +13,9 @@ from memfit.core.step import Token
 from memfit.core.tiers import Tier
 from memfit.prediction import predict
 from memfit.scheduling.build import build_step
-from memfit.scheduling.check import check_schedule
 from memfit.scheduling.journal_actions import place_turns
 from memfit.scheduling.lower import lower
+from unit.checking import check_schedule
 from unit.profiles import chain_profile
 
 PROFILE = chain_profile(length=4)

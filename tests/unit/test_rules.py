@@ -23,8 +23,8 @@ from memfit.planning.refusals import Refusal
 from memfit.planning.rules import choose_plan
 from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.check import check_schedule
 from memfit.scheduling.lower import lower
+from unit.checking import check_schedule
 from unit.profiles import PAGE, chain_profile, gpt_profile
 
 

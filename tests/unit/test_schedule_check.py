@@ -13,7 +13,7 @@ from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Schedule, parse_action
 from memfit.core.tiers import Tier
 from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.check import check_schedule
+from unit.checking import check_schedule
 from unit.profiles import chain_profile, gpt_profile
 
 PROFILE = chain_profile(length=5)

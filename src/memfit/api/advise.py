@@ -40,7 +40,7 @@ from memfit.planning.choice import ParetoPoint
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step
-from memfit.scheduling.check import check_schedule
+from memfit.scheduling.check import check_step
 from memfit.scheduling.lower import lower
 from memfit.tensors.guard import is_away
 
@@ -180,13 +180,14 @@ def _price(
     declared = declare(plan, found, allow=allow, why="the plan was given")
     speeds = in_dtype(hardware, plan.compute_dtype)
     schedule = build_step(plan, found, clips_norm=clips_norm)
-    check_schedule(schedule, plan, found, clips_norm=clips_norm)
+    step = lower(schedule, plan, found, device=speeds.device)
+    check_step(step, clips_norm=clips_norm)
     return Advice(
         plan=plan,
         reason=f"given by the user. {declared.sentence()}",
         numerics=declared,
         schedule=schedule,
-        timeline=predict(lower(schedule, plan, found, device=speeds.device), speeds),
+        timeline=predict(step, speeds),
         budget=budget,
         profile=found,
         hardware=speeds,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.core.plan import Plan
+from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 
@@ -27,8 +27,14 @@ class StepShape:
         tail_segment: index of the first segment of the tail; the number of segments without a tail.
         visiting: blocks whose weights come to the device for a visit.
         trainable: blocks with a parameter that trains, ascending.
-        loose: of these, those that get a gradient outside every traced call (read by glue, or by no call that has a
-            backward), so that it is complete only when a pass of backward has ended.
+        loose: of these, those that get a gradient outside every traced call (read between calls, or
+            by no call that has a backward), so that it is complete only when a pass of backward has
+            ended.
+        gradient_homes: by block: where its gradient rests from an accumulate to the update.
+        takes_turns: several microbatches pass a segment before the next segment begins.
+        updates_in_backward: a block may be updated while backward goes on below it.
+        scales_losses: losses are scaled, so no update begins before all gradients are known to be
+            finite.
     """
 
     blocks: tuple[str, ...]
@@ -41,6 +47,10 @@ class StepShape:
     visiting: frozenset[int]
     trainable: tuple[int, ...]
     loose: frozenset[int]
+    gradient_homes: tuple[Tier, ...]
+    takes_turns: bool
+    updates_in_backward: bool
+    scales_losses: bool
 
     def segment_of(self, call: int) -> int:
         """Index of the segment that holds a call."""
@@ -90,6 +100,10 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
         ),
         trainable=tuple(sorted(trains)),
         loose=frozenset(trains & spanning | trains - called),
+        gradient_homes=tuple(plan.block(name).gradient_home for name in names),
+        takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
+        updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,
+        scales_losses=plan.scales_losses,
     )
 
 

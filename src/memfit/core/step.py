@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from memfit.core.schedule import Action, Schedule
+from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
@@ -99,6 +100,8 @@ class Operation(NamedTuple):
         work: amounts by kind, done by the device, one after the other.
         host_work: the same of the host's cores, done beside the main thread: in order, behind `after`, while the transfers go on.
         update_place: of an update: where it computes.
+        needs: blocks whose weights must be on the device.
+        adds_to: blocks to whose gradients it adds.
     """
 
     action: Action
@@ -113,6 +116,8 @@ class Operation(NamedTuple):
     work: tuple[tuple[WorkKind, float], ...] = ()
     host_work: tuple[tuple[WorkKind, float], ...] = ()
     update_place: UpdatePlace | None = None
+    needs: tuple[int, ...] = ()
+    adds_to: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +126,14 @@ class Step:
 
     Attributes:
         schedule: what it was lowered from, an action an operation.
+        shape: segments, and what rests where, that the actions' indices refer to.
         resting: bytes that are there before the first operation.
         operations: in order.
         sealing: transfers behind the last operation, with nothing beside them: a step's share of a commit.
     """
 
     schedule: Schedule
+    shape: StepShape
     resting: tuple[ByteChange, ...]
     operations: tuple[Operation, ...]
     sealing: tuple[Transfer, ...] = ()

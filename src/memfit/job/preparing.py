@@ -24,7 +24,7 @@ from memfit.job.plan_checks import check_meaning
 from memfit.job.setup import Planned, Prepared, Setup
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_forward, build_step
-from memfit.scheduling.check import check_schedule
+from memfit.scheduling.check import check_step
 from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import disk_bytes_with_store, store_bytes
 
@@ -48,13 +48,13 @@ def prepared_for(
         adds_apart: `Plan.adds_apart` of the job's own plan; None: this is it.
         device: as in `scheduling.lower`.
     """
-    schedule = build_step(plan, profile, clips_norm=clips_norm)
-    check_schedule(schedule, plan, profile, clips_norm=clips_norm)
 
     def lowered(chosen: Schedule) -> Step:
-        return lower(chosen, plan, profile, adds_apart=adds_apart, device=device)
+        step = lower(chosen, plan, profile, adds_apart=adds_apart, device=device)
+        check_step(step, clips_norm=clips_norm)
+        return step
 
-    step = lowered(schedule)
+    step = lowered(build_step(plan, profile, clips_norm=clips_norm))
     return Prepared(
         plan=plan,
         profile=profile,

@@ -1,19 +1,15 @@
-"""Proves a schedule legal: nothing used that is not there, nothing given up that is needed, everything done once.
+"""Proves a step legal: nothing used that is not there, nothing given up that is needed, everything done once.
 
-In: `Schedule`, `Plan`, `Profile`. Out: nothing, or `PlanError` that points at the first illegal action. Limits of bytes
-are the planner's to keep (`planning.rules`).
+In: a lowered `Step`, whose operations say which weights they need and to which gradients they add.
+Out: nothing, or `PlanError` that points at the first illegal action. Limits of bytes are
+the planner's to keep (`planning.rules`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from memfit.core.errors import PlanError
-from memfit.core.plan import Order, Plan, UpdateTime
-from memfit.core.profile import Profile
 from memfit.core.schedule import (
     Accumulate,
-    Action,
     Backward,
     Check,
     Clear,
@@ -35,48 +31,43 @@ from memfit.core.schedule import (
     Unscale,
     Update,
 )
-from memfit.core.shape import StepShape, describe_step
+from memfit.core.shape import StepShape
+from memfit.core.step import Operation, Step
 from memfit.core.tiers import Tier
 from memfit.scheduling.passes import Passes
+from memfit.scheduling.references import point_at
 
 
-def check_schedule(
-    schedule: Schedule, plan: Plan, profile: Profile, *, clips_norm: bool = False, is_training: bool = True
-) -> None:
-    """Checks every action against the contract of `core.schedule`'s [Note: what an action means].
+def check_step(step: Step, *, clips_norm: bool = False, is_training: bool = True) -> None:
+    """Checks every operation against the contract of `core.schedule`'s [Note: what an action means].
+
+    A schedule that belongs to another model or plan, or refers to what they do not have, is refused
+    already when it is lowered (`scheduling.references`).
 
     Args:
-        schedule: built, edited or parsed.
-        plan: that it should carry out.
-        profile: of the model.
+        step: lowered from a schedule that was built, edited or parsed.
         clips_norm: gradients are clipped by their global norm.
-        is_training: a whole step; False: a forward-only pass of `schedule.microbatches` microbatches.
+        is_training: a whole step; False: a forward-only pass.
 
     Raises:
-        PlanError: the first illegal action, with its index and the actions around it; or what is missing at the end.
+        PlanError: the first illegal action, with its index and the actions around it; or what is
+            missing at the end.
     """
-    shape = describe_step(plan if is_training else replace(plan, microbatches=schedule.microbatches), profile)
-    calls = next(iter(profile.traces.values())).calls
-    names = {name: i for i, name in enumerate(shape.blocks)}
-    if schedule.blocks != shape.blocks:
-        raise PlanError(f"the schedule's blocks are not the model's: {schedule.blocks} and {shape.blocks}")
-    if [(c.site, c.blocks) for c in schedule.calls] != [(c.site, tuple(names[b] for b in c.blocks)) for c in calls]:
-        raise PlanError("the schedule's calls are not those of the model's trace; build the schedule again")
-    if is_training and schedule.microbatches != plan.microbatches:
-        raise PlanError(f"the schedule has {schedule.microbatches} microbatches, the plan {plan.microbatches}")
-    _check_header(schedule, plan, shape, is_training=is_training)
-    checker = _Checker(shape, plan, microbatches=schedule.microbatches, clips_norm=clips_norm, is_training=is_training)
-    for index, action in enumerate(schedule.actions):
+    _check_header(step.schedule, step.shape, is_training=is_training)
+    checker = _Checker(
+        step.shape, microbatches=step.schedule.microbatches, clips_norm=clips_norm, is_training=is_training
+    )
+    for index, operation in enumerate(step):
         try:
-            checker.take(action)
+            checker.take(operation)
         except _IllegalError as error:
-            raise PlanError(_point(schedule, index, str(error))) from None
+            raise PlanError(point_at(step.schedule, index, str(error))) from None
     if missing := checker.missing():
         raise PlanError(f"the schedule ends too early: {missing}")
 
 
-def _check_header(schedule: Schedule, plan: Plan, shape: StepShape, *, is_training: bool) -> None:
-    """What is said of a step beside its actions is what the plan makes of it."""
+def _check_header(schedule: Schedule, shape: StepShape, *, is_training: bool) -> None:
+    """Compares what a schedule says beside its actions with what its plan makes of it."""
     has_tail = is_training and shape.tail_segment < len(shape.segments)
     tail = shape.segments[shape.tail_segment][0] if has_tail else None
     if schedule.tail != tail:
@@ -84,21 +75,15 @@ def _check_header(schedule: Schedule, plan: Plan, shape: StepShape, *, is_traini
         raise PlanError(
             f"the schedule has {has}, the plan {needs}: its text needs the header line '# tail C<call>' where there is one; build the schedule again"
         )
-    if schedule.is_interleaved != (schedule.microbatches > 1 and plan.order is Order.LAYER_MAJOR):
+    if schedule.is_interleaved != shape.takes_turns:
         raise PlanError(
-            f"the plan's order is {plan.order}, and the schedule's microbatches {'take turns' if schedule.is_interleaved else 'do not take turns'}: "
-            "its header line must be '# microbatches <count> interleaved' in layer-major order; build the schedule again"
+            f"the schedule's microbatches {'take turns' if schedule.is_interleaved else 'do not take turns'}: its header line must be "
+            "'# microbatches <count> interleaved' for several ones in layer-major order, and only then; build the schedule again"
         )
 
 
 class _IllegalError(Exception):
     """Says why an action is illegal; never leaves this file."""
-
-
-def _point(schedule: Schedule, index: int, reason: str) -> str:
-    shown = range(max(0, index - 2), min(len(schedule.actions), index + 3))
-    context = [f"  {'>' if i == index else ' '} {i:5d}  {schedule.actions[i]}" for i in shown]
-    return "\n".join([f"action {index}, {schedule.actions[index]}: {reason}", *context])
 
 
 def _require(condition: bool, reason: str) -> None:  # noqa: FBT001 - reads as the sentence it checks
@@ -109,12 +94,11 @@ def _require(condition: bool, reason: str) -> None:  # noqa: FBT001 - reads as t
 class _Checker:
     """State of a step while its actions are taken one by one."""
 
-    def __init__(self, shape: StepShape, plan: Plan, *, microbatches: int, clips_norm: bool, is_training: bool) -> None:
+    def __init__(self, shape: StepShape, *, microbatches: int, clips_norm: bool, is_training: bool) -> None:
         self.shape = shape
-        self.plan = plan
         self.clips_norm = clips_norm
         self.is_training = is_training
-        self.passes = Passes(shape, plan, microbatches)
+        self.passes = Passes(shape, microbatches)
         self.present = set(range(len(shape.blocks))) - shape.visiting
         self.moved: dict[tuple[int, int], str] = {}
         self.gradients: set[int] = set()
@@ -126,8 +110,9 @@ class _Checker:
         self.scaling: list[str] = []
         self.committed = False
 
-    def take(self, action: Action) -> None:
-        """Checks one action and takes its effect."""
+    def take(self, operation: Operation) -> None:
+        """Checks one operation and takes its effect."""
+        action = operation.action
         _require(not self.committed, "the step is already committed")
         if isinstance(action, Accumulate | Update | Clear | Release):
             _require(
@@ -136,7 +121,7 @@ class _Checker:
             )
         match action:
             case Start() | Forward() | Seed() | Joint() | Backward():
-                self._compute(action)
+                self._compute(action, operation)
             case Fetch() | Release():
                 self._visit(action)
             case Offload() | Drop() | Reload():
@@ -148,7 +133,7 @@ class _Checker:
             case Norm():
                 _require(self.clips_norm, "no norm is clipped in this step")
                 _require(not self.norm_known, "the norm is already known")
-                _require(not self.plan.scales_losses or "unscale" in self.scaling, "gradients are scaled")
+                _require(not self.shape.scales_losses or "unscale" in self.scaling, "gradients are scaled")
                 self._require_whole_gradients()
                 self.norm_known = True
             case Decide() | Keep():
@@ -178,7 +163,7 @@ class _Checker:
 
     def _scale(self, action: Scale | Unscale | Check) -> None:
         """Scale, then all backwards, then unscale, then check."""
-        _require(self.plan.scales_losses, "the plan scales no losses")
+        _require(self.shape.scales_losses, "the plan scales no losses")
         order = ["scale", "unscale", "check"]
         _require(order[: len(self.scaling) + 1] == [*self.scaling, str(action)], f"it comes after {self.scaling}")
         if isinstance(action, Scale):
@@ -193,7 +178,7 @@ class _Checker:
         _require(not waiting, f"gradients of blocks {waiting} have not gone home")
 
     def missing(self, *, is_committing: bool = False) -> str | None:
-        """What keeps the step from being complete; None if nothing does."""
+        """Names what keeps the step from being complete; None if nothing does."""
         if still := self.passes.missing(is_training=self.is_training):
             return still
         if visitors := sorted(self.present & self.shape.visiting):
@@ -214,28 +199,23 @@ class _Checker:
         return [b for b in self.shape.trainable if self._gradient_home(b) is Tier.DEVICE]
 
     def _gradient_home(self, block: int) -> Tier:
-        return self.plan.block(self.shape.blocks[block]).gradient_home
+        return self.shape.gradient_homes[block]
 
-    def _compute(self, action: Start | Forward | Seed | Joint | Backward) -> None:
+    def _compute(self, action: Start | Forward | Seed | Joint | Backward, operation: Operation) -> None:
         if isinstance(action, Seed | Joint | Backward):
             _require(self.is_training, "a forward-only pass has no backward")
-            _require(not self.plan.scales_losses or bool(self.scaling), "the losses are not scaled yet")
+            _require(not self.shape.scales_losses or bool(self.scaling), "the losses are not scaled yet")
         if reason := self.passes.refuse(action):
             raise _IllegalError(reason)
         self.passes.take(action)
-        if isinstance(action, Start | Seed | Joint):
-            # Glue may hand gradients to blocks that no call names as soon as backward runs.
-            self.gradients |= self.shape.loose if isinstance(action, Seed) else set()
-            return
-        segment = self.passes.segment_index[action.first]
-        away = sorted(set(self.shape.needs[segment]) - self.present)
+        away = sorted(set(operation.needs) - self.present)
         _require(not away, f"the weights of blocks {away} are not on the device")
         if isinstance(action, Backward):
             state = self.moved.get((action.first, action.microbatch))
             _require(state in (None, "reload"), "what it saved has left and was not reloaded")
-            late = sorted(self.updated & set(self.shape.needs[segment]))
+            late = sorted(self.updated & set(operation.needs))
             _require(not late, f"blocks {late} are already updated: backward would read new weights")
-            self.gradients |= {*self.shape.contributes[segment], *self.shape.loose}
+        self.gradients.update(operation.adds_to)
 
     def _visit(self, action: Fetch | Release) -> None:
         block = action.block
@@ -287,10 +267,9 @@ class _Checker:
                 _require(not self.passes.contributes_later(block), "its gradient is not complete")
                 _require(is_home_device or block not in self.gradients, "its gradient has not gone home")
                 _require(self.norm_known or not self.clips_norm, "the norm is not known")
-                is_checked = "check" in self.scaling or not self.plan.scales_losses
+                is_checked = "check" in self.scaling or not self.shape.scales_losses
                 _require(is_checked, "it is not known whether all gradients are finite")
-                if self.plan.update is UpdateTime.AFTER_BACKWARD:
-                    _require(self.passes.is_over, "the plan updates after backward")
+                _require(self.shape.updates_in_backward or self.passes.is_over, "the plan updates after backward")
                 is_there = block in self.present or self.passes.is_over
                 _require(is_there, "an update in backward needs the weights on the device")
                 self.updated.add(block)

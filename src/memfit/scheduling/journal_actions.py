@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memfit.core.errors import PlanError
-from memfit.core.schedule import Action, Backward, Clear, Decide, Keep, Schedule, Update
+from memfit.core.schedule import Action, Backward, Clear, Commit, Decide, Keep, Schedule, Update
 
 
 def place_turns(schedule: Schedule, turns: Sequence[Sequence[int]]) -> Schedule:
@@ -29,7 +29,8 @@ def place_turns(schedule: Schedule, turns: Sequence[Sequence[int]]) -> Schedule:
     updates = [a for a in actions if isinstance(a, Update)]
     if any(isinstance(a, Clear) for a in actions):
         raise PlanError("a journal needs every gradient at home, and some are cleared on the device")
-    first = next((i for i, a in enumerate(actions) if isinstance(a, Update)), len(actions))
+    # Before the commit, where nothing trains: nothing may stand behind it.
+    first = next((i for i, a in enumerate(actions) if isinstance(a, Update | Commit)), len(actions))
     if any(isinstance(a, Backward) for a in actions[first:]):
         raise PlanError("a journal's updates come after backward, and some come in it: plan update='after-backward'")
     position = {block: i for i, turn in enumerate(turns) for block in turn}

@@ -147,6 +147,8 @@ class Lifetimes:
         end = len(facts.trace.calls) - 1
         entered = -1 if segment < 0 else facts.shape.segments[segment][1]
         for s in facts.made_in.get(segment, ()):
+            if s.index in self.alive:
+                continue  # an illegal schedule, in which the segment runs twice
             count = 0
             until = facts.used_until(s)
             if until >= end:
@@ -220,4 +222,7 @@ class Lifetimes:
         self.keepers.clear()
         self.copies.clear()
         self.alive.clear()
+        # Nobody is left to let go of what has died: an illegal schedule may have more events.
+        for lists in (self._on_forward, self._on_backward, self._on_drop):
+            lists.clear()
         self.alive_bytes = self.extra_bytes = self.gradient_bytes = 0

@@ -48,6 +48,7 @@ from memfit.core.units import MIB
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.lifetimes import ActivationEvent, EventCost, Lifetimes
 from memfit.scheduling.pieces import Line, UpdatePieces, moved_weight_bytes
+from memfit.scheduling.references import check_references
 from memfit.scheduling.segment_facts import Arrival, SegmentFacts
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
@@ -81,7 +82,8 @@ def lower(
     """Gives each action of a legal schedule its meaning under a plan.
 
     Args:
-        schedule: a step or a forward-only pass, legal (`scheduling.check`).
+        schedule: a step or a forward-only pass. One that is not legal is lowered too, so that
+            `scheduling.check` can point at the fault; its bytes and tokens mean nothing.
         plan: that it carries out.
         profile: with a trace of the rows that a microbatch has.
         microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a forward-only pass may run
@@ -94,14 +96,17 @@ def lower(
         is_itemized: activations are owned by what made them ("C5"), not by their microbatch ("m0"): for reports, slower.
 
     Raises:
-        PlanError: no trace of that many rows.
+        PlanError: no trace of that many rows; the schedule is of another model or plan (`scheduling.references`).
     """
     plan_of_pass = replace(plan, microbatches=schedule.microbatches)  # a forward-only pass may have fewer
+    shape = describe_step(plan_of_pass, profile)
+    check_references(schedule, profile, shape, microbatches=plan.microbatches)
     trace = trace_of(profile, microbatches or plan.microbatches)
     return _Lowering(
         schedule,
         plan_of_pass,
         profile,
+        shape,
         trace,
         staging_bytes=staging_bytes,
         adds_apart=adds_apart,
@@ -157,12 +162,14 @@ class _Draft:
     """An operation in the making."""
 
     __slots__ = (
+        "adds_to",
         "after",
         "changes",
         "during",
         "gives",
         "host_work",
         "is_chain",
+        "needs",
         "transfers",
         "update_place",
         "waits",
@@ -182,6 +189,8 @@ class _Draft:
         self.work: tuple[tuple[WorkKind, float], ...] = ()
         self.host_work: tuple[tuple[WorkKind, float], ...] = ()
         self.update_place: UpdatePlace | None = None
+        self.needs: tuple[int, ...] = ()
+        self.adds_to: tuple[int, ...] = ()
 
     def finish(self, action: Action) -> Operation:
         """The operation, which changes no more."""
@@ -198,6 +207,8 @@ class _Draft:
             work=self.work,
             host_work=self.host_work,
             update_place=self.update_place,
+            needs=self.needs,
+            adds_to=self.adds_to,
         )
 
 
@@ -209,6 +220,7 @@ class _Lowering:
         schedule: Schedule,
         plan: Plan,
         profile: Profile,
+        shape: StepShape,
         trace: TraceProfile,
         *,
         staging_bytes: int,
@@ -220,7 +232,7 @@ class _Lowering:
         self._plan = plan
         self._profile = profile
         self._device = device
-        self._shape: StepShape = describe_step(plan, profile)
+        self._shape = shape
         self._facts = SegmentFacts(trace, plan, self._shape, profile)
         self._segment = {first: i for i, (first, _) in enumerate(self._shape.segments)}
         self._staging_bytes = staging_bytes if uses_disk(plan, self._shape) else 0
@@ -241,6 +253,8 @@ class _Lowering:
             for tier in (homes.weight_home, homes.gradient_home, homes.state_home)
         )
         self._updates_on_host = [homes.updates_on_host(device) for homes in self._homes]
+        self._loose = tuple(sorted(shape.loose))
+        self._adds_to = [tuple(sorted({*blocks, *shape.loose})) for blocks in shape.contributes]
         self._weight_bytes = [flat_weight_bytes(block) for block in profile.blocks]
         self._visiting: set[int] = set()
         self._is_itemized = is_itemized
@@ -267,6 +281,7 @@ class _Lowering:
         sealed = round(commits * commit_bytes(self._plan, self._profile)) if commits else 0
         return Step(
             schedule=self._schedule,
+            shape=self._shape,
             resting=tuple(self._resting()),
             operations=tuple(self._lower(action) for action in self._schedule),
             sealing=(Transfer(Tier.DISK, "write", "commit", sealed),) if sealed else (),
@@ -406,6 +421,7 @@ class _Lowering:
         added = relief = 0
         if isinstance(action, Seed):
             self._gradients.begin_pass()
+            self._draft.adds_to = self._loose
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
         else:
@@ -414,8 +430,8 @@ class _Lowering:
             segment = self._segment[action.first]
             self._tail_left -= self._is_of_tail(action)
             relief = self._relief_bytes(segment, self._gradients.arrival(segment))
-            contributors = {*self._shape.contributes[segment], *self._shape.loose}
-            added = self._gradients.contribute(contributors, segment)
+            self._draft.adds_to = self._adds_to[segment]
+            added = self._gradients.contribute(self._adds_to[segment], segment)
         self._rise(action, microbatches, added=added, relief=relief)
         if isinstance(action, Forward | Backward):
             self._work_on(action)
@@ -428,7 +444,8 @@ class _Lowering:
     def _work_on(self, action: Forward | Backward) -> None:
         draft, segment = self._draft, self._segment[action.first]
         is_backward = isinstance(action, Backward)
-        draft.waits = [token for b in self._shape.needs[segment] for token in self._waits(_FETCH, b)]
+        draft.needs = self._shape.needs[segment]
+        draft.waits = [token for b in draft.needs for token in self._waits(_FETCH, b)]
         if is_backward:
             draft.waits += self._given_only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))
         if (segment, is_backward) not in self._work:
@@ -452,9 +469,10 @@ class _Lowering:
             case Drop():
                 draft.waits = self._given_only(Token(_OFFLOAD, key))
             case Reload():
-                tier = self._shape.leaves[self._segment[action.call]]
-                assert tier is not None, f"{action} in a plan that keeps it"
-                self._transfer(tier, "read", "activation", moved)
+                # Nothing comes back in an illegal schedule, that offloads nothing before.
+                tier, _ = self._away.get((action.call, action.microbatch), (None, 0))
+                if tier is not None:
+                    self._transfer(tier, "read", "activation", moved)
                 draft.gives = Token(_RELOAD, key)
 
     def _rise(self, action: Action, microbatches: Sequence[int], *, added: int = 0, relief: int = 0) -> int:

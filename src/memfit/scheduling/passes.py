@@ -5,7 +5,6 @@ In: starts, forwards, seeds, the joint and backwards one by one. Out: why one is
 
 from __future__ import annotations
 
-from memfit.core.plan import Order, Plan
 from memfit.core.schedule import Backward, Forward, Joint, Seed, Start
 from memfit.core.shape import StepShape
 
@@ -20,11 +19,10 @@ class Passes:
         segment_index: by first call: the segment.
     """
 
-    def __init__(self, shape: StepShape, plan: Plan, microbatches: int) -> None:
+    def __init__(self, shape: StepShape, microbatches: int) -> None:
         self.segment_index = {first: i for i, (first, _) in enumerate(shape.segments)}
         self._shape = shape
         self._microbatches = microbatches
-        self._is_microbatch_major = plan.order is Order.MICROBATCH_MAJOR
         self._has_tail = shape.tail_segment < len(shape.segments)
         self._started: set[int] = set()
         self._seeded: set[int] = set()
@@ -140,9 +138,10 @@ class Passes:
         if any(self._progress.get(m, 0) < len(self._shape.segments) for m in chosen):
             return "their forwards have not all run"
         is_whole = len(chosen) == self._microbatches
-        if (self._is_microbatch_major or self._has_tail) and len(chosen) > 1:
+        is_together = self._shape.takes_turns and not self._has_tail
+        if not is_together and len(chosen) > 1:
             return "in this order each microbatch is seeded alone"
-        if not (self._is_microbatch_major or self._has_tail or is_whole):
+        if is_together and not is_whole:
             return "in layer-major order without a tail all microbatches are seeded together"
         return None
 

@@ -1,0 +1,62 @@
+"""Refuses a schedule that is not of the model and the plan that it is to be lowered for.
+
+In: `Schedule`, `Profile`, `StepShape`. Out: nothing, or `PlanError`. What is left refers to blocks,
+segments and microbatches that exist, and may still be illegal (`scheduling.check`).
+"""
+
+from __future__ import annotations
+
+from memfit.core.errors import PlanError
+from memfit.core.profile import Profile
+from memfit.core.schedule import Action, Backward, Drop, Forward, Keep, Offload, Reload, Schedule, Seed
+from memfit.core.shape import StepShape
+
+
+def check_references(schedule: Schedule, profile: Profile, shape: StepShape, *, microbatches: int) -> None:
+    """Checks that a schedule is of this model and plan, and that all that its actions name exists.
+
+    Args:
+        schedule: built, edited or parsed.
+        profile: of the model.
+        shape: of the plan, with as many microbatches as the schedule.
+        microbatches: of the plan; a forward-only pass may have others.
+
+    Raises:
+        PlanError: what differs; or the first action that names something unknown, with its index
+            and the actions around it.
+    """
+    if schedule.blocks != shape.blocks:
+        raise PlanError(f"the schedule's blocks are not the model's: {schedule.blocks} and {shape.blocks}")
+    index = {name: i for i, name in enumerate(shape.blocks)}
+    calls = next(iter(profile.traces.values())).calls
+    if [(c.site, c.blocks) for c in schedule.calls] != [(c.site, tuple(index[b] for b in c.blocks)) for c in calls]:
+        raise PlanError("the schedule's calls are not those of the model's trace; build the schedule again")
+    if schedule.microbatches != microbatches and any(isinstance(action, Seed) for action in schedule):
+        raise PlanError(f"the schedule has {schedule.microbatches} microbatches, the plan {microbatches}")
+    segments = dict(shape.segments)
+    for position, action in enumerate(schedule.actions):
+        if reason := _unknown(action, len(shape.blocks), segments, schedule.microbatches):
+            raise PlanError(point_at(schedule, position, reason))
+
+
+def point_at(schedule: Schedule, index: int, reason: str) -> str:
+    """Says what is wrong with an action, and shows the actions around it."""
+    shown = range(max(0, index - 2), min(len(schedule.actions), index + 3))
+    context = [f"  {'>' if i == index else ' '} {i:5d}  {schedule.actions[i]}" for i in shown]
+    return "\n".join([f"action {index}, {schedule.actions[index]}: {reason}", *context])
+
+
+def _unknown(action: Action, blocks: int, segments: dict[int, int], microbatches: int) -> str | None:
+    if getattr(action, "microbatch", 0) >= microbatches:
+        return "there is no such microbatch"
+    match action:
+        case Forward(first=first, last=last) | Backward(first=first, last=last):
+            return None if segments.get(first) == last else "this is not a segment of the plan"
+        case Offload(call=call) | Drop(call=call) | Reload(call=call):
+            return None if call in segments else "no segment begins with this call"
+        case Seed(last=last):
+            return None if last < microbatches else "there is no such microbatch"
+        case Keep(blocks=kept):
+            return None if max(kept, default=0) < blocks else "there is no such block"
+        case _:
+            return None if getattr(action, "block", 0) < blocks else "there is no such block"
