@@ -21,19 +21,19 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans
 from equivalence.late import Late
-from memfit.allocator import Allocator, install
+from memfit.allocator import install
 from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
-from memfit.engine.measured_step import StepRecorder
 from memfit.homes import DiskHome, TransferHandle
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower
+from memory.measured_steps import Interval, measure_step
 from memory.subjects import gpt2
 
 MIB = 1 << 20
@@ -186,65 +186,6 @@ def _known(name: str, profile: Profile) -> Plan:
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Interval:
-    """One operation.
-
-    Attributes:
-        index: in the step.
-        action: its text.
-        predicted_peak_bytes: what it may reach.
-        predicted_bytes: what should be alive at its end.
-        peak_bytes, live_bytes: the allocator's.
-    """
-
-    index: int
-    action: str
-    predicted_peak_bytes: int
-    predicted_bytes: int
-    peak_bytes: int
-    live_bytes: int
-
-
-class AllocatorMeter:
-    """The allocator's bytes above what was alive before."""
-
-    def __init__(self, allocator: Allocator, before_bytes: int) -> None:
-        self._allocator = allocator
-        self._before_bytes = before_bytes
-
-    def live_bytes(self) -> int:
-        return self._allocator.stats().live_bytes - self._before_bytes
-
-    def take_peak(self) -> int:
-        peak = self._allocator.stats().peak_bytes - self._before_bytes
-        self._allocator.reset_peak()
-        return peak
-
-
-def measure_step(
-    job: memfit.Job, batch: Any, timeline: Timeline, allocator: Allocator, before_bytes: int
-) -> list[Interval]:
-    """One step, each operation beside its prediction. `before_bytes` were alive before the model was built."""
-    recorder = StepRecorder(AllocatorMeter(allocator, before_bytes))
-    with job._assembly.engine.recording(recorder):
-        result = job.step(batch)
-    assert result.departures == ()
-    measured = recorder.timeline()
-    assert measured.peak_in(Tier.DEVICE) == measured.peak_bytes
-    return [
-        Interval(
-            index=index,
-            action=is_there.action,
-            predicted_peak_bytes=told.peak_bytes,
-            predicted_bytes=told.after_bytes,
-            peak_bytes=is_there.peak_bytes,
-            live_bytes=is_there.after_bytes,
-        )
-        for index, (told, is_there) in enumerate(zip(timeline.moments, measured.moments, strict=True))
-    ]
 
 
 @cache

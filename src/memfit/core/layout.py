@@ -14,6 +14,9 @@ from memfit.core.units import MIB, round_up
 ALIGNMENT_BYTES = 4096
 # What is updated, widened or added is so by pieces: 2 MiB of fp32 fit a core's cache with gradient and moments, and are a whole number of pages.
 PIECE_ELEMENTS = 1 << 19
+# While a parameter has no states, the optimizer's class makes them beside the memory that they rest in: then
+# pieces are smaller, so that both take no more than a later piece with its temporaries does.
+FIRST_PIECE_ELEMENTS = PIECE_ELEMENTS >> 2
 
 # Between an accelerator and a file, bytes pass through pinned host memory: as many pieces of this size each way. A piece is what the disk's threads move at once.
 STAGING_PIECE_BYTES = 4 * MIB

@@ -43,6 +43,7 @@ class UpdateProfile:
 
     Attributes:
         piece_elements: elements that are updated at once; the last piece may have fewer.
+        first_piece_elements: the same in the parameter's first update, which makes its states; 0: as many.
         scratch_bytes: what the optimizer's class makes for itself for a piece of that many.
         host_scratch_bytes: the same on the host, beside an accelerator, where the class may take another way
             (one tensor at a time, where the device takes several).
@@ -51,6 +52,7 @@ class UpdateProfile:
     """
 
     piece_elements: int
+    first_piece_elements: int = 0
     scratch_bytes: int = 0
     host_scratch_bytes: int = 0
     state_bytes: int = 0

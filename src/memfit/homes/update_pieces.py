@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.layout import PIECE_ELEMENTS
+from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.tiers import Tier
 from memfit.homes.gradients import GradientHomes, GradientPiece
 from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
@@ -89,7 +89,13 @@ class PieceUpdates:
             assert is_elementwise or len(held) in (0, slot.numel)
             if not held and slot.numel:
                 continue
-            size = PIECE_ELEMENTS if is_elementwise else max(slot.numel, 1)
+            size = (
+                PIECE_ELEMENTS
+                if self._states[block.index].exists(slot.name)
+                else min(FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS)
+            )
+            if not is_elementwise:
+                size = max(slot.numel, 1)
             starts = range(held.start, max(held.stop, held.start + 1), size)
             for start in starts:
                 count = min(size, held.stop - start)

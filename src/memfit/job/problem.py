@@ -23,7 +23,7 @@ from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
 from memfit.core.hardware import Hardware
-from memfit.core.layout import PIECE_ELEMENTS
+from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
@@ -267,6 +267,7 @@ class Problem:
             elements = min(PIECE_ELEMENTS, numels[name]) if is_cut else numels[name]
             found[name] = UpdateProfile(
                 piece_elements=elements,
+                first_piece_elements=min(FIRST_PIECE_ELEMENTS, elements) if is_cut else elements,
                 scratch_bytes=driver.scratch_bytes(name, elements, master),
                 host_scratch_bytes=driver.scratch_bytes(name, elements, master, _HOST) if is_beside else 0,
                 state_bytes=states.nbytes,

@@ -61,12 +61,21 @@ class StorageLog:
         self.is_backward = False
         self._live: dict[int, tuple[StorageRecord, weakref.ref[torch.UntypedStorage]]] = {}
         self._pending_sum: tuple[StorageRecord, StorageRecord, int, int, int] | None = None
+        self._is_over = False
 
     def begin_operation(self) -> None:
         """Ends what the operation before has left open."""
         # Only the engine's own sum can release its operand before the next operation: a sum still
         # pending was not one.
         self._pending_sum = None
+
+    def end(self) -> None:
+        """Ends the log: the program has run.
+
+        Modules, and whatever the loss keeps, are given back next what they had before; tensors that
+        the program left there would seem to be let go of by the program.
+        """
+        self._is_over = True
 
     def forget(self) -> None:
         """Drops the weak references, whose callbacks point back here."""
@@ -158,6 +167,8 @@ class StorageLog:
 
     def _note_freed(self, key: int) -> None:
         record = self._live.pop(key)[0]
+        if self._is_over:
+            return
         record.holders -= 1
         if key == record.key:
             record.let_go_in = self.segment

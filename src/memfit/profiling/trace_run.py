@@ -121,6 +121,9 @@ def run_traced(
             names |= {id(stand_in): name for name, stand_in in weights.items()}
             with recorder.gradient_reads.watched(names, made):
                 value.backward()
+        # The graph goes first: functions keep tensors in it that nobody else holds.
+        del value
+        recorder.log.end()
     return recorder
 
 

@@ -7,6 +7,11 @@ Updates are made one after the other, piece by piece (`homes.updates`). While a 
 from one block to the next. So at the worst there are at once: what leaves of one piece, all of the next, and what comes of the one after it. What rests on the
 device, and the weights of a block that visits, are worked on where they lie and take nothing. An update on the host has its pieces there, and what rests there
 takes nothing; weights at home on the device pass through pinned pieces that stay (`moved_weight_bytes`).
+
+[Note: states made beside their home]
+A parameter has no states before its first update: the optimizer's class makes them, wherever it likes. Where they rest beside the processor, their home is
+there already, and both exist until the new ones have been copied. Elementwise updates are made in smaller pieces then (`FIRST_PIECE_ELEMENTS`); one that
+needs the whole parameter holds all its states twice. The most of the two updates is counted in every step.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from dataclasses import dataclass
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
 from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
+from memfit.core.state_formats import records_of
 from memfit.core.tiers import Tier
 
 _WIDE_BYTES = 4
@@ -136,6 +142,12 @@ class UpdatePieces:
         encoding = encoded + share(_ENCODING_BYTES * numel) if update.encoded_elements else 0
         rounding = share(_ROUNDING_BYTES * numel) if plan.drops_masters else 0
         working += max(scratch, encoding, encoded + rounding + made)
+        if not has_state_away:
+            # The first update makes its states beside where they rest; encoded ones are among the decoded values.
+            rests = update.encoded_elements and records_of(plan.state_format).size(update.encoded_elements)
+            made_beside = share(max(0, update.state_bytes - rests))
+            first = min(update.first_piece_elements or elements, elements)
+            working = max(working, math.ceil((working + made_beside) * first / elements))
         return PieceBytes(coming=coming, working=working, leaving=leaving)
 
 
