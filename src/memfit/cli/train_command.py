@@ -102,7 +102,7 @@ def train(
             "scheme": scheme,
         },
     )
-    run = TrainRun(settings, process)
+    run = TrainRun(settings, lambda: process.peak_bytes().whole_bytes)
     try:
         holds = run.make()
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ for.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from memfit.api import Job, StepResult
     from memfit.recipes import Recipe
     from memfit.report.progress import TrainingProgress
-    from memfit.verification.meters import ProcessMeter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +53,12 @@ class TrainRun:
 
     Args:
         settings: of the command.
-        process: a meter of this process, from before the model was built.
+        read_peak_bytes: tells the most that the process held so far.
     """
 
-    def __init__(self, settings: TrainSettings, process: ProcessMeter) -> None:
+    def __init__(self, settings: TrainSettings, read_peak_bytes: Callable[[], int]) -> None:
         self._settings = settings
-        self._process = process
+        self._read_peak_bytes = read_peak_bytes
         self._job: Job | None = None
 
     def make(self) -> bool:
@@ -73,7 +72,7 @@ class TrainRun:
         settings = self._settings
         with TrainingProgress(total_steps=settings.steps, limit_bytes=settings.limit_bytes) as progress:
             training = self._build(progress)
-            before_bytes = self._process.peak_bytes().whole_bytes
+            before_bytes = self._read_peak_bytes()
             progress.wait_for("planning")
             job = self._job = self._fit(training)
             # A run that had its steps is given as many more.
