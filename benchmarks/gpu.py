@@ -66,6 +66,8 @@ def main() -> int:
     output = arguments.output.with_name(arguments.output.name + ("-late" if arguments.device == "late" else ""))
     found = look_at(arguments.device)
     record = begun(arguments.device, arguments.size or found["size"], found["stamp"], output, again=arguments.again)
+    if arguments.directory is not None:
+        arguments.directory.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="memfit-gpu-") as folder:
             run(parts, record, Path(folder), output, minutes=arguments.minutes)

@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device", choices=["late", "cuda"], help="accelerator of tests/device (default: CUDA where it is)"
     )
+    group.addoption(
+        "--lateness",
+        default="latest",
+        help="when the late device runs what streams hold: latest (as late as it may), prompt, or random:SEED",
+    )
     group.addoption("--slow", action="store_true", help="run the tests marked slow too")
 
 

@@ -62,6 +62,8 @@ def all_parts(kind: str) -> list[Part]:
         _ours("gpt2", "resident, recomputed", fate=recompute),
         Part(name="gpt2: torch.utils.checkpoint", work="plain", request={"subject": "gpt2", "checkpoints": True}),
         _ours("gpt2", "weights and states on the host, recomputed", homes="host", fate=recompute),
+        _ours("gpt2", "the same, updated on the host's cores", homes="host", updates_on_host=True, fate=recompute),
+        _ours("gpt2", "weights on the device, states on the host and updated there", updates_on_host=True, fate=recompute),
         Part(name="gpt2: FSDP2, CPU offload, checkpointed", work="fsdp", request={"subject": "gpt2", "checkpoints": True}),
         _limited("gpt2", 0.5),
         _ours("gpt2", "weights and states on disk, recomputed", homes="disk", fate=recompute),

@@ -17,6 +17,7 @@ def make_plan(
     profile: Profile,
     *,
     homes: str = "device",
+    updates_on_host: bool = False,
     fate: Mapping[str, str] | None = None,
     plan: Mapping[str, Any] | None = None,
     chunk_tokens: int | None = None,
@@ -26,6 +27,7 @@ def make_plan(
     Args:
         profile: of the model.
         homes: of weights and states; gradients stay where the update in backward takes them.
+        updates_on_host: the host's cores run the optimizer (ZeRO-Offload); gradients then have their home there.
         fate: of what repeated calls save, as `CallPlan` has it.
         plan: all else, as `Plan` has it; `tail=True` is the first call behind the last layer.
         chunk_tokens: of a piece of the loss; None: the loss runs as it is written.
@@ -36,6 +38,10 @@ def make_plan(
     if decided.pop("tail", False) and repeated and repeated[-1] + 1 < len(calls):
         decided["tail"] = repeated[-1] + 1
     home = BlockPlan(weight_home=Tier(homes), state_home=Tier(homes))
+    if updates_on_host:
+        home = BlockPlan(
+            weight_home=Tier(homes), gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST
+        )
     each = CallPlan(**(fate or {}))  # type: ignore[arg-type]  # words become what they name
     return Plan(
         blocks={block.name: home for block in profile.blocks if not block.is_spanning},

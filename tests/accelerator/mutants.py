@@ -66,8 +66,11 @@ class Mutation:
         Raises:
             LookupError: There is no such function, or its source has the text not at all or several times.
         """
-        function = _function(self.where)
-        function.__code__ = _mutated(function, self.take, self.put, self.where)
+        _function(self.where).__code__ = self.code()
+
+    def code(self) -> CodeType:
+        """Returns the function's other code and applies nothing; raises as `apply` does."""
+        return _mutated(_function(self.where), self.take, self.put, self.where)
 
 
 def _function(where: str) -> FunctionType:

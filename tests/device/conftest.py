@@ -1,6 +1,7 @@
 """Each test of this folder runs on the late device, where every access is checked, and on CUDA, where there is one.
 
 One process has one accelerator: the late device is left out where CUDA is there, unless `--device late` asks for it.
+`--lateness prompt` or `--lateness random:SEED` runs its streams' work at other times than as late as it may be.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         "accelerator.late", reason="the late device needs a C++ compiler", exc_type=NoCompilerError
     )
     torch.accelerator.empty_cache()
-    with late.checked():
+    mode, _, seed = request.config.getoption("--lateness").partition(":")
+    with late.lateness(mode, int(seed or 0)), late.checked():
         yield torch.device("late", 0)
     # A limit that a job left behind would fail whatever comes after it.
     assert [late.native.limit_bytes(index) for index in range(2)] == [late.native.total_bytes()] * 2
