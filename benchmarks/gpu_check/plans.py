@@ -39,9 +39,7 @@ def make_plan(
         decided["tail"] = repeated[-1] + 1
     home = BlockPlan(weight_home=Tier(homes), state_home=Tier(homes))
     if updates_on_host:
-        home = BlockPlan(
-            weight_home=Tier(homes), gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST
-        )
+        home = BlockPlan(weight_home=Tier(homes), gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
     each = CallPlan(**(fate or {}))  # type: ignore[arg-type]  # words become what they name
     return Plan(
         blocks={block.name: home for block in profile.blocks if not block.is_spanning},

@@ -48,7 +48,15 @@ _LEFT_OUT_DETACHED = ModelSpec(
     blocks=(_PLAIN,), calls=(CallSpec(block=0, source=0, glue=Glue.DETACH, is_optional=True),)
 )
 
+# In step 1 the gradient reaches call 1 by what its module keeps, and its output is not used; the trace saw call 2 in its place.
+_SIDE_DOOR_LATER = ModelSpec(
+    blocks=(_SIDE_DOOR,), calls=(CallSpec(block=0, source=0), CallSpec(block=0, source=0, is_optional=True))
+)
+
 FOUND = {
+    "side door in a later step only, weight away": Found(
+        spec=_SIDE_DOOR_LATER, plan=Plan(blocks=_AWAY, calls=(CallPlan(),) * 4, prefetch=0)
+    ),
     # Gradients reach a block by what it keeps on itself for the loss, never by what it returns.
     "side door of a block whose output nobody uses, weight away": Found(
         spec=ModelSpec(blocks=(_SIDE_DOOR, _PLAIN), calls=(CallSpec(block=0, source=0), CallSpec(block=1, source=0))),

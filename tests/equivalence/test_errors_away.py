@@ -21,7 +21,10 @@ from equivalence.with_memfit import fit_variant
 from memfit.core.errors import (
     AwayError,
     MemfitError,
+    UnsupportedError,
 )
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
 
 
 @lru_cache(maxsize=1)
@@ -91,3 +94,40 @@ def test_calling_the_model_between_steps_just_works(plan: str, tmp_path: Path) -
     assert before
     assert case.model(inputs).shape == inputs.shape
     job.close()
+
+
+class _Aside(torch.nn.Module):
+    """Computes two layers; the loss may also take what the first one computed inside, which a closure keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))) for _ in range(2)
+        )
+        self.kept: list[torch.Tensor] = []
+        kept = self.kept
+        self.layers[0][1].register_forward_hook(lambda _module, _inputs, output: kept.append(output))  # type: ignore[index]
+
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        self.kept.clear()
+        first = self.layers[0](batch["x"])
+        last = self.layers[1](first if batch["goes_on"] else batch["x"])
+        return last.square().mean() + (0.0 if batch["goes_on"] else self.kept[0].square().mean())
+
+
+def test_a_gradient_by_a_way_that_nobody_foresaw_is_told_where_weights_are_away(tmp_path: Path) -> None:
+    model = _Aside()
+    x = torch.randn(4, 8)
+    away = Plan(blocks={"layers.0": BlockPlan(weight_home=Tier.DISK)}, prefetch=0)
+    with memfit.fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: model.loss(batch),
+        {"x": x, "goes_on": True},
+        plan=away,
+        directory=tmp_path,
+        numerics="exact",
+    ) as job:
+        job.step({"x": x, "goes_on": True})
+        with pytest.raises(UnsupportedError, match="a gradient reached a call by a tensor that it does not return"):
+            job.step({"x": x, "goes_on": False})

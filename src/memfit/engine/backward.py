@@ -5,16 +5,21 @@ In: losses with their factors. Out: gradients on the parameters; hooks tell the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Schedule
 from memfit.engine.crossing import differentiate_on_host, refuse_detours
 from memfit.engine.seeding import Seeds
 from memfit.engine.tail import CutEdge, TailAliases, differentiate_tail, hooks_of, sequence_number, withheld
 from memfit.engine.work import EngineParts
+
+_NO_BYTES = ("storage of size 0", "data is not allocated yet")
+"""How torch says that it was to read a tensor whose storage was emptied."""
 
 
 class BackwardPasses:
@@ -33,6 +38,7 @@ class BackwardPasses:
     def __init__(self, parts: EngineParts, schedule: Schedule, *, is_new: bool) -> None:
         self.tail = schedule.tail
         self.aliases = _aliases(parts, schedule)
+        self._blocks = parts.blocks
         self._has_accelerator = parts.has_accelerator
         self._is_new = is_new
         self._cuts: list[CutEdge] = []
@@ -59,7 +65,7 @@ class BackwardPasses:
     def run_tail(self, microbatch: int, seeds: Seeds) -> None:
         """The tail of a microbatch runs back to its cut."""
         began = self._tail_began.get(microbatch, sequence_number())
-        with withheld(self._hooks_before_tail):
+        with withheld(self._hooks_before_tail), self._absent_weights_told():
             self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self.aliases))
         self.aliases.forget()
 
@@ -77,7 +83,8 @@ class BackwardPasses:
             seeds.losses.clear()
             self._run_from(starts)
         else:
-            torch.autograd.backward(seeds.losses, seeds.factors)
+            with self._absent_weights_told():
+                torch.autograd.backward(seeds.losses, seeds.factors)
             seeds.losses.clear()
 
     def _run_from(self, starts: list[CutEdge]) -> None:
@@ -86,7 +93,24 @@ class BackwardPasses:
             refuse_detours(start.edge.node for start in starts)
         edges, gradients = [start.edge for start in starts], [start.gradient for start in starts]
         starts.clear()
-        torch.autograd.backward(edges, gradients)
+        with self._absent_weights_told():
+            torch.autograd.backward(edges, gradients)
+
+    @contextmanager
+    def _absent_weights_told(self) -> Iterator[None]:
+        """Says in words what torch says of a storage without bytes. See `engine.side_tensors`, [Note: side tensors]."""
+        try:
+            yield
+        except RuntimeError as error:
+            away = [block.name for block in self._blocks if block.travels and not block.is_here]
+            if not away or not any(words in str(error) for words in _NO_BYTES):
+                raise
+            names = ", ".join(repr(name) for name in away[:3]) + (", ..." if len(away) > 3 else "")
+            raise UnsupportedError(
+                f"backward reads weights that are away (of {names}): in this step a gradient reached a call by a tensor that it does not return and that "
+                "the traced batch gave none (kept by a hook or in a closure, for instance). Plan weight_home='device' for these blocks, or give `fit` a "
+                "sample batch that takes this way, so that it is planned for"
+            ) from error
 
     def forget(self) -> None:
         """Holds nothing of the graph any more."""

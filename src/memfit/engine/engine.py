@@ -22,6 +22,7 @@ from memfit.engine.measured_step import StepRecorder
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.run import StepRun
 from memfit.engine.settling import Settling
+from memfit.engine.side_tensors import SideTensors
 from memfit.engine.sites import OwnWeights, Site, SiteHooks
 from memfit.engine.visits import Visits
 from memfit.engine.work import EngineParts, EnginePhase, FrameFactory, Outcome, StepInput
@@ -75,6 +76,7 @@ class Engine:
             visits=Visits(blocks, settling.wait, departures.append, settling.wait_for_device),
             notes=ModuleNotes(model),
             own=OwnWeights(tuple(sites)),
+            side_tensors=SideTensors(tuple(sites)),
             own_leaves=MicrobatchLeaves(model, tuple(blocks)) if adds_apart else None,
             device_types=device_types,
             loose=tuple(loose),

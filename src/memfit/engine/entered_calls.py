@@ -23,6 +23,7 @@ from memfit.engine.coroutines import Coroutine, can_pause
 from memfit.engine.leaves import MicrobatchLeaves, Replaced
 from memfit.engine.measured_step import StepRecorder
 from memfit.engine.open_frames import OpenFrames
+from memfit.engine.tail import sequence_number
 from memfit.engine.work import EngineParts
 from memfit.tensors.trees import tensors_in
 
@@ -81,6 +82,8 @@ class _OpenCall:
     call: int | None
     frame: Frame | None
     replaced: Replaced = field(default_factory=list)
+    began: int = 0
+    """Of autograd's sequence numbers in this thread."""
 
 
 class ServedCalls:
@@ -190,7 +193,7 @@ class StepCalls:
         if call is None:
             parts.departures.append(f"microbatch {coroutine.microbatch} calls {name!r} where the trace did not")
             parts.visits.ensure(blocks, is_foreseen=True)
-            self._opened.append(_OpenCall(site, -1, None, self._put_leaves(site)))
+            self._opened.append(_OpenCall(site, -1, None, self._put_leaves(site), sequence_number()))
             return
         is_own = parts.own.are_here(site)
         if self._schedule.is_interleaved and not is_own:
@@ -211,7 +214,7 @@ class StepCalls:
         replaced = self._put_leaves(site)
         if self._passes.is_in_tail(call):
             self._passes.aliases.enter(parts.sites[site].module)
-        self._opened.append(_OpenCall(site, call, frame, replaced))
+        self._opened.append(_OpenCall(site, call, frame, replaced, sequence_number()))
 
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
@@ -229,7 +232,10 @@ class StepCalls:
         if output is None or not torch.is_grad_enabled():
             return
         microbatch = self.running.microbatch if self.running is not None else -1
-        tensors = self._listener.watch(output, opened.call, microbatch, site)
+        aside: list[torch.Tensor] = []
+        if opened.call is not None and any(self._parts.blocks[b].travels for b in self._parts.sites[site].blocks):
+            aside = self._parts.side_tensors.made_since(site, opened.began)
+        tensors = self._listener.watch((output, aside), opened.call, microbatch, site)
         if self._passes.tail is not None and opened.call is not None and not self._passes.is_in_tail(opened.call):
             self._passes.watch_cut(tensors)
 

@@ -17,6 +17,7 @@ from memfit.activations import Frame
 from memfit.engine.leaves import MicrobatchLeaves
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.settling import Settling
+from memfit.engine.side_tensors import SideTensors
 from memfit.engine.sites import OwnWeights, Site
 from memfit.engine.visits import Visits
 from memfit.homes.gradients import GradientHomes
@@ -114,6 +115,7 @@ class EngineParts:
         visits: weights that come and go.
         notes: what modules keep, microbatch by microbatch.
         own: the sites' own weights.
+        side_tensors: what calls leave on their modules.
         own_leaves: leaves of microbatches, where gradients are added apart.
         device_types: whose autocast state belongs to a coroutine.
         loose: blocks that code outside of all calls reads.
@@ -128,6 +130,7 @@ class EngineParts:
     visits: Visits
     notes: ModuleNotes
     own: OwnWeights
+    side_tensors: SideTensors
     own_leaves: MicrobatchLeaves | None
     device_types: tuple[str, ...]
     loose: tuple[int, ...]
