@@ -163,13 +163,13 @@ def test_a_commit_is_a_transfer_of_the_step() -> None:
     profile: Profile = gpt_profile(layers=2)
     schedule = build_step(Plan(), profile, clips_norm=False)
     without, each, seldom = (lower(schedule, Plan(), profile, commits=commits) for commits in (0.0, 1.0, 0.1))
-    assert without.sealing == ()
-    (transfer,) = each.sealing
+    assert without.commit == ()
+    (transfer,) = each.commit
     assert transfer == Transfer(Tier.DISK, "write", "commit", transfer.nbytes)
     states = sum(profile.state_bytes.values())
     aligned = transfer.nbytes - profile.buffer_bytes - states
     assert profile.weight_bytes <= aligned < profile.weight_bytes + PAGE * len(profile.blocks)
-    assert seldom.sealing[0].nbytes == round(transfer.nbytes / 10)
+    assert seldom.commit[0].nbytes == round(transfer.nbytes / 10)
     assert predict(each, MACHINE).commit_s == transfer.nbytes / MACHINE.link(Tier.DISK).write_bytes_per_s
     assert peaks(each) == peaks(without)
 

@@ -22,11 +22,12 @@ from memfit.allocator.kernel import REFUSALS, is_refusal, refusal_words
 from memfit.checkpoints import run_state
 from memfit.checkpoints.copies import StoreCopies
 from memfit.checkpoints.model_facts import model_facts
-from memfit.checkpoints.region_layout import masters_of, persistent_buffers
+from memfit.checkpoints.region_layout import persistent_buffers
 from memfit.checkpoints.registry import Registry
 from memfit.checkpoints.run_state import part
 from memfit.checkpoints.run_store import RunStore
 from memfit.checkpoints.schemes import CommitScheme
+from memfit.core.commits import masters_of
 from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
 from memfit.core.layout import Scheme
 from memfit.core.plan import Plan

@@ -15,13 +15,12 @@ from them again when they are needed, so a double-buffered run never writes them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
 
+from memfit.core.commits import Masters
 from memfit.core.layout import Scheme, flat_layout
-from memfit.core.plan import Plan
 from memfit.homes.optimizer_states import BlockStates, StateSlot
 from memfit.homes.regions import gradient_region, master_region, state_region, weight_region
 from memfit.homes.split import rest_nbytes, rest_tensors
@@ -31,22 +30,11 @@ from memfit.store.journal import RECORD, record_region
 
 BUFFERS = "buffers"
 """Name of the region of the model's persistent buffers."""
-Masters = Literal["whole", "split", "none"]
 _RECORD_BYTES = 256 << 10
 """Bytes of a journal's record: random numbers, settings of the groups, losses of the microbatches.
 """
 _NUMBER_BYTES = 1 << 10
 """Bytes of it for the counters of one parameter, beside its name."""
-
-
-def masters_of(plan: Plan) -> Masters:
-    """Form in which a plan's masters rest: whole.
-
-    As what they differ from the weights by (`homes.split`); or not at all (`homes.rounded`).
-    """
-    if plan.drops_masters:
-        return "none"
-    return "split" if plan.splits_masters else "whole"
 
 
 def regions_of(

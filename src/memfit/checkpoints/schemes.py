@@ -17,15 +17,18 @@ from typing import Protocol
 
 import torch
 
-from memfit.checkpoints.region_layout import masters_of, regions_of
+from memfit.checkpoints.region_layout import regions_of
 from memfit.checkpoints.run_state import part
 from memfit.checkpoints.run_store import RunStore
+from memfit.core.commits import committed_parts, masters_of
 from memfit.core.errors import PlanError, UnsupportedError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes.optimizer_states import BlockStates
-from memfit.homes.regions import updated_regions, weight_region
+from memfit.homes.regions import master_region, state_region, updated_regions, weight_region
 from memfit.homes.weights import BlockWeights
+
+_REGION_OF = {"weight": weight_region, "master": master_region, "state": state_region}
 
 
 class CommitScheme(Protocol):
@@ -95,12 +98,9 @@ class DoubleBuffered:
         self._run.prepare(regions_of(blocks, states, buffers, masters=masters_of(self._plan)), identity)
 
     def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
-        """See `CommitScheme`.
-
-        Weights beside whole masters are rounded from them again when the run goes on.
-        """
-        regions = updated_regions(block.name)
-        return regions[1:] if block.has_masters and masters_of(self._plan) == "whole" else regions
+        """See `CommitScheme`."""
+        parts = committed_parts(masters_of(self._plan), has_masters=block.has_masters)
+        return tuple(_REGION_OF[part](block.name) for part in parts)
 
     def has_weights(self, block: str) -> bool:
         """See `CommitScheme`."""
@@ -143,8 +143,9 @@ class Journaled:
                 )
 
     def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
-        """See `CommitScheme`. All regions of a block are written together."""
-        return updated_regions(block.name)
+        """See `CommitScheme`."""
+        parts = committed_parts(masters_of(self._plan), has_masters=block.has_masters, scheme="journal")
+        return tuple(_REGION_OF[part](block.name) for part in parts)
 
     def has_weights(self, block: str) -> bool:
         """See `CommitScheme`."""

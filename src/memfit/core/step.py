@@ -129,14 +129,16 @@ class Step:
         shape: segments, and what rests where, that the actions' indices refer to.
         resting: bytes that are there before the first operation.
         operations: in order.
-        sealing: transfers behind the last operation, with nothing beside them: a step's share of a commit.
+        commit: transfers of the step's share of a commit to a store. They are no operations: the
+            commit is made when the next step begins, after the user's loop body, and with nothing
+            beside it; see [Note: when a step is committed] in `checkpoints.registry`.
     """
 
     schedule: Schedule
     shape: StepShape
     resting: tuple[ByteChange, ...]
     operations: tuple[Operation, ...]
-    sealing: tuple[Transfer, ...] = ()
+    commit: tuple[Transfer, ...] = ()
 
     def __iter__(self) -> Iterator[Operation]:
         return iter(self.operations)

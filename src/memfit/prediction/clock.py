@@ -91,11 +91,11 @@ class Clock:
         """Times of all operations, in order."""
         return [self._take(operation) for operation in step]
 
-    def seal(self, step: Step) -> float:
+    def commit_seconds(self, step: Step) -> float:
         """Seconds of what is moved behind the last operation, with nothing beside it."""
         if self._hardware is None:
             return 0.0
-        return sum(t.nbytes / _bytes_per_s(self._hardware, t) for t in step.sealing)
+        return sum(t.nbytes / _bytes_per_s(self._hardware, t) for t in step.commit)
 
     def _take(self, operation: Operation) -> ActionTime:
         start = self.now_s

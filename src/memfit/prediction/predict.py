@@ -61,7 +61,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         bytes_read=dict(clock.bytes_read),
         bytes_written=dict(clock.bytes_written),
         stalls_s=dict(clock.stalls_s),
-        commit_s=clock.seal(step),
+        commit_s=clock.commit_seconds(step),
     )
 
 
@@ -71,5 +71,5 @@ def appraise(step: Step, hardware: Hardware) -> Appraisal:
     times = clock.run(step)
     return Appraisal(
         peaks=peaks(step),
-        seconds=max((t.end_s for t in times), default=0.0) + clock.seal(step),
+        seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
     )

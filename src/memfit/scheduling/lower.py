@@ -278,13 +278,13 @@ class _Lowering:
 
     def step(self, commits: float) -> Step:
         """The whole step."""
-        sealed = round(commits * commit_bytes(self._plan, self._profile)) if commits else 0
+        written = round(commits * commit_bytes(self._plan, self._profile)) if commits else 0
         return Step(
             schedule=self._schedule,
             shape=self._shape,
             resting=tuple(self._resting()),
             operations=tuple(self._lower(action) for action in self._schedule),
-            sealing=(Transfer(Tier.DISK, "write", "commit", sealed),) if sealed else (),
+            commit=(Transfer(Tier.DISK, "write", "commit", written),) if written else (),
         )
 
     def _resting(self) -> Iterable[ByteChange]:

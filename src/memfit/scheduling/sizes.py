@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from memfit.core.commits import committed_parts, masters_of
 from memfit.core.errors import PlanError
 from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_bytes, split_layout
 from memfit.core.plan import Plan
@@ -188,18 +189,21 @@ def update_traffic(
 
 
 def commit_bytes(plan: Plan, profile: Profile) -> int:
-    """Bytes that a commit writes of what the step changed in memory: masters and states, weights without masters, buffers.
+    """Bytes that a commit writes of what the step changed in memory (`core.commits`), and of buffers.
 
-    What rests on disk was written by the step itself; a weight that is rounded from a master is made again from it (docs/store.md).
+    What rests on disk was written by the step itself.
     """
     total = profile.buffer_bytes
     for block in profile.blocks:
         if not block.trains:
             continue
         homes = plan.block(block.name)
-        master = master_home_bytes(plan, block)
-        if homes.weight_home is not Tier.DISK and not master:
-            total += flat_weight_bytes(block)
-        if homes.state_home is not Tier.DISK:
-            total += profile.state_bytes.get(block.name, 0) + master
+        sizes = {
+            "weight": (homes.weight_home, flat_weight_bytes(block)),
+            "master": (homes.state_home, master_home_bytes(plan, block)),
+            "state": (homes.state_home, profile.resting_state_bytes(block.name)),
+        }
+        for part in committed_parts(masters_of(plan), has_masters=flat_master_bytes(block) > 0):
+            home, nbytes = sizes[part]
+            total += 0 if home is Tier.DISK else nbytes
     return total
