@@ -18,10 +18,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 
 NOT_YET = frozenset(
     {
-        "core",
         "engine",
         "homes",
-        "prediction",
         "scheduling",
     }
 )

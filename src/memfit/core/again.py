@@ -1,4 +1,4 @@
-"""Calls that cannot be run again, and what a plan that would do so is told.
+"""Check for calls that cannot be recomputed: running them twice would compute something else.
 
 In: a plan and the calls of a trace. Out: nothing, or an error.
 """
@@ -13,7 +13,9 @@ from memfit.core.profile import CallProfile
 
 
 def check_again(plan: Plan, calls: Sequence[CallProfile]) -> None:
-    """Raises `UnsupportedError` where the plan runs a call again that would then compute something else."""
+    """Checks that the plan recomputes no call that would then compute something else. Raises
+    `UnsupportedError`.
+    """
     for call in calls:
         if call.runs_once and plan.call(call.index).saved.policy.recomputes:
             why, way_out = _why(call)

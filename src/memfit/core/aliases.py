@@ -1,7 +1,9 @@
-"""Other people's words for our choices, understood wherever a choice is read; what is written are our own words.
+"""Aliases: the field's other words for memfit's choices, accepted wherever a choice is read. What
+memfit writes are its own words.
 
-In: a word as a person wrote it, and what it is for. Out: memfit's word, or the word as it was, which whoever reads it then refuses.
-The glossary (docs/glossary.md) has them; a test compares.
+In: a word as a person wrote it, and its purpose. Out: memfit's word, or the word unchanged if it is
+not known; the reader of the choice then refuses it. The glossary (docs/glossary.md) has them; a
+test compares.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ _BY_FIELD = _turned(_FIELDS)
 
 
 def own_word(purpose: str, word: str) -> str:
-    """Memfit's word for a choice; the word itself where it is none of those that are known.
+    """Returns memfit's word for a choice; an unknown word is returned unchanged.
 
     Args:
         purpose: the field of a plan that it is for, or "allow".
@@ -78,12 +80,14 @@ def own_word(purpose: str, word: str) -> str:
 
 
 def own_field(name: str) -> str:
-    """Memfit's name for a field of a plan's JSON; the name itself where it is none of those that are known."""
+    """Returns memfit's name for a field of a plan's JSON; an unknown name is returned unchanged."""
     return _BY_FIELD.get(_plain(name), name)
 
 
 def own_allowances(allow: Collection[str]) -> Collection[str]:
-    """Permissions that `fit(allow=...)` was given, in memfit's words; a text in the place of a set stays as it is, for its refusal."""
+    """Returns the permissions given to `fit(allow=...)` in memfit's words. A string in place of a
+    set is returned unchanged, to be refused later.
+    """
     if isinstance(allow, str):
         return allow
     return frozenset(own_word("allow", name) if isinstance(name, str) else name for name in allow)  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything

@@ -1,4 +1,4 @@
-"""The `with` statement for everything that has a `close`."""
+"""Base class for objects that are closed by a `with` statement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class ClosesAtExit:
     """Base class of objects whose `with` block ends with `close()`, with or without an error."""
 
     def close(self) -> None:
-        """Gives up what the object holds."""
+        """Releases what the object holds."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

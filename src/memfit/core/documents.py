@@ -1,13 +1,15 @@
-"""Small JSON files that anybody may have written: plans, manifests, headers, indices.
+"""Readers of small, untrusted JSON files: plans, manifests, headers, indices.
 
-In: a path, or text. Out: plain values, read within a room that is known before; or an error that says what is wrong. Nothing waits for a pipe, and nothing
-takes more memory than the file's own size and the room.
+In: a path, or text. Out: plain Python values, or an error that says what is wrong. Reading takes at
+most the file's own size and a stated number of bytes, and never blocks on a pipe.
 
 [Note: what JSON takes in memory]
-Two bytes of text can become a hundred bytes of Python: `[],` takes 64 and a place in its list, `"a":{},` a dictionary's slot, a pair and a key besides. So before a
-text is read, its marks are counted, which costs no memory, and each is charged what the values that it stands for take at most while they are read
-(CPython 3.11 to 3.14, 64 bits; `tests/unit/test_documents.py` measures the worst texts of each kind). Marks inside of texts are charged too: that
-errs on the safe side, and a long text without marks, such as a manifest's checksums, costs its own length.
+Two bytes of text can become a hundred bytes of Python: `[],` takes 64 and a place in its list,
+`"a":{},` a dictionary's slot, a pair and a key besides. So before a text is read, its marks are
+counted, which costs no memory, and each is charged what the values that it stands for take at most
+while they are read (CPython 3.11 to 3.14, 64 bits; `tests/unit/test_documents.py` measures the
+worst texts of each kind). Marks inside of texts are charged too: that errs on the safe side, and a
+long text without marks, such as a manifest's checksums, costs its own length.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ from typing import Any, NoReturn, cast
 from memfit.core.units import MIB, format_bytes
 
 ROOM_BYTES = 16 * MIB
-"""Memory that reading a document may take beside its own size, where nothing else vouches for it."""
+"""Default for the memory that parsing a document may take beside the document's own size.
+"""
 CONFIG_LIMIT_BYTES = 1 * MIB
-"""A longer `config.json` of a model is none."""
+"""Maximum size of a model's `config.json`.
+"""
 DEEPEST = 64
-"""Containers in containers, at most. Well below the interpreter's own limit: whoever shows, compares or copies a value that was read must not meet that."""
+"""Maximum nesting depth of containers, well below the interpreter's recursion limit, so that a
+value that was read can be shown, compared and copied.
+"""
 _COPIES = 2
-"""The text as Python has it, and the texts in it."""
+"""Copies of a text that exist while it is parsed: the text itself, and the strings made from it.
+"""
 _WIDEST_CHARACTER = 4
 _OBJECT_BYTES = 250
 _LIST_BYTES = 130
@@ -38,14 +45,15 @@ _TEXT_BYTES = 80
 
 
 def read_document(path: Path, *, limit_bytes: int) -> bytes:
-    """The bytes of a small file.
+    """Reads a small file whole.
 
     Args:
         path: a plain file, or a link to one.
-        limit_bytes: more are refused.
+        limit_bytes: a larger file is refused.
 
     Raises:
-        OSError: the system. ValueError: not a plain file, or too long.
+        OSError: the file cannot be opened or read.
+        ValueError: it is not a plain file, or larger than the limit.
     """
     # Without waiting: a pipe in its place would hang the reader.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -74,15 +82,18 @@ def parse_json(
 
     Args:
         text: in UTF-8.
-        room_bytes: see above.
-        is_strict: False takes what Python's own writer writes and JSON does not know: NaN, infinities (configurations of models have them).
-        deepest: containers in containers.
-        any_text: takes texts that have no bytes in UTF-8 (half of a surrogate pair: how Python has file names that are not UTF-8). Else whoever
-            writes or prints such a text would fail.
+        room_bytes: the most memory that parsing may take beside the text.
+        is_strict: False accepts NaN and infinities, which are not JSON but are written by Python's
+            own writer (configurations of models have them).
+        deepest: maximum nesting depth of containers.
+        any_text: accepts strings with lone surrogates, by which Python represents file names that
+            are not UTF-8. Such strings cannot be encoded, so that writing or printing them may
+            fail.
 
     Raises:
-        ValueError: not JSON; not UTF-8; half of a surrogate pair; a repeated key; NaN or an infinity, be it as a number that is too large;
-            nested too deep; or it could take more memory.
+        ValueError: the text is not JSON or not UTF-8, has a lone surrogate, a repeated key, NaN or
+            an infinity (a number that is too large included), is nested too deeply, or could take
+            more memory than allowed.
     """
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     needed = parsed_bytes(content)
@@ -106,7 +117,7 @@ def parse_json(
 
 
 def parsed_bytes(content: bytes) -> int:
-    """The most memory that reading a JSON text may take beside it."""
+    """Returns an upper bound of the memory that parsing a JSON text takes beside it, in bytes."""
     is_plain = content.isascii() and b"\\u" not in content
     return (
         _COPIES * (1 if is_plain else _WIDEST_CHARACTER) * len(content)
@@ -119,7 +130,7 @@ def parsed_bytes(content: bytes) -> int:
 
 
 def check_depth(value: Any, deepest: int) -> None:
-    """Refuses a JSON value with more than so many containers in one another. Raises `ValueError`."""
+    """Checks the nesting depth of a JSON value. Raises `ValueError` if it is above `deepest`."""
     open_ones: list[Iterator[Any]] = [iter((value,))]
     while open_ones:
         for inner in open_ones[-1]:
@@ -134,7 +145,9 @@ def check_depth(value: Any, deepest: int) -> None:
 
 
 def _check_texts(value: Any) -> None:
-    """Refuses a JSON value that has a text with half of a surrogate pair. Raises `ValueError`. Its depth was checked."""
+    """Checks that no string in a JSON value has a lone surrogate. Raises `ValueError`. Recursive:
+    the depth must have been checked before.
+    """
     if isinstance(value, str):
         if any("\ud800" <= one <= "\udfff" for one in value):
             raise ValueError(f"{value!r:.80} is no text: it has half of a surrogate pair")

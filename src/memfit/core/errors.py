@@ -1,39 +1,44 @@
 """Every error that memfit raises on purpose, in one family.
 
-In: nothing. Out: exception classes. Each message says what happened, where, and what to try. `MemfitError` is the root, so that
-`except memfit.MemfitError` catches all of them; the second base keeps ordinary `except ValueError` code working.
+In: nothing. Out: exception classes. Each message says what happened, where, and what to try.
+`MemfitError` is the root, so that `except memfit.MemfitError` catches all of them; the second base
+keeps ordinary `except ValueError` code working.
 """
 
 from __future__ import annotations
 
 
 class MemfitError(Exception):
-    """Root of the family."""
+    """Base class of all of memfit's errors."""
 
 
 class MemfitWarning(UserWarning):
-    """What works, but will hurt: a leak, a callback that keeps a model alive."""
+    """Warning of something that works but will cause trouble: a leak, a callback that keeps a model
+    alive.
+    """
 
 
 class UsageError(MemfitError, ValueError):
-    """An argument that memfit cannot take (wrong type, unknown name, contradictory settings)."""
+    """An argument is invalid: wrong type, unknown name, contradictory settings."""
 
 
 class UnsupportedError(MemfitError, ValueError):
-    """A model, loss or optimizer that memfit would change silently if it went on; refused instead."""
+    """A model, loss or optimizer is refused because memfit would silently change what it
+    computes.
+    """
 
 
 class PlanError(MemfitError, ValueError):
-    """A plan or schedule that is not legal; the message points at the decision or action."""
+    """A plan or schedule is not legal; the message names the decision or action."""
 
 
 class DoesNotFitError(MemfitError, ValueError):
     """No plan fits the limit.
 
     Attributes:
-        smallest_limit_bytes: the smallest limit that some plan would fit; None where none is known.
-        report: what stands in the way, as a table; empty where nothing was predicted.
-        refusal: of what the message was made.
+        smallest_limit_bytes: the smallest limit under which some plan fits; None if unknown.
+        report: a table of the largest residents at the peak; empty if nothing was predicted.
+        refusal: the facts that the message was made from.
     """
 
     def __init__(
@@ -51,11 +56,15 @@ class DoesNotFitError(MemfitError, ValueError):
 
 
 class AwayError(MemfitError, RuntimeError):
-    """A weight was touched while its bytes rest in its home (host or disk) and not on the device."""
+    """A weight was touched while its bytes rest in its home (host or disk) and not on the
+    device.
+    """
 
 
 class LimitBreachError(MemfitError, RuntimeError):
-    """The limit was hit while running. Carries the phase and the place; `torn` says whether the step can be repeated."""
+    """The limit was hit while running. Carries the phase and the place; `torn` says whether the
+    step can be repeated.
+    """
 
     def __init__(self, message: str, *, phase: str, where: str, torn: bool) -> None:
         super().__init__(message)
@@ -65,7 +74,9 @@ class LimitBreachError(MemfitError, RuntimeError):
 
 
 class TornStepError(MemfitError, RuntimeError):
-    """A step that updates in place was interrupted: some blocks hold new weights and some old ones."""
+    """A step that updates in place was interrupted: some blocks hold new weights and some old
+    ones.
+    """
 
 
 class StoreError(MemfitError, OSError):

@@ -16,16 +16,20 @@ from memfit.core.tiers import Tier
 
 HARDWARE_FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
-"""A longer file describes no machine."""
+"""Maximum size of a hardware file.
+"""
 _MOST_BYTES = (1 << 63) - 1
 _SLOWEST, _FASTEST = 1e-6, 1e24
-"""Of what happens in a second: beyond that, predicted seconds would be infinite or nothing."""
+"""Accepted range of rates a second: outside of it, predicted seconds would be infinite or zero.
+"""
 _LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between the device and a tier, in bytes a second each way, alone."""
+    """The link between the device and a tier: bytes a second in each direction, with no other
+    traffic.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -51,12 +55,14 @@ class Hardware:
     Attributes:
         device: "cpu" or the accelerator's name.
         flops_per_s: of matrix products in the compute dtype, as measured or stated.
-        tiers: what each holds and how it is reached; the device and the disk are always there, host memory only beside an accelerator (or an emulated one).
-        bf16_flops_per_s: the same in bf16; None: as flops_per_s.
-        update_elements_per_s: parameters that an AdamW update on the device passes in a second.
-        host_update_elements_per_s: the same on the host's cores, beside an accelerator; not asked for where the processor is the device.
-        codec_elements_per_s: elements of optimizer states that the device decodes and encodes in a second; probed where such formats are allowed (one
-            core of a 2020s server: 2e8).
+        tiers: capacity and link of each tier. The device and the disk are always there, host memory
+            only beside an accelerator (or an emulated one).
+        bf16_flops_per_s: the same in bf16; None: equal to flops_per_s.
+        update_elements_per_s: elements of parameters that AdamW on the device updates in a second.
+        host_update_elements_per_s: the same on the host's cores, beside an accelerator; unused
+            where the processor is the device.
+        codec_elements_per_s: elements of optimizer states that the device decodes and encodes in a
+            second; probed where such formats are allowed (one core of a 2020s server: 2e8).
         host_codec_elements_per_s: the same on the host's cores, beside an accelerator.
     """
 
@@ -80,7 +86,7 @@ class Hardware:
         return {tier: spec for tier, spec in self.tiers.items() if not tier.traits.is_device}
 
     def link(self, tier: Tier) -> Link:
-        """The way between the device and a tier.
+        """Returns the link between the device and a tier.
 
         Raises:
             PlanError: the machine has no such tier.
@@ -94,7 +100,9 @@ class Hardware:
         return spec.link
 
     def to_json(self) -> str:
-        """The machine as indented JSON; `Hardware.from_json` gives an equal one. A tier `x` has the fields `x_bytes` and, its link, `x`."""
+        """Returns indented JSON that `Hardware.from_json` reads. A tier `x` has two fields:
+        `x_bytes`, its capacity, and `x`, its link.
+        """
         rest = {name: value for name, value in asdict(self).items() if name != "tiers"}
         for tier, spec in self.tiers.items():
             rest[f"{tier}_bytes"] = spec.nbytes
@@ -104,10 +112,11 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Hardware:
-        """Reads a machine. Fields with defaults may be missing.
+        """Reads the JSON that `to_json` writes. Fields with defaults may be missing.
 
         Raises:
-            UsageError: not JSON, another format, an unknown or missing field, or a value that the field does not take; the message names it.
+            UsageError: the text is not JSON or of another format, a field is unknown or missing, or
+                a value is invalid; the message names it.
         """
         try:
             read: object = parse_json(text)
@@ -129,7 +138,7 @@ class Hardware:
 
 
 def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
-    """A tier of a hardware file; none where both of its fields are null."""
+    """Reads a tier of a hardware file; None if both of its fields are null."""
     try:
         tier = Tier(name)
     except ValueError as error:
@@ -152,7 +161,9 @@ def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
 
 
 def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a dataclass's fields, by name; none unknown, none without a default missing."""
+    """Reads the fields of a dataclass by name, and checks that none is unknown and none without a
+    default is missing.
+    """
     known = {field.name: field for field in fields(kind) if field.name != "tiers"}
     if unknown := sorted(set(raw) - set(known)):
         raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}; it has {sorted(known)}")

@@ -1,4 +1,4 @@
-"""Where the tensors of a block lie in its flat buffer: one rule for prediction and runtime.
+"""Layout of a block's tensors in its flat buffer: one rule for prediction and engine.
 
 In: byte sizes in order. Out: offsets and the buffer's size.
 """
@@ -10,33 +10,41 @@ from typing import Literal
 
 from memfit.core.units import MIB, round_up
 
-# A page: direct I/O moves whole pages, and a tensor that begins on one is read and written without its neighbours.
+# A page: direct I/O moves whole pages, and a tensor that begins on one is read and written without
+# its neighbours.
 ALIGNMENT_BYTES = 4096
-# What is updated, widened or added is so by pieces: 2 MiB of fp32 fit a core's cache with gradient and moments, and are a whole number of pages.
+# Updates, conversions and sums work on pieces of so many elements: 2 MiB of fp32 fit a core's cache
+# with gradient and moments, and are a whole number of pages.
 PIECE_ELEMENTS = 1 << 19
-# While a parameter has no states, the optimizer's class makes them beside the memory that they rest in: then
-# pieces are smaller, so that both take no more than a later piece with its temporaries does.
+# While a parameter has no states, the optimizer's class makes them beside the memory that they rest
+# in: then pieces are smaller, so that both take no more than a later piece with its temporaries
+# does.
 FIRST_PIECE_ELEMENTS = PIECE_ELEMENTS >> 2
 
-# Between an accelerator and a file, bytes pass through pinned host memory: as many pieces of this size each way. A piece is what the disk's threads move at once.
+# Between an accelerator and a file, bytes pass through pinned host memory: as many pieces of this
+# size each way. A piece is what the disk's threads move at once.
 STAGING_PIECE_BYTES = 4 * MIB
 STAGING_PIECES = 2
 PINNED_STAGING_BYTES = 2 * STAGING_PIECES * STAGING_PIECE_BYTES
-# Pieces of weights at home on the device that an update on the host has in pinned memory: one that leaves, one that is worked on, one that comes.
+# Pieces of weights at home on the device that an update on the host has in pinned memory: one that
+# leaves, one that is worked on, one that comes.
 MOVED_PIECES = 3
 
 Scheme = Literal["generations", "journal"]
-"""How a store keeps a whole step on disk at every instant: two versions of everything, or one and the gradients that lead to the next."""
+"""Scheme by which a store has a complete step on disk at every instant: two versions of everything
+(double-buffered), or one version and a journal of the gradients that lead to the next.
+"""
 
 _SPARE_SHARE = 16
 _MOST_SPARE_BYTES = 512 * MIB
 
 
 def spare_room_bytes(sizes_bytes: Sequence[int]) -> int:
-    """The room that units move through in a store with a journal: of the largest, or of several small ones, for each time it is used up costs a commit.
+    """Returns the spare room of a store with a journal, through which units are moved when they get
+    a new version. Each time it is used up costs a commit, so it holds several small units.
 
     Args:
-        sizes_bytes: of each unit.
+        sizes_bytes: bytes of each unit.
 
     Returns:
         The largest of them, or a sixteenth of all up to 512 MiB, in whole pages.
@@ -63,13 +71,15 @@ def flat_layout(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def split_layout(sizes_bytes: Sequence[tuple[int, int]]) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Where what split masters hold beside their weights lies: of each, 16 bits a parameter (a weight's bytes) and one bit, packed.
+    """Lays out the low bits of split masters: for each, 16 bits an element (as many bytes as the
+    weight) and one packed bit an element.
 
     Args:
-        sizes_bytes: of each parameter the weight's bytes and the master's; where they are equal, the master is held whole.
+        sizes_bytes: (bytes of the weight, bytes of the master) of each parameter; if they are
+            equal, the master is stored whole.
 
     Returns:
-        Of each parameter the two offsets in bytes, and the bytes of all.
+        The two offsets in bytes of each parameter, and the total bytes.
     """
     parts: list[int] = []
     for weight, master in sizes_bytes:

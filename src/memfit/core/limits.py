@@ -1,7 +1,8 @@
-"""Hard numbers of bytes, a tier each.
+"""Limits and budgets in bytes, by tier.
 
-In: what the user wrote. Out: `Limits`. A limit is what must never be passed; a budget is a limit less what memfit does not steer
-(`base_bytes`: interpreter, libraries; `reserve_bytes`: scratch of kernels that no trace sees).
+In: what the user wrote. Out: `Limits`. A limit must never be passed. A budget is a limit minus what
+memfit does not control: `base_bytes` (interpreter, libraries) and `reserve_bytes` (scratch of
+kernels that no trace sees).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from types import MappingProxyType
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, parse_bytes
 
-# FACTS measured here: oneDNN and OpenMP scratch of 5 to 65 MB, absolute, not proportional; 2 MB a thread.
+# FACTS measured here: oneDNN and OpenMP scratch of 5 to 65 MB, absolute, not proportional; 2 MB a
+# thread.
 RESERVE_BYTES = 64 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
-# Measured on models of 8 to 150 MiB: what no prediction counts (alignment, 0-d counters, losses, slices of the batch, scratch of small kernels).
+# Measured on models of 8 to 150 MiB: what no prediction counts (alignment, 0-d counters, losses,
+# slices of the batch, scratch of small kernels).
 EMULATED_RESERVE_BYTES = 2 * MIB
-# Not measured: cuBLAS takes up to 32 MiB from torch's allocator as a workspace (Hopper), and that allocator holds segments of 2 and 20 MiB, the free parts
-# of which count against its limit.
+# Not measured: cuBLAS takes up to 32 MiB from torch's allocator as a workspace (Hopper), and that
+# allocator holds segments of 2 and 20 MiB, the free parts of which count against its limit.
 DEVICE_RESERVE_BYTES = 64 * MIB
 
 
@@ -28,8 +31,9 @@ class Limits:
     """Bytes that each tier may hold.
 
     Attributes:
-        by_tier: of the device (without an accelerator: of this process as the operating system counts it), of host memory (pinned staging included), of files,
-            and of whatever other tiers there are. A tier that is not named has no limit.
+        by_tier: limits of the device (without an accelerator: of this process as the operating
+            system counts it), of host memory (pinned staging included), of files, and of any other
+            tier. A tier that is not named has no limit.
     """
 
     by_tier: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
@@ -42,12 +46,12 @@ class Limits:
         disk: int | str | None = None,
         others: Mapping[Tier, int] = MappingProxyType({}),
     ) -> Limits:
-        """Reads what a person writes; see `units.parse_bytes`."""
+        """Reads limits as a user writes them; see `units.parse_bytes`."""
         sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk, **others}
         return cls(by_tier={tier: parse_bytes(size) for tier, size in sizes.items() if size is not None})
 
     def of(self, tier: Tier) -> int | None:
-        """The limit of a tier; None: none was given."""
+        """Returns the limit of a tier; None if it has none."""
         return self.by_tier.get(tier)
 
     @property
@@ -58,12 +62,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What is left to tensors under a limit: `limit_bytes - base_bytes - reserve_bytes`.
+    """Bytes that tensors may take under a limit: `limit_bytes - base_bytes - reserve_bytes`.
 
     Attributes:
-        limit_bytes: the device limit; None without one.
-        base_bytes: there before any tensor of the job: of a process interpreter, libraries and tensors of others, of a device the latter alone.
-        reserve_bytes: held back for scratch that is not in a trace.
+        limit_bytes: limit of the device; None if there is none.
+        base_bytes: in use before any tensor of the job. In a process: interpreter, libraries and
+            tensors of others; on a device: tensors of others.
+        reserve_bytes: kept free for scratch that no trace sees.
     """
 
     limit_bytes: int | None
@@ -72,5 +77,7 @@ class Budget:
 
     @property
     def tensor_bytes(self) -> int | None:
-        """Bytes that tensors may take; None without a limit; may be negative when the limit is below the base."""
+        """Bytes that tensors may take; None without a limit; may be negative when the limit is
+        below the base.
+        """
         return None if self.limit_bytes is None else self.limit_bytes - self.base_bytes - self.reserve_bytes

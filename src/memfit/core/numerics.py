@@ -1,13 +1,16 @@
 """Effect of a plan on the numbers: one table of techniques, each exact, reordered or approximate.
 
-In: `Plan`, `Profile`, what the user allowed. Out: `Numerics`: which sums are regrouped, in words, for `job.numerics`, the reason, the proof and the docs.
+In: `Plan`, `Profile`, what the user allowed. Out: `Numerics`: which sums are regrouped, in words,
+for `job.numerics`, the reason, the proof and the docs.
 
 [Note: what exact means]
-The user hands over one batch. *Exact* means the numbers that plain PyTorch gives for it: one forward of the whole batch, one `backward`, one `step`, bit for
-bit, on the same device. A batch that is cut into microbatches is not that, even where each sum is the one of an accumulation loop over the same
-microbatches: a user who wrote no such loop did not ask for its rounding. So several microbatches are *reordered*, and what is said of them is which
-reference they do equal. Whoever wants accumulation says so by a plan (`fit(plan=Plan(microbatches=4))`), and reads in `job.numerics` that it is
-bitwise that loop, or which weights are off from it.
+The user gives one batch a step. *Exact* means the numbers that plain PyTorch gives for it: one
+forward of the whole batch, one `backward`, one `step`, bit for bit, on the same device. A batch
+that is cut into microbatches is not that, even where each sum is the one of an accumulation loop
+over the same microbatches: a user who wrote no such loop did not ask for its rounding. So several
+microbatches are *reordered*, and what is said of them is which reference they do equal. Whoever
+wants accumulation says so by a plan (`fit(plan=Plan(microbatches=4))`), and reads in `job.numerics`
+that it is bitwise that loop, or which weights are off from it.
 """
 
 from __future__ import annotations
@@ -25,19 +28,28 @@ from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 
 Wish = Literal["auto", "exact"]
-"""What `fit(numerics=...)` takes: "exact" (bitwise plain PyTorch, or refused), or "auto" (sums are regrouped only where that pays; see `GAIN`)."""
+"""Values of `fit(numerics=...)`: "exact" (bitwise plain PyTorch, or refused) or "auto" (sums are
+regrouped only where that is much faster; see `GAIN`).
+"""
 
 GAIN = 0.1
-"""By how much of its seconds a plan that regroups sums must be predicted to be faster than one that does not, to be taken where both fit."""
+"""Share of the predicted seconds that a plan which regroups sums must save over one which does not,
+to be taken where both fit.
+"""
 
 NONADDITIVE = "nonadditive-loss"
-"""What `fit(allow=...)` calls the cutting of a batch whose loss does not add up over its rows."""
+"""Name in `fit(allow=...)` that permits cutting a batch whose loss does not add up over its rows.
+"""
 
 _NAMED = 4
 
 
 class Exactness(StrEnum):
-    """EXACT: bit for bit plain PyTorch's. REORDERED: the same sums, in another order: off by roundings. APPROXIMATE: numbers of fewer bits, or other ones."""
+    """Relation of a plan's numbers to plain PyTorch's.
+
+    EXACT: equal bit for bit. REORDERED: the same sums in another order, equal up to rounding.
+    APPROXIMATE: numbers of fewer bits, or other numbers.
+    """
 
     EXACT = "exact"
     REORDERED = "reordered"
@@ -50,10 +62,11 @@ class Technique:
 
     Attributes:
         name: in `job.numerics` and in the docs.
-        exactness: of its numbers.
-        says: what becomes of which sums. For a plan, `{0}` is what `used` gives.
-        used: for a plan, the word that `says` lacks, which may be empty; None where the plan does not use the technique.
-        allowance: what `fit(allow=...)` must name for it; empty: nothing.
+        exactness: relation of its numbers to plain PyTorch's.
+        says: effect on which sums; `{0}` stands for the word that `used` gives for a plan.
+        used: gives for a plan the word that fills `{0}`, which may be empty; None if the plan does
+            not use the technique.
+        allowance: name that `fit(allow=...)` must contain; empty if none is needed.
     """
 
     name: str
@@ -65,7 +78,7 @@ class Technique:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One technique of a plan that is not exact, and what it does to which sums."""
+    """A technique in a plan that is not exact, with its effect on the sums."""
 
     technique: str
     exactness: Exactness
@@ -80,8 +93,9 @@ class Numerics:
     """Effect of a plan on the numbers. Prints as text.
 
     Attributes:
-        changes: all that is not exact; empty for a plan that gives plain PyTorch's bits.
-        why: why such a plan was taken; empty for an exact one.
+        changes: the techniques that are not exact; empty for a plan that gives plain PyTorch's
+            bits.
+        why: reason why a plan that is not exact was taken; empty for an exact one.
     """
 
     changes: tuple[Change, ...] = ()
@@ -95,16 +109,21 @@ class Numerics:
 
     @property
     def is_exact(self) -> bool:
-        """Losses, gradients and weights are bit for bit plain PyTorch's on the whole batch. See [Note: what exact means]."""
+        """True if losses, gradients and weights equal plain PyTorch's on the whole batch bit for
+        bit. See
+        [Note: what exact means].
+        """
         return not self.changes
 
     def short(self) -> str:
-        """A few words for a line: "reordered (several microbatches, loss in chunks)"."""
+        """Returns a few words for one line, such as "reordered (several microbatches, loss in
+        chunks)".
+        """
         named = ", ".join(change.technique for change in self.changes)
         return f"{self.exactness} ({named})" if named else str(self.exactness)
 
     def sentence(self) -> str:
-        """For the end of a reason."""
+        """Returns a sentence for the end of a reason."""
         if self.is_exact:
             return "Numerics: exact, the bits of plain PyTorch."
         told = "; ".join(f"{change.technique}: {change.says}" for change in self.changes)
@@ -326,20 +345,22 @@ TECHNIQUES = (
         if chosen is not StateFormat.GIVEN
     ),
 )
-"""All techniques, the more exact first."""
+"""All techniques, the most exact first.
+"""
 
 ALLOWANCES = frozenset(technique.allowance for technique in TECHNIQUES if technique.allowance)
-"""What `fit(allow=...)` takes."""
+"""Names that `fit(allow=...)` accepts.
+"""
 
 
 def declare(plan: Plan, profile: Profile, *, allow: Collection[str] = (), why: str = "") -> Numerics:
-    """Effect of a plan on the numbers.
+    """Returns the effect of a plan on the numbers.
 
     Args:
         plan: the decisions.
         profile: of the model and the batch.
         allow: what the user allowed.
-        why: why the plan was taken; told where it is not exact.
+        why: reason why the plan was taken; used if it is not exact.
     """
     changes: list[Change] = []
     for technique in TECHNIQUES:
@@ -352,7 +373,9 @@ def declare(plan: Plan, profile: Profile, *, allow: Collection[str] = (), why: s
 
 
 def regroups_sums(plan: Plan, profile: Profile) -> bool:
-    """The plan adds up otherwise than plain PyTorch does on the whole batch. Formats that are allowed do not count: they are another question."""
+    """Tells whether the plan sums in another order than plain PyTorch does on the whole batch.
+    Number formats that are allowed do not count.
+    """
     return any(
         technique.exactness is Exactness.REORDERED and technique.used(plan, profile, ()) is not None
         for technique in TECHNIQUES
@@ -360,12 +383,16 @@ def regroups_sums(plan: Plan, profile: Profile) -> bool:
 
 
 def weighed_seconds(seconds: float, *, regroups: bool) -> float:
-    """Seconds as plans are compared by: a plan that regroups sums must gain `GAIN` on one that does not."""
+    """Returns the seconds by which plans are compared: those of a plan that regroups sums are
+    raised, so that it must save the share `GAIN`.
+    """
     return seconds / (1.0 - GAIN) if regroups else seconds
 
 
 def check_wish(numerics: str, allow: Collection[str]) -> None:
-    """Raises `UsageError` for an unknown wish, an unknown name in `allow`, or names that the wish leaves no effect."""
+    """Checks the arguments `numerics` and `allow` of `fit`. Raises `UsageError` for an unknown
+    value, an unknown name, or names that cannot take effect under `numerics`.
+    """
     if numerics not in get_args(Wish):
         raise UsageError(f"numerics is one of {list(get_args(Wish))}, not {numerics!r:.80}")
     unknown = sorted(set(allow) - ALLOWANCES)
@@ -381,7 +408,7 @@ def check_wish(numerics: str, allow: Collection[str]) -> None:
 
 
 def check_exact(plan: Plan, profile: Profile, numerics: str) -> None:
-    """Raises `UsageError` where a given plan is not what `numerics="exact"` asks for."""
+    """Checks that a given plan regroups no sums if `numerics` is "exact". Raises `UsageError`."""
     found = declare(plan, profile)
     if numerics == "exact" and not found.is_exact:
         raise UsageError(
@@ -390,7 +417,7 @@ def check_exact(plan: Plan, profile: Profile, numerics: str) -> None:
 
 
 def table() -> str:
-    """The table of techniques in Markdown, as docs/architecture.md has it."""
+    """Returns the table of techniques in Markdown, as docs/architecture.md has it."""
     rows = ["| technique | numbers | what becomes of which sums | `allow=` |", "|---|---|---|---|"]
     for technique in TECHNIQUES:
         allowance = f"`{technique.allowance}`" if technique.allowance else "-"

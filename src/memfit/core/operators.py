@@ -1,9 +1,11 @@
-"""Operators by their schemas: which results policies keep, and which arguments an operation writes.
+"""Facts about operators from their schemas: whose results policies keep, and which arguments an
+operation writes.
 
-In: an operator as a dispatch mode receives it, with its arguments. Out: answers that the profile and the engine share.
+In: an operator as a dispatch mode receives it, with its arguments. Out: answers that the profile
+and the engine share.
 
-Nothing is imported from torch: an operator is anything that has a torch schema as its `_schema`. One that has none (a higher-order operator) is not kept,
-and what it writes is not known.
+Nothing is imported from torch: an operator is anything that has a torch schema as its `_schema`.
+One that has none (a higher-order operator) is not kept, and what it writes is not known.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from memfit.core.saved_policies import Saved
 
 
 def is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operators: Container[str]) -> bool:
-    """Tells whether the results of this operation are kept by a policy that names these operators: not where it draws random numbers, or writes."""
+    """Tells whether a policy that names these operators keeps the results of this operation.
+    Operations that draw random numbers or write into an argument are not kept.
+    """
     name = _pure_name(func)
     return name is not None and name in operators and not argument_of(func, "dropout_p", args, kwargs)
 
 
 def policies_that_keep(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved, ...]:
-    """The policies that keep the results of this operation."""
+    """Returns the policies that keep the results of this operation."""
     return tuple(saved for saved in Saved if is_kept(func, args, kwargs, saved.policy.kept_operators))
 
 
@@ -37,7 +41,7 @@ def _schema_of(func: Any) -> Any:
 
 
 def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The value of an operator's argument by its name; None if the operator has none of that name."""
+    """Returns the value of an operator's argument by name; None if it has no such argument."""
     for position, argument in enumerate(_schema_of(func).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
@@ -45,18 +49,24 @@ def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def has_schema(func: Any) -> bool:
-    """Tells whether it says what it writes. Higher-order operators do not."""
+    """Tells whether the operator has a schema, which says what it writes. Higher-order operators
+    have none.
+    """
     return _schema_of(func) is not None
 
 
 @cache
 def only_relabels(func: Any) -> bool:
-    """Tells whether it changes how a tensor lies over memory and no byte of that (`unsqueeze_`, `set_`)."""
+    """Tells whether the operator changes only a tensor's metadata and no byte of its storage
+    (`unsqueeze_`, `set_`).
+    """
     return any(tag.name == "inplace_view" for tag in func.tags)
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Values of the arguments that an operation writes: tensors, lists of tensors, or None where one was left out."""
+    """Returns the values of the arguments that an operation writes: tensors, lists of tensors, or
+    None where an argument was left out.
+    """
     names = _written_names(func)
     if not names:
         return []

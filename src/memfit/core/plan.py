@@ -1,7 +1,7 @@
-"""The decisions, and nothing else: a plan is JSON that a person can read, diff, edit and pass back in.
+"""Plan: the decisions for a run, as JSON that a person can read, compare, edit and pass to `fit`.
 
-In: choices of planning or of a person. Out: `Plan`, checked against a model's blocks and calls by `Plan.check`, turned into a
-`Schedule` by `scheduling`.
+In: decisions of the planner or of a user. Out: `Plan`, checked against a model's blocks and calls
+by `Plan.check`, and turned into a `Schedule` by `scheduling`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ _SHOWN = 400
 
 
 class Order(StrEnum):
-    """LAYER_MAJOR: all microbatches through a call, then through the next. MICROBATCH_MAJOR: one microbatch at a time."""
+    """Order in which microbatches pass calls.
+
+    LAYER_MAJOR: all microbatches pass a call before the next call begins. MICROBATCH_MAJOR: a
+    microbatch passes all calls before the next microbatch begins.
+    """
 
     LAYER_MAJOR = "layer-major"
     MICROBATCH_MAJOR = "microbatch-major"
 
 
 class UpdateTime(StrEnum):
-    """IN_BACKWARD: a block is updated as soon as its gradient is complete. AFTER_BACKWARD: all are updated at the end."""
+    """Time at which blocks are updated.
+
+    IN_BACKWARD: each as soon as its gradient is complete. AFTER_BACKWARD: all at the end.
+    """
 
     IN_BACKWARD = "in-backward"
     AFTER_BACKWARD = "after-backward"
@@ -45,10 +52,13 @@ class BlockPlan:
     """Homes of one block's tensors, and the processor that updates them.
 
     Attributes:
-        weight_home, gradient_home, state_home: where they rest; masters rest with the states.
-        update_on: the processor of which tier runs the optimizer on the block. DEVICE: what rests elsewhere passes the link in pieces and goes back. HOST: the
-            host's cores work on what rests there, beside the device's backward; only gradients go down and new weights up. Gradients and states must
-            be at home on the host or on disk then. Without an accelerator both are the same processor.
+        weight_home, gradient_home, state_home: tiers of weights, gradients and optimizer states.
+            Masters rest with the states.
+        update_on: tier whose processor runs the optimizer on the block. DEVICE: what rests
+            elsewhere passes the link in pieces and goes back. HOST: the host's cores work on what
+            rests there, beside the device's backward; only gradients go down and new weights up.
+            Gradients and states must be at home on the host or on disk then. Without an accelerator
+            both are the same processor.
 
     Source: Ren et al. 2021, "ZeRO-Offload", section 4.
     """
@@ -70,13 +80,13 @@ class BlockPlan:
 
     @property
     def rests_on_disk(self) -> bool:
-        """Weights and states (and masters, which rest with these) have no other home."""
+        """True if weights and states (with the masters) are at home on disk."""
         return self.weight_home is Tier.DISK and self.state_home is Tier.DISK
 
     def updates_on_host(self, device: str) -> bool:
-        """Says whether the update runs beside the device, on another processor than it.
+        """Tells whether the update runs on the host's processor beside an accelerator.
 
-        Prices (`scheduling.lower`) and homes (`engine.housing`) both ask here.
+        Lowering (`scheduling.lower`) and homes (`engine.housing`) both ask here.
 
         Args:
             device: as `is_processor` takes it.
@@ -85,20 +95,23 @@ class BlockPlan:
 
     @property
     def has_versions(self) -> bool:
-        """Homes of weights and states keep the committed version beside the one that is being written."""
+        """True if homes of weights and states keep the committed version beside the one being
+        written.
+        """
         return self.weight_home.traits.is_files and self.state_home.traits.is_files
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallPlan:
-    """Fate of what one call saves.
+    """Policy for the tensors that one call saves for backward.
 
     Attributes:
-        saved: the policy's word, see `Saved`.
-        saved_home: where offloaded tensors rest (only for policies that offload).
-        boundary_home: where the arguments of a recomputed call rest (only for policies that recompute).
-        joins_previous: this call belongs to the same recompute segment as the call before it: they are resident together, and only
-            the first call's arguments are held.
+        saved: name of the policy, see `Saved`.
+        saved_home: tier of offloaded tensors (only for policies that offload).
+        boundary_home: tier of the arguments of a recomputed call (only for policies that
+            recompute).
+        joins_previous: the call belongs to the same segment as the call before it: both are
+            recomputed together, and only the arguments of the segment's first call are held.
     """
 
     saved: Saved = Saved.KEEP
@@ -118,20 +131,27 @@ class Plan:
     """All decisions for a run.
 
     Attributes:
-        microbatches: into how many slices of equal or nearly equal rows the batch is cut.
+        microbatches: number of slices, of equal or nearly equal rows, that the batch is cut into.
         order: see `Order`; without effect for one microbatch.
         blocks: homes by block name; blocks not named have everything on the device.
-        calls: fates by call index as traced; calls beyond the end of the tuple are kept.
-        tail: index of the first call of the tail: from it on, each microbatch runs forward to its loss and back at once, so that
-            logits of one microbatch only are alive; None: no tail is cut. `cut_tail` says whether a step has it.
+        calls: policies by call index as traced; calls beyond the end of the tuple keep what they
+            save.
+        tail: index of the first call of the tail: from it on, each microbatch runs forward to its
+            loss and back at once, so that logits of one microbatch only are alive; None: no tail is
+            cut. `cut_tail` says whether a step has it.
         update: see `UpdateTime`.
-        is_atomic: an interrupted step leaves the state of before; otherwise it is fused in place and an interruption tears it.
-        prefetch: how many visits beyond the running one may be on the device (1: two buffers).
-        loss_chunk_tokens: tokens a piece of a known loss; None: the loss runs as the user wrote it.
+        is_atomic: an interrupted step leaves the previous state; otherwise updates are in place,
+            and an interruption leaves blocks of two steps.
+        prefetch: number of blocks that may be fetched ahead of the running one (1: two buffers).
+        loss_chunk_tokens: tokens in a chunk of a known loss; None: the loss runs as the user wrote
+            it.
         compute_dtype: see `ComputeDtype`; masters rest where the block's states do.
-        splits_masters: masters share their upper bits with the weights that are rounded from them: 17 bits a parameter rest instead of 32, exactly.
-        drops_masters: there are no masters: the weights, in the compute dtype, are rounded stochastically when they are updated (`homes.rounded`).
-        state_format: in which form optimizer states rest; see `core.states`, [Note: state formats].
+        splits_masters: masters share their upper bits with the weights that are rounded from them,
+            so that exactly 17 bits an element are stored beside a weight instead of 32.
+        drops_masters: there are no masters. Weights, in the compute dtype, are rounded
+            stochastically when they are updated (`homes.rounded`).
+        state_format: number format of optimizer states at home; see `core.state_formats`, [Note:
+            state formats].
     """
 
     microbatches: int = 1
@@ -172,7 +192,9 @@ class Plan:
         return named_values(self)
 
     def _repr_html_(self) -> str:
-        """In a notebook: what is decided otherwise than by default, blocks and calls of one kind together."""
+        """Shows in a notebook the decisions that differ from the defaults, with equal blocks and
+        calls grouped.
+        """
         decided = [
             (each.name, str(getattr(self, each.name)))
             for each in fields(self)
@@ -185,53 +207,60 @@ class Plan:
             (f"{len(names)} blocks: {names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}", how)
             for how, names in homes.items()
         ]
-        fates = in_runs([repr(call)[len("CallPlan(") : -1] or "saved='keep'" for call in self.calls])
-        decided += [(f"calls {indices}", fate) for indices, fate in fates]
+        policies = in_runs([repr(call)[len("CallPlan(") : -1] or "saved='keep'" for call in self.calls])
+        decided += [(f"calls {indices}", policy) for indices, policy in policies]
         return html_table("Plan", decided or [("everything on the device, nothing recomputed, one microbatch", "")])
 
     @property
     def scales_losses(self) -> bool:
-        """Losses are scaled, and no update begins before all gradients are known to be finite."""
+        """True if losses are scaled, so that no update begins before all gradients are known to be
+        finite.
+        """
         return self.compute_dtype.scales_losses
 
     @property
     def cut_tail(self) -> int | None:
-        """First call of the tail that a step of this plan cuts off; None if it cuts none. The one place where that is decided.
+        """Returns the first call of the tail in a step of this plan; None if it has no tail. The
+        only place where that is decided.
 
-        Only several microbatches in layer-major order have a tail: a single one has nothing to wait for, and one microbatch after the other runs to its
-        loss and back anyway.
+        Only several microbatches in layer-major order have a tail: in microbatch-major order each
+        microbatch runs to its loss and back anyway.
         """
         return self.tail if self.microbatches > 1 and self.order is Order.LAYER_MAJOR else None
 
     def adds_apart(self, *, has_masters: bool, clips_norm: bool) -> bool:
-        """Gradients of low-precision weights are added to sums in the masters' dtype as they come. The one place where that is decided.
+        """Tells whether gradients of low-precision weights are added to sums in the masters' dtype
+        as they come. The only place where that is decided.
 
-        It holds for a whole job: a batch that is cut into fewer microbatches than the plan wants goes the same way.
+        It holds for a whole job: a batch that is cut into fewer microbatches than the plan wants
+        goes the same way.
 
         Args:
-            has_masters: a weight of the model has one.
-            clips_norm: a norm of all gradients is taken, which is one of sums.
+            has_masters: a weight of the model has a master.
+            clips_norm: gradients are clipped by their global norm, which is taken of the sums.
         """
         return has_masters and (self.microbatches > 1 or clips_norm)
 
     def block(self, name: str) -> BlockPlan:
-        """Homes of a block; all on the device if the plan does not name it."""
+        """Returns the homes of a block; all on the device if the plan does not name it."""
         return self.blocks.get(name, _ON_DEVICE)
 
     def call(self, index: int) -> CallPlan:
-        """Fate of a call; kept if the plan does not reach it."""
+        """Returns the policy for a call; `keep` if the plan does not reach it."""
         return self.calls[index] if index < len(self.calls) else _KEPT
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Where something rests under this plan, each once."""
+        """The tiers that this plan uses, each once."""
         homes = [h for b in self.blocks.values() for h in (b.weight_home, b.gradient_home, b.state_home)]
         homes += [c.boundary_home for c in self.calls]
         homes += [c.saved_home for c in self.calls if c.saved.policy.offloads]
         return tuple(dict.fromkeys(homes))
 
     def segments(self, number_of_calls: int) -> tuple[tuple[int, int], ...]:
-        """(first, last) call of each segment: the units of yielding and visiting, in forward order."""
+        """Returns (first, last) call of each segment in forward order. Microbatches pause, and
+        blocks are fetched, between segments.
+        """
         bounds: list[tuple[int, int]] = []
         for index in range(number_of_calls):
             if index and self.call(index).joins_previous and index != self.cut_tail:
@@ -241,7 +270,9 @@ class Plan:
         return tuple(bounds)
 
     def check(self, block_names: Sequence[str], number_of_calls: int) -> None:
-        """Raises `PlanError` where the plan names blocks or calls that the model does not have, or contradicts itself."""
+        """Checks the plan against a model. Raises `PlanError` if it names blocks or calls that the
+        model does not have, or contradicts itself.
+        """
         unknown = sorted(set(self.blocks) - set(block_names))
         if unknown:
             raise PlanError(
@@ -255,7 +286,7 @@ class Plan:
             if call.joins_previous and not call.saved.policy.recomputes:
                 raise PlanError(f"calls[{index}] joins the call before it but is not recomputed (saved={call.saved})")
             if call.joins_previous and self.call(index - 1).saved is not call.saved:
-                raise PlanError(f"calls[{index}] joins a call with another fate ({self.call(index - 1).saved})")
+                raise PlanError(f"calls[{index}] joins a call with another policy ({self.call(index - 1).saved})")
             if call.saved.policy.offloads and call.saved_home.traits.is_device:
                 raise PlanError(
                     f"calls[{index}] is offloaded to the device; use saved='keep', or another tier, such as host or disk"
@@ -273,7 +304,7 @@ class Plan:
                 )
 
     def to_json(self) -> str:
-        """The plan as indented JSON; `Plan.from_json` gives an equal plan."""
+        """Returns indented JSON; `Plan.from_json` reads an equal plan from it."""
         return json.dumps({"format": PLAN_FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
@@ -281,7 +312,8 @@ class Plan:
         """Reads a plan. At most 16 MiB beside the text.
 
         Raises:
-            PlanError: not JSON, another format, an unknown field, or a value that the field does not take.
+            PlanError: the text is not JSON or of another format, a field is unknown, or a value is
+                invalid.
         """
         try:
             read: object = parse_json(text)
@@ -315,7 +347,7 @@ _WORDS: dict[str, type[StrEnum | Tier | Saved]] = {
 
 
 def _take_words(made: BlockPlan | CallPlan | Plan) -> None:
-    """Choices given as their words, as JSON has them, become what they name."""
+    """Replaces choices given as strings, as JSON has them, by what they name."""
     for name, value in vars(made).items():
         if type(value) is not str:
             continue
@@ -353,7 +385,7 @@ def _list(value: object) -> list[object]:
 
 
 def _values(kind: type, raw: Mapping[str, object]) -> dict[str, Any]:
-    """Checked values of a dataclass's fields, enums made of their texts."""
+    """Reads and checks the fields of a dataclass; strings become enums."""
     known = {f.name for f in fields(kind)}
     own = {name if name in known else own_field(name): name for name in raw}
     if len(own) < len(raw):

@@ -1,6 +1,7 @@
-"""Whether the user's own code runs for memfit to look at, and not to train.
+"""State that tells the user's code whether it runs for planning or for training.
 
-In: those who run it so. Out: `is_planning()`, for hooks and loss functions that count, log or collect.
+In: `trial()`, around runs for planning. Out: `is_planning()`, for hooks and loss functions that
+count, log or collect.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-# One for the process, not for the thread or the context: hooks in backward may run on a thread of autograd's.
+# One for the process, not for the thread or the context: hooks in backward may run on a thread of
+# autograd's.
 _running: list[object] = []
 
 
 def is_planning() -> bool:
-    """Tells whether memfit runs the model, its hooks and the loss to plan, in place of training.
+    """Tells whether memfit runs the model, its hooks and the loss for planning, not for training.
 
-    `memfit.fit` runs them on tensors without values (or, where a program must see values, on a few rows of the sample), and `job.step` does when a batch of a
-    new shape comes. Nothing of the model is changed by it, nor what the loss keeps in variables, containers and objects that its code names; what a hook counts,
-    logs or collects would be, and what a loss writes to files or gives to other libraries.
+    `memfit.fit` runs them on tensors without values (or, where a program must see values, on a few
+    rows of the sample), and `job.step` does when a batch of a new shape comes. Nothing of the model
+    is changed by it, nor what the loss keeps in variables, containers and objects that its code
+    names; what a hook counts, logs or collects would be, and what a loss writes to files or gives
+    to other libraries.
 
         def log_activations(module, args, output):
             if not memfit.is_planning():
@@ -31,7 +35,7 @@ def is_planning() -> bool:
 
 @contextmanager
 def trial() -> Generator[None]:
-    """Marks what runs inside as a trial."""
+    """Context in which `is_planning()` is true."""
     mark = object()
     _running.append(mark)
     try:

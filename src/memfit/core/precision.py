@@ -1,6 +1,7 @@
-"""In which dtype weights compute, and in which they are kept.
+"""Dtypes in which weights compute and in which they are stored.
 
-In: a parameter's dtype and the plan's decision, as torch prints them without the prefix. Out: the dtypes of the weight and of its master.
+In: a parameter's dtype and the plan's decision, as torch prints them without the prefix. Out: the
+dtypes of the weight and of its master.
 """
 
 from __future__ import annotations
@@ -8,17 +9,24 @@ from __future__ import annotations
 from enum import StrEnum
 
 WITHOUT_MASTERS = "bf16-weights-sr"
-"""What `fit(allow=...)` calls bf16 weights that are rounded stochastically and have no masters."""
+"""Name in `fit(allow=...)` of bf16 weights without masters, rounded stochastically.
+"""
 FP16_WEIGHTS = "fp16-weights"
-"""What `fit(allow=...)` calls fp16 weights with fp32 masters. "fp16" is autocast, which computes sums, norms and losses in fp32: another arithmetic."""
+"""Name in `fit(allow=...)` of fp16 weights with fp32 masters. "fp16" is autocast, which computes
+sums, norms and losses in fp32.
+"""
 
 
 class ComputeDtype(StrEnum):
-    """GIVEN: weights compute in the dtype in which the model came, and are updated in it.
+    """Dtype in which weights compute.
 
-    BFLOAT16: weights that are fp32 or bf16 compute in bf16; their fp32 masters, and the optimizer's moments in fp32, rest at home.
-    FLOAT16: weights are as they came; the forward runs under torch's autocast to fp16, and losses are scaled dynamically.
-    FLOAT16_WEIGHTS: as BFLOAT16, with weights in fp16, and losses are scaled dynamically. Half the bytes of a weight are read at each visit; under FLOAT16 all.
+    GIVEN: weights compute and are updated in the dtype in which the model came.
+
+    BFLOAT16: weights that are fp32 or bf16 compute in bf16; their fp32 masters, and the optimizer's
+    moments in fp32, rest at home. FLOAT16: weights are as they came; the forward runs under torch's
+    autocast to fp16, and losses are scaled dynamically. FLOAT16_WEIGHTS: as BFLOAT16, with weights
+    in fp16, and losses are scaled dynamically. Half the bytes of a weight are read at each visit;
+    under FLOAT16 all.
     """
 
     GIVEN = "given"
@@ -28,17 +36,19 @@ class ComputeDtype(StrEnum):
 
     @property
     def has_masters(self) -> bool:
-        """Weights are kept twice: as they compute, and in fp32."""
+        """True if weights are stored twice: in the dtype in which they compute, and in fp32."""
         return self.weight_dtype is not None
 
     @property
     def weight_dtype(self) -> str | None:
-        """Dtype of the weights that compute, where it is not the one in which they came."""
+        """Dtype in which weights compute; None if it is the one in which they came."""
         return _WEIGHTS.get(self)
 
     @property
     def scales_losses(self) -> bool:
-        """Gradients are fp16 on their way: losses are scaled, and no update begins before all gradients are known to be finite."""
+        """True if gradients pass through fp16: losses are scaled, and no update begins before all
+        gradients are known to be finite.
+        """
         return self in (ComputeDtype.FLOAT16, ComputeDtype.FLOAT16_WEIGHTS)
 
 
@@ -46,14 +56,16 @@ _WEIGHTS = {ComputeDtype.BFLOAT16: "bfloat16", ComputeDtype.FLOAT16_WEIGHTS: "fl
 
 
 def stored_dtypes(dtype: str, compute: ComputeDtype) -> tuple[str, str]:
-    """Dtypes of a parameter's weight and of its master; equal where the weight is its own master (fp64 and integers always are)."""
+    """Returns the dtypes of a parameter's weight and of its master; equal if the weight is its own
+    master (fp64 and integers always are).
+    """
     if compute.weight_dtype is None or dtype not in ("float32", compute.weight_dtype):
         return dtype, dtype
     return compute.weight_dtype, "float32"
 
 
 def dtype_failure(compute: ComputeDtype, error: BaseException) -> str:
-    """Says that the user's model fails in the dtype that a plan computes in."""
+    """Returns the message that says that the user's model fails in the plan's compute dtype."""
     told = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"the model fails in {compute}, which the plan computes in: {type(error).__name__}: {told:.200}. "

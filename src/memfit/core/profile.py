@@ -1,13 +1,16 @@
-"""What a training step does with memory, as data: blocks, calls, storages.
+"""Profile: the memory of a training step as data (blocks, calls, storages).
 
-In: nothing (the `profiling` package fills it). Out: frozen dataclasses that planning, scheduling, prediction and report read without torch.
+In: nothing (the `profiling` package fills it). Out: frozen dataclasses that planning, scheduling,
+prediction and report read without torch.
 
 [Note: segments of a trace]
-A microbatch's forward is cut at the *entry* of each call. What runs from the beginning to the first entry is segment -1 (the prologue);
-what runs from the entry of call c to the entry of call c + 1 is segment c, so that code between calls ("glue", such as a residual sum
-or, after the last call, the loss) belongs to the call before it. Backward is cut the same way: segment c of the backward begins when the
-first gradient reaches an output of call c and ends when that of the next call in reverse order begins. The engine yields, fetches and
-frees at exactly these points, so what is profiled per segment is what a schedule's action costs.
+A microbatch's forward is cut at the *entry* of each call. What runs from the beginning to the first
+entry is segment -1 (the prologue); what runs from the entry of call c to the entry of call c + 1 is
+segment c, so that code between calls (such as a residual sum or, after the last call, the loss)
+belongs to the call before it. Backward is cut the same way: segment c of the backward begins when
+the first gradient reaches an output of call c and ends when that of the next call in reverse order
+begins. The engine switches microbatches, fetches and frees at exactly these points, so what is
+profiled per segment is what a schedule's action costs.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ _BLOCKS_SHOWN = 30
 
 @dataclass(frozen=True, kw_only=True)
 class TensorProfile:
-    """A parameter: its name (dotted, first name if tied), shape, dtype as torch prints it without the prefix, bytes.
+    """A parameter: its dotted name (the first one if tied), shape, dtype as torch prints it without
+    the prefix, and bytes.
 
-    `master_nbytes`: of the master that is kept beside it; 0 where the weight is its own master.
+    `master_nbytes`: bytes of the master beside it; 0 if the weight is its own master.
     """
 
     name: str
@@ -39,16 +43,18 @@ class TensorProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateProfile:
-    """What the update of one parameter works on at once.
+    """Memory of the update of one parameter, which is made in pieces.
 
     Attributes:
-        piece_elements: elements that are updated at once; the last piece may have fewer.
-        first_piece_elements: the same in the parameter's first update, which makes its states; 0: as many.
-        scratch_bytes: what the optimizer's class makes for itself for a piece of that many.
-        host_scratch_bytes: the same on the host, beside an accelerator, where the class may take another way
-            (one tensor at a time, where the device takes several).
-        state_bytes: of all states of the parameter, as they rest.
-        encoded_elements: elements of states that rest encoded, by state and element: 2 for each element of two encoded moments.
+        piece_elements: elements in a piece; the last one may have fewer.
+        first_piece_elements: the same in the parameter's first update, which makes its states; 0:
+            equal.
+        scratch_bytes: temporary memory of the optimizer for a piece.
+        host_scratch_bytes: the same on the host, beside an accelerator. The optimizer may have
+            another implementation there (one tensor at a time instead of several).
+        state_bytes: bytes of all states of the parameter at home.
+        encoded_elements: elements of encoded states, summed over states: twice the parameter's for
+            two encoded moments.
     """
 
     piece_elements: int
@@ -61,13 +67,15 @@ class UpdateProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """Parameters that travel together.
+    """Block: parameters that are moved together.
 
     Attributes:
         name: dotted name of the module that owns them.
-        kind: equal for blocks of the same structure (class and shapes), so that one price serves them all.
-        parameters: in the order of `named_parameters`; each parameter of the model is in exactly one block.
-        is_spanning: a weight is read outside every call (by glue code), so the block must stay on the device.
+        kind: equal for blocks of the same structure (class and shapes), so that one price serves
+            them all.
+        parameters: in the order of `named_parameters`; each parameter of the model is in exactly
+            one block.
+        is_spanning: a weight is read by code between calls, so the block must stay on the device.
     """
 
     name: str
@@ -77,7 +85,7 @@ class BlockProfile:
 
     @property
     def trains(self) -> bool:
-        """It has a parameter that gets a gradient."""
+        """True if a parameter gets a gradient."""
         return any(p.requires_grad for p in self.parameters)
 
     @property
@@ -92,28 +100,37 @@ class BlockProfile:
 
     @property
     def largest_gradient_bytes(self) -> int:
-        """Bytes of the largest single gradient: what adding one more microbatch's gradient holds for a moment."""
+        """Bytes of the largest single gradient, which adding another microbatch's gradient holds
+        twice.
+        """
         return max((p.nbytes for p in self.parameters if p.requires_grad), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageProfile:
-    """A block of memory that the traced step made (weights and gradients of weights excluded).
+    """A storage that the traced step allocated (weights and their gradients excluded).
 
     Attributes:
         index: position in `TraceProfile.storages`.
         nbytes: its bytes.
         segment: forward segment in which it was made (see [Note: segments of a trace]).
-        saved_inside: calls that saved it for backward between their entry and their return: what recompute drops and offload moves.
-        saved_outside: segments whose glue saved it: always kept.
-        argument_of: calls that receive it as an argument: what a recomputed call must hold.
-        last_use: last forward segment in which an operation reads it or a call receives it (or the one that made it).
-        held_until: last forward segment at whose end it is still alive in the plain run *without* being saved by anyone (held by the program,
-            such as logits in an output object); equals `last_use` if not held longer.
-        leaves: an offload of the call that saved it, or got it as an argument that is sent away, moves it; else it stays until the backward (see `core.leaving`).
-        is_unseen: an autograd function keeps it to itself, past the saved-tensor hooks: it stays until the backward whatever the plan says.
-        is_input: it came with the batch or is a buffer: it is there before the step and outlives it.
-        is_buffer: it is a buffer of the model (then `is_input` too): all microbatches share it, so it counts once.
+        saved_inside: calls that saved it for backward between their entry and their return;
+            recompute drops it, offload moves it.
+        saved_outside: segments whose code between calls saved it; always kept.
+        argument_of: calls that receive it as an argument; a recomputed call must hold it.
+        last_use: last forward segment in which an operation reads it or a call receives it (or the
+            one that made it).
+        held_until: last forward segment at whose end the program still holds it without autograd's
+            having saved it (such as logits in an output object); equal to `last_use` if not held
+            longer.
+        leaves: an offload moves it, of the call that saved it or got it as an argument; else it
+            stays until backward (see `core.leaving`).
+        is_unseen: an autograd function holds it without the saved-tensor hooks, so that it stays
+            until backward under every plan.
+        is_input: it belongs to the batch or is a buffer, so that it exists before and after the
+            step.
+        is_buffer: it is a buffer of the model (then `is_input` too), which all microbatches share:
+            it counts once.
     """
 
     index: int
@@ -136,8 +153,9 @@ class HeldResults:
 
     Attributes:
         saved: the policy.
-        nbytes: of all of them.
-        unneeded_bytes: the part that running the call alone again does not come to, and that is not held then.
+        nbytes: bytes of all of them.
+        unneeded_bytes: the part that recomputing the call alone does not reach, and that is not
+            held then.
         peak_bytes: as `CallProfile.inside_peak_bytes`, above what is held; None: not traced.
     """
 
@@ -149,35 +167,44 @@ class HeldResults:
 
 @dataclass(frozen=True, kw_only=True)
 class CallProfile:
-    """One use of a block site in forward order.
+    """A call of a module, in forward order.
 
     Attributes:
         index: position in the forward order.
         site: dotted name of the module called.
-        blocks: names of the blocks whose weights it reads (own block first).
+        blocks: names of the blocks whose weights it reads, its own first.
         kind: equal for calls of equal cost.
-        is_repeated: the site is one of a row of like modules (a transformer layer), not head, embedding or norm.
+        is_repeated: the module is one of a series of similar ones (a transformer layer), not a
+            head, an embedding or a final norm.
         has_backward: gradients flow through it.
         uses_random: torch's operations in it draw random numbers (dropout).
-        mutates_inputs: it changes a tensor it received in place: recompute must hold a copy.
-        must_keep: what it was given or has saved is changed in place by somebody later (or what it was given is a buffer or the batch, and it changes
-            that itself): run again, or brought back, it would meet other values.
-        changes_arguments: an object among its arguments (a key-value cache) holds other tensors after the call: running
-            the call again would change it twice.
-        is_substituted: other tensors stand in the places of its parameters (`torch.func.functional_call`): run again, it would compute with its own.
-        changes_itself: it changes a tensor in place that its module keeps beside buffers: run again, it would meet what it left.
-        forward_peak_bytes: most bytes alive at once made inside the segment (saved and outputs included) above those alive at its entry.
-        inside_peak_bytes: the same, counted only until the call returns: what recomputing it needs.
+        mutates_inputs: it changes an argument in place, so that recomputing it needs a copy.
+        must_keep: an argument or a saved tensor is changed in place later (or the call changes the
+            batch or a buffer itself), so that recomputing or offloading would use other values.
+        changes_arguments: an object among its arguments (a key-value cache) holds other tensors
+            after the call; recomputing would change it twice.
+        is_substituted: other tensors replace its parameters (`torch.func.functional_call`);
+            recomputing would use its own.
+        changes_itself: it changes in place a tensor that its module holds beside buffers;
+            recomputing would start from the changed values.
+        forward_peak_bytes: peak of the bytes made inside the segment (saved tensors and outputs
+            included), above those alive at its entry.
+        inside_peak_bytes: the same until the call returns, which recomputing needs.
         output_bytes: bytes of distinct new storages that the call returns.
-        held_results: by policy that recomputes and keeps results of some operators, what these take. A policy that is not traced is priced as if it
-            held everything that the call saves.
-        gradient_bytes: of parameters, made in its backward segment.
-        backward_fresh_peak_bytes: as `backward_peak_bytes` below, with gradients of parameters, each from its making on; None: not traced.
-        backward_adding_peak_bytes: the same, each until it has been added to the gradient that is there.
-        backward_peak_bytes: most bytes alive at once above those at the backward segment's entry, gradients of parameters excluded,
-            with everything saved kept (its release during the segment is already subtracted).
-        backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry (gradients of parameters excluded):
-            negative when more was freed (saved tensors) than made.
+        held_results: results that are held under each policy that recomputes and keeps results of
+            some operators. A policy that was not traced is priced as if it held all that the call
+            saves.
+        gradient_bytes: gradients of parameters made in its backward segment.
+        backward_fresh_peak_bytes: as `backward_peak_bytes`, with gradients of parameters, each from
+            its creation on; None: not traced.
+        backward_adding_peak_bytes: the same, each until it has been added to the existing gradient;
+            None: not traced.
+        backward_peak_bytes: peak of the bytes above those alive at the backward segment's entry,
+            gradients of parameters excluded, if the call keeps all that it saves (what backward
+            frees of that is subtracted).
+        backward_leaves_bytes: bytes alive at the end of the backward segment above those at entry
+            (gradients of parameters excluded): negative when more was freed (saved tensors) than
+            made.
         forward_flops, backward_flops: floating point operations (2 a multiply-add).
     """
 
@@ -206,12 +233,12 @@ class CallProfile:
     backward_flops: int = 0
 
     def held(self, saved: Saved) -> HeldResults | None:
-        """Results that the call holds under a policy; None: not traced."""
+        """Returns the results that the call holds under a policy; None if that was not traced."""
         return next((held for held in self.held_results if held.saved is saved), None)
 
     @property
     def runs_once(self) -> bool:
-        """Running it again would compute something else."""
+        """True if running the call again would compute something else."""
         return self.changes_arguments or self.is_substituted or self.changes_itself
 
 
@@ -222,16 +249,21 @@ class TraceProfile:
     Attributes:
         rows: size of the batch dimension.
         calls: in forward order.
-        storages: all memory made in forward that is alive at some segment's end, or saved, or an argument.
-        loose_reads: (block, number of calls before) where the forward reads weights that train outside of every call.
-        uses_random: its forward draws random numbers, in a call or outside of calls, from torch's, Python's or NumPy's generators.
-        prologue_peak_bytes: most bytes alive at once in segment -1.
-        seed_peak_bytes: most bytes alive at once, above those at the forward's end, from the start of backward until the
-            first gradient reaches a call (the backward of the loss runs in it).
+        storages: memory made in forward that is alive at the end of a segment, saved for backward,
+            or an argument of a call.
+        loose_reads: (block, number of calls before) of reads of trainable weights by code between
+            calls.
+        uses_random: its forward draws random numbers from torch's, Python's or NumPy's generators.
+        prologue_peak_bytes: peak bytes in segment -1.
+        seed_peak_bytes: peak bytes above those at the forward's end, from the start of backward
+            until the first gradient reaches a call (the backward of the loss).
         seed_leaves_bytes: bytes alive at the end of that stretch above those at its start.
-        whole_peak_bytes: peak of the plain step (forward and backward, this microbatch), activations only.
-        plain_peak_bytes: the same with the gradients of parameters, each from its making on: what a meter outside shows.
-        largest_saved: human-readable causes of the largest saved tensors: (operation and shape, bytes), largest first, at most 20.
+        whole_peak_bytes: peak of the plain step (forward and backward, this microbatch),
+            activations only.
+        plain_peak_bytes: the same with the gradients of parameters, each from its creation on, as a
+            meter from outside shows.
+        largest_saved: (operation and shape, bytes) of the largest saved tensors, largest first, at
+            most 20.
     """
 
     rows: int
@@ -253,49 +285,61 @@ class TraceProfile:
         )
 
     def shared_with_tail(self, tail: int) -> str | None:
-        """A block that is read before call `tail` and, by no call, after that: the calls from there on cannot run back on their own. None if there is none."""
+        """Returns a block that is read before call `tail` and, outside of calls, after it, so that
+        the backward of the calls from there on cannot run by itself; None if there is none.
+        """
         after = {block for block, calls in self.loose_reads if calls > tail}
         before = {block for block, calls in self.loose_reads if calls <= tail}
         before.update(block for call in self.calls[:tail] for block in call.blocks)
         return min(after & before, default=None)
 
     def saved_bytes(self, call: int) -> int:
-        """Bytes that call `call` saves inside itself beyond its arguments: what recompute drops."""
+        """Returns the bytes that the call saves beyond its arguments, which recompute drops."""
         return sum(
             s.nbytes for s in self.storages if call in s.saved_inside and call not in s.argument_of and not s.is_input
         )
 
     def boundary_bytes(self, call: int) -> int:
-        """Bytes of the arguments that a recomputed call must hold (batch and buffers excluded)."""
+        """Returns the bytes of the arguments that a recomputed call must hold (batch and buffers
+        excluded).
+        """
         return sum(s.nbytes for s in self.storages if call in s.argument_of and not s.is_input)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model, an optimizer and a batch as memory sees them.
+    """Memory of a training step of a model with an optimizer and a batch.
 
     Attributes:
         batch_rows: rows of the whole batch of a step.
         blocks: partition of the parameters, in the order of their first call.
-        traces: by rows of a microbatch; always holds at least one entry. All have the same calls.
-        state_bytes: optimizer state bytes by block name, once the states exist: what moves.
-        state_home_bytes: the same as they rest, each state on pages of its own; blocks not named: as state_bytes.
-        encoded_elements: by block name, elements of states that an update decodes and encodes.
-        updates: by name of each parameter that the optimizer updates.
-        reads_batch_statistics: a module computes statistics over the batch (batch norm in training mode): the batch must not be split.
-        unsplittable_buffers: names of the buffers that the forward changes in a way that would tell microbatches from the whole batch (running ranges of
-            activations, power iterations): the batch must not be split.
-        written_weights: names of the parameters that the forward itself changes (`nn.Embedding(max_norm=)`, averages of weights): they must stay where they
-            are, nothing may run twice, and microbatches run one after the other.
-        shared_weights: names of the parameters whose gradient is a sum of several uses in one microbatch (tied, or called twice).
-        carried: names of the submodules, and of the numbers, flags, words and tensors on modules or kept by the loss, that a forward changes for the one after
-            it (an exchanged attention, a counter): microbatches run one after the other.
-        viewed_gradients: names of the parameters whose gradient comes as a view (of a transposed product): autograd adds two of them into a third.
-        read_gradients: names of the parameters whose `.grad` hooks of others read in backward: all gradients stay on the device, and updates wait for
-            the end of backward.
+        traces: by number of rows of a microbatch, at least one. All have the same calls.
+        state_bytes: bytes of optimizer states by block name, as they are moved.
+        state_home_bytes: the same at home, each state on pages of its own; a block that is not
+            named has its state_bytes.
+        encoded_elements: elements of states that an update decodes and encodes, by block name.
+        updates: memory of updates, by parameter name.
+        reads_batch_statistics: a module computes statistics over the batch (batch norm in training
+            mode): the batch must not be split.
+        unsplittable_buffers: names of buffers whose change by the forward depends on how the batch
+            is cut (running ranges of activations, power iterations): the batch must not be split.
+        written_weights: names of the parameters that the forward itself changes
+            (`nn.Embedding(max_norm=)`, averages of weights): they must stay where they are, nothing
+            may run twice, and microbatches run one after the other.
+        shared_weights: names of the parameters whose gradient is a sum of several uses in one
+            microbatch (tied, or called twice).
+        carried: names of the submodules, and of the numbers, flags, words and tensors on modules or
+            kept by the loss, that a forward changes for the one after it (an exchanged attention, a
+            counter): microbatches run one after the other.
+        viewed_gradients: names of the parameters whose gradient comes as a view (of a transposed
+            product): autograd adds two of them into a third.
+        read_gradients: names of the parameters whose `.grad` hooks of others read in backward: all
+            gradients stay on the device, and updates wait for the end of backward.
         counts_losses: the loss returns (sum, count).
-        host_update_obstacle: what keeps updates from running on the host beside an accelerator, in words; empty if nothing does.
-        agrees_on_host: such updates give the bits of those on the device, as a trial of the optimizer showed.
+        host_update_obstacle: reason why updates cannot run on the host beside an accelerator; empty
+            if they can.
+        agrees_on_host: in a trial of the optimizer, updates on the host gave the same bits as on
+            the device.
         buffer_bytes: buffers of the model (always resident).
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
@@ -327,7 +371,7 @@ class Profile:
         return f"<Profile of {self.batch_rows} rows, {len(self.blocks)} blocks, all predicted: {facts}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: the totals, and the blocks, of which a large model's are not all shown."""
+        """Shows in a notebook the totals and the blocks (the first ones of a large model)."""
         rows = [
             (
                 block.name or "(model)",
@@ -358,24 +402,26 @@ class Profile:
         return [(what, format_bytes(nbytes)) for what, nbytes in sizes.items()]
 
     def block(self, name: str) -> BlockProfile:
-        """The block of that name; `KeyError` if there is none."""
+        """Returns the block of that name. Raises `KeyError` if there is none."""
         for block in self.blocks:
             if block.name == name:
                 return block
         raise KeyError(name)
 
     def resting_state_bytes(self, name: str) -> int:
-        """Bytes that the optimizer states of the block of that name take at home."""
+        """Returns the bytes that the optimizer states of a block take at home."""
         return self.state_home_bytes.get(name, self.state_bytes.get(name, 0))
 
     @property
     def has_masters(self) -> bool:
-        """A weight has a master beside it."""
+        """True if a weight has a master beside it."""
         return any(p.master_nbytes for b in self.blocks for p in b.parameters)
 
     @property
     def may_split(self) -> bool:
-        """The model, as far as the trace can tell, means the same where the batch is cut. Whether the loss adds up is another question."""
+        """True if, as far as the trace can tell, the model computes the same if the batch is cut.
+        The loss must add up besides.
+        """
         return not (self.reads_batch_statistics or self.unsplittable_buffers)
 
     @property
@@ -386,7 +432,9 @@ class Profile:
 
     @property
     def keeps_order(self) -> bool:
-        """Forwards of microbatches must follow each other as in a plain loop: one changes what the next one computes with."""
+        """True if microbatches must run forward one after the other as in a plain loop, because one
+        changes what the next one computes with.
+        """
         swaps = any(
             call.is_substituted or call.changes_itself for trace in self.traces.values() for call in trace.calls
         )

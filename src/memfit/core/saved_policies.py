@@ -1,11 +1,14 @@
-"""Policies: what becomes of the tensors that a call saves for backward.
+"""Policies for the tensors that a call saves for backward.
 
-In: words of plans. Out: `Saved`, the word, and its `Policy`, an entry of one table that prices, the planner and the engine read.
+In: names in plans. Out: `Saved`, the name, and its `Policy`, an entry of the one table that prices,
+the planner and the engine read.
 
 [Note: a policy is an entry]
-Nobody asks which word a plan has; all ask what its policy does: whether the call runs again in backward, whether what it saves is sent away, results of which
-operators are held meanwhile, and which share of the forward backward repeats. So a policy inside a block is one more entry of `POLICIES`, made before a
-model is profiled: the trace notes what it would hold, the planner looks at it, and frames keep it.
+No code asks which name a plan has; all ask what its policy does: whether the call runs again in
+backward, whether what it saves is sent away, results of which operators are held meanwhile, and
+which share of the forward backward repeats. So a policy inside a block is one more entry of
+`POLICIES`, made before a model is profiled: the trace notes what it would hold, the planner looks
+at it, and frames keep it.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ MATRIX_PRODUCTS_AND_ATTENTION = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a call's saved tensors do in memory, and what that costs.
+    """Memory and cost of a call's saved tensors.
 
     Attributes:
-        recomputes: only the call's arguments are held (at `CallPlan.boundary_home`), and the call runs again in backward.
-        offloads: what it saved rests at `CallPlan.saved_home` meanwhile.
-        kept_operators: schema names of operators whose results a recomputed call holds, which are handed out when it runs again.
+        recomputes: only the call's arguments are held (at `CallPlan.boundary_home`), and the call
+            runs again in backward.
+        offloads: saved tensors rest at `CallPlan.saved_home` until backward.
+        kept_operators: schema names of operators whose results a recomputed call holds and reuses.
         replay_share: share of the forward's floating point operations that backward repeats.
     """
 
@@ -43,7 +47,7 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Holds everything on the device, as plain PyTorch does."""
+        """True if everything stays on the device, as in plain PyTorch."""
         return not self.recomputes and not self.offloads
 
 
@@ -54,23 +58,25 @@ POLICIES: dict[str, Policy] = {
     "select": Policy(recomputes=True, kept_operators=MATRIX_PRODUCTS_AND_ATTENTION, replay_share=0.1),
     "offload": Policy(offloads=True),
 }
-"""By word. See [Note: a policy is an entry]."""
+"""Policies by name. See [Note: a policy is an entry].
+"""
 
 
 class _Words(type):
-    """Lets the words be gone through, as those of an enum."""
+    """Metaclass that makes the names iterable, like an enum's."""
 
     def __iter__(cls) -> Iterator[Saved]:
         return map(Saved, POLICIES)
 
 
 class Saved(str, metaclass=_Words):
-    """The word of a policy.
+    """The name of a policy.
 
-    In memory: KEEP holds all that a call saves; RECOMPUTE holds only the call's arguments (at `boundary_home`); SELECT also holds the
-    outputs of matrix products and attention; OFFLOAD holds none while away: they rest at `saved_home`.
+    In memory: KEEP holds all that a call saves; RECOMPUTE holds only the call's arguments (at
+    `boundary_home`); SELECT also holds the outputs of matrix products and attention; OFFLOAD holds
+    none while away: they rest at `saved_home`.
 
-    There is one object a word: `Saved("keep") is Saved.KEEP`.
+    There is one object for each name: `Saved("keep") is Saved.KEEP`.
 
     Raises:
         ValueError: no such policy.
@@ -84,7 +90,7 @@ class Saved(str, metaclass=_Words):
     OFFLOAD: ClassVar[Saved]
 
     def __new__(cls, word: str) -> Saved:  # noqa: PYI034, there are no subclasses
-        """The one object of that word."""
+        """Returns the one object of that name."""
         if word not in POLICIES:
             raise ValueError(f"{word!r:.80} is no policy; there are {[*POLICIES]}")
         return cls._known.setdefault(str(word), super().__new__(cls, word))
@@ -94,7 +100,7 @@ class Saved(str, metaclass=_Words):
 
     @property
     def policy(self) -> Policy:
-        """See `Policy`."""
+        """The entry of `POLICIES`."""
         return POLICIES[self]
 
 

@@ -1,11 +1,13 @@
-"""The step as data: an ordered list of small frozen actions with a text form that parses back.
+"""Schedule: the step as an ordered list of small frozen actions, with a text form that parses
+back.
 
-In: built by `scheduling` from a plan and a profile, or parsed from text. Out: read by `prediction` (adds it up), by `runtime` (does it)
-and by the checker (proves it legal).
+In: built by `scheduling` from a plan and a profile, or parsed from text. Out: lowered to a `Step`
+by `scheduling`, which prediction, checker and engine read.
 
 [Note: what an action means]
-B3 is block 3, C5 call 5, m0 microbatch 0; `C5-7` is a recompute segment of three calls. Actions that start transfers (fetch, offload,
-reload, accumulate, update) return at once; whoever needs the result waits for it, which is part of that action's meaning:
+B3 is block 3, C5 call 5, m0 microbatch 0; `C5-7` is a recompute segment of three calls. Actions
+that start transfers (fetch, offload, reload, accumulate, update) return at once. An action that
+needs the result waits for it, which is part of its meaning:
 
 | text                | does                                                                        | waits for                |
 |---------------------|-----------------------------------------------------------------------------|--------------------------|
@@ -32,26 +34,29 @@ reload, accumulate, update) return at once; whoever needs the result waits for i
 |                     | written; their updates change nothing before                                 |                          |
 | commit              | the step is complete: homes flip to the new state                           | all updates              |
 
-*Passes of backward.* Without a tail, a seed runs through all the backwards that follow it. With a tail (layer-major
-order), `seed m0` runs from the loss of m0 down to the tail's first call and stops at its cut; when all microbatches have
-done so, `joint` begins one backward of all of them, from their cuts, that runs through the calls before the tail. A
-header line says where the tail begins (`# tail C5`). Inside a tail's backward no gradient goes home, nothing is updated
-and no weights leave: autograd hands over the gradients of a tail when all of it has run back (`engine.tail`).
+*Passes of backward.* Without a tail, a seed runs through all the backwards that follow it. With a
+tail (layer-major order), `seed m0` runs from the loss of m0 down to the tail's first call and stops
+at its cut; when all microbatches have done so, `joint` begins one backward of all of them, from
+their cuts, that runs through the calls before the tail. A header line says where the tail begins
+(`# tail C5`). Inside a tail's backward no gradient goes home, nothing is updated and no weights
+leave: autograd hands over the gradients of a tail when all of it has run back (`engine.tail`).
 
-*Microbatches that take turns.* The header says `interleaved` where each microbatch's code pauses at the entries of
-segments while the others run; else each runs to its end before the next one starts.
+*Microbatches that take turns.* The header says `interleaved` where each microbatch's code pauses at
+the entries of segments while the others run; else each runs to its end before the next one starts.
 
-*What stays.* What `offload C5 m0` moves is decided by the plan: all that call 5 saved (offload), or the arguments of the
-recompute segment that begins at call 5 (recompute, select). With several microbatches the tail's blocks stay on the
-device as long as any of them is in the tail. An update after the last backward streams weights that are away from and to
-their homes, piece by piece, without a visit; an update in backward finds its block still visiting. Blocks that are read
-by glue, or by no traced call, have their gradient complete only at the end of a pass.
+*What stays.* What `offload C5 m0` moves is decided by the plan: all that call 5 saved (offload), or
+the arguments of the recompute segment that begins at call 5 (recompute, select). With several
+microbatches the tail's blocks stay on the device as long as any of them is in the tail. An update
+after the last backward streams weights that are away from and to their homes, piece by piece,
+without a visit; an update in backward finds its block still visiting. Blocks that are read between
+calls, or by no traced call, have their gradient complete only at the end of a pass.
 
-*All of a kind.* What waits for everything of some kind that is under way says so in its class (`waits_for`); an action that
-does nothing else is known to everybody by that (`tests/extending/test_another_action.py`).
+*All of a kind.* What waits for everything of some kind that is under way says so in its class
+(`waits_for`); an action that does nothing else is known to everybody by that
+(`tests/extending/test_another_action.py`).
 
-*Bytes of an accumulate* may stay on the device until the compute action after it has ended, and no longer: there the
-engine waits for the transfer. Prediction counts them so.
+*Bytes of an accumulate* may stay on the device until the compute action after it has ended, and no
+longer: there the engine waits for the transfer. Prediction counts them so.
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ from memfit.core.tiers import TIER_PATTERN, Tier
 
 @dataclass(frozen=True)
 class Start:
-    """Microbatch's user code runs up to the entry of its first call."""
+    """A microbatch's user code runs up to the entry of its first call."""
 
     microbatch: int
 
@@ -89,7 +94,9 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """A segment of calls runs backward for one microbatch (recomputing first if its plan says so)."""
+    """A segment of calls runs backward for one microbatch (recomputing first if its plan says
+    so).
+    """
 
     first: int
     last: int
@@ -143,7 +150,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Offload:
-    """What a call of a microbatch saved starts to leave for `tier`."""
+    """The tensors that a call of a microbatch saved start to leave for `tier`."""
 
     call: int
     microbatch: int
@@ -155,7 +162,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Drop:
-    """The device bytes of what was offloaded are given up."""
+    """The device memory of offloaded tensors is freed."""
 
     call: int
     microbatch: int
@@ -166,7 +173,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Reload:
-    """What was offloaded starts to come back."""
+    """Offloaded tensors start to come back."""
 
     call: int
     microbatch: int
@@ -205,7 +212,9 @@ class Unscale:
 
 @dataclass(frozen=True)
 class Check:
-    """It becomes known whether all gradients are finite; if not, the step's updates are skipped."""
+    """Gradients are checked for infinities and NaN; if there are any, the step's updates are
+    skipped.
+    """
 
     waits_for: ClassVar[tuple[str, ...]] = ("accumulate",)
 
@@ -235,7 +244,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Clear:
-    """A block's gradient on the device is given up."""
+    """A block's gradient on the device is freed."""
 
     block: int
 
@@ -245,7 +254,9 @@ class Clear:
 
 @dataclass(frozen=True)
 class Decide:
-    """Gradients and the record of the step are durable: from here on its updates will be made, by this process or the next."""
+    """Gradients and the record of the step are durable: from here on its updates will be made, by
+    this process or the next.
+    """
 
     waits_for: ClassVar[tuple[str, ...]] = ("accumulate",)
 
@@ -255,7 +266,7 @@ class Decide:
 
 @dataclass(frozen=True)
 class Keep:
-    """New versions of blocks are committed, before anything is written where the blocks of the next turn go."""
+    """New versions of blocks are committed, before the blocks of the next turn are written."""
 
     blocks: tuple[int, ...]
 
@@ -299,7 +310,9 @@ Action = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledCall:
-    """A call as the schedule knows it: the site's dotted name and the blocks (indices) whose weights it reads."""
+    """A call in a schedule: the dotted name of its module, and the indices of the blocks whose
+    weights it reads.
+    """
 
     site: str
     blocks: tuple[int, ...]
@@ -311,10 +324,11 @@ class Schedule:
 
     Attributes:
         blocks: names by index.
-        calls: by index, in forward order.
-        microbatches: how many.
+        calls: calls by index, in forward order.
+        microbatches: their number.
         actions: in order.
-        tail: first call of the tail, which runs back microbatch by microbatch before the joint backward; None: there is none.
+        tail: first call of the tail, whose backward runs microbatch by microbatch before the joint
+            backward; None if there is no tail.
         is_interleaved: microbatches take turns at the entries of segments.
     """
 
@@ -329,7 +343,7 @@ class Schedule:
         return iter(self.actions)
 
     def text(self) -> str:
-        """The schedule as text: header lines that begin with `#`, then one action a line."""
+        """Returns text: header lines that begin with `#`, then one action a line."""
         lines = [f"# microbatches {self.microbatches}" + " interleaved" * self.is_interleaved]
         lines += [] if self.tail is None else [f"# tail C{self.tail}"]
         lines += [f"# B{i} {name}" for i, name in enumerate(self.blocks)]
@@ -339,7 +353,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Reads what `text` wrote.
+        """Reads the text that `text` writes.
 
         Raises:
             PlanError: a line that is not an action, with its number.
@@ -365,7 +379,8 @@ class Schedule:
                 elif words[1] == f"B{len(blocks)}":
                     blocks.append(words[2] if len(words) > 2 else "")
                 elif words[1] == f"C{len(calls)}":
-                    # A model that is itself the site has the empty name: then the third word is already a block.
+                    # A model that is itself the site has the empty name: then the third word is
+                    # already a block.
                     named = len(words) > 2 and not re.fullmatch(r"B\d+", words[2])
                     uses = words[3:] if named else words[2:]
                     calls.append(

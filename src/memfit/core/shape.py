@@ -1,7 +1,9 @@
-"""What a plan makes of a model's calls: the facts that building, checking and predicting a schedule all read.
+"""Shape of a step: a plan applied to a model's calls, as building, checking and lowering a schedule
+read it.
 
-In: `Plan` and `Profile`. Out: `StepShape`, per segment: the blocks whose weights it needs, whether it has a backward,
-whose gradients that backward makes, where what it saves leaves to; per block: whether it visits and whether it trains.
+In: `Plan` and `Profile`. Out: `StepShape`. By segment: the blocks whose weights it needs, whether
+it has a backward, whose gradients that makes, and the tier that saved tensors leave to. By block:
+whether it visits and whether it trains.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ class StepShape:
         blocks: names by index.
         segments: (first, last) call of each segment, in forward order.
         has_backward: by segment: gradients flow through one of its calls.
-        needs: by segment: blocks whose weights its calls read, in forward and in backward, ascending.
-        contributes: by segment: blocks that train and get a gradient from its backward, ascending.
-        leaves: by segment: the tier to which what it holds for backward leaves after forward; None: it stays.
+        needs: by segment: indices of blocks whose weights its calls read, ascending.
+        contributes: by segment: indices of blocks that get a gradient from its backward,
+            ascending.
+        leaves: by segment: the tier to which the tensors held for backward leave after forward;
+            None: they stay.
         tail_segment: index of the first segment of the tail; the number of segments without a tail.
         visiting: blocks whose weights come to the device for a visit.
         trainable: blocks with a parameter that trains, ascending.
-        loose: of these, those that get a gradient outside every traced call (read between calls, or
-            by no call that has a backward), so that it is complete only when a pass of backward has
+        loose: those of them that get a gradient outside of all traced calls (read between calls, or
+            by no call with a backward), so that it is complete only when a pass of backward has
             ended.
-        gradient_homes: by block: where its gradient rests from an accumulate to the update.
+        gradient_homes: by block: tier in which its gradient rests from an accumulate to the
+            update.
         takes_turns: several microbatches pass a segment before the next segment begins.
-        updates_in_backward: a block may be updated while backward goes on below it.
+        updates_in_backward: a block may be updated while backward of earlier calls goes on.
         scales_losses: losses are scaled, so no update begins before all gradients are known to be
             finite.
     """
@@ -53,7 +58,7 @@ class StepShape:
     scales_losses: bool
 
     def segment_of(self, call: int) -> int:
-        """Index of the segment that holds a call."""
+        """Returns the index of the segment that holds a call."""
         for index, (first, last) in enumerate(self.segments):
             if first <= call <= last:
                 return index
@@ -64,7 +69,8 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
     """Resolves a plan against a profile.
 
     Raises:
-        PlanError: the plan names blocks or calls that the model does not have, or contradicts itself.
+        PlanError: the plan names blocks or calls that the model does not have, or contradicts
+            itself.
     """
     trace = next(iter(profile.traces.values()))
     names = tuple(b.name for b in profile.blocks)

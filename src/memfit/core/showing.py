@@ -1,6 +1,7 @@
-"""How an object shows itself in a notebook: a title, a table, nothing but HTML that every front end knows.
+"""HTML representations of objects in notebooks: a title and a table, in HTML that every front end
+knows.
 
-In: words. Out: HTML. Everything is escaped: names of blocks are the user's.
+In: text. Out: HTML. Everything is escaped, since names of blocks are the user's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 def html_table(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
-    """A table under a bold title.
+    """Returns a table under a bold title.
 
     Args:
         title: one line.
@@ -30,7 +31,9 @@ def _cell(kind: str, text: str, index: int) -> str:
 
 
 def named_values(made: Any) -> str:
-    """A dataclass as the call that makes an equal one, without what is as it is by default; enums as their words."""
+    """Returns a dataclass as the call that makes an equal one, without fields that have their
+    default; enums as strings.
+    """
     said: list[str] = []
     for each in fields(made):
         value = getattr(made, each.name)
@@ -41,7 +44,7 @@ def named_values(made: Any) -> str:
 
 
 def in_runs(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Equal neighbours together: (indices, word), such as ("0 to 11", "keep")."""
+    """Groups equal neighbours: (indices, word), such as ("0 to 11", "keep")."""
     runs: list[tuple[str, str]] = []
     for word, group in groupby(enumerate(words), key=lambda pair: pair[1]):
         indices = [index for index, _ in group]

@@ -1,11 +1,15 @@
-"""A schedule lowered to operations that carry their meaning: what a step does, without the plan that it came from.
+"""Step: a schedule lowered to operations that carry their meaning, without the plan that it came
+from.
 
-In: made by `scheduling.lower` from a schedule, a plan and a profile. Out: folded by `prediction` (bytes, seconds, who holds them), by reports and by tests.
+In: made by `scheduling.lower` from a schedule, a plan and a profile. Out: summed by `prediction`
+(bytes, seconds, residents), checked, and executed by `engine`.
 
 [Note: one meaning]
-An action, such as `fetch B3`, says what a person reads. What it does to memory, links and processors is said once, by `scheduling.lower`, and stands in its
-`Operation`: the bytes that come and go, tier by tier and owner by owner; what it waits for; what it moves; how much it computes. Whoever adds a step up reads
-operations and nothing beside them, so two plans that come to equal steps have equal predictions.
+An action, such as `fetch B3`, is for people. What it does to memory, links and processors is
+decided once, by `scheduling.lower`, and stands in its `Operation`: the bytes that come and go,
+tier by tier and owner by owner; what it waits for; what it transfers; how much it computes.
+Predictions read operations and nothing beside them, so two plans that are lowered to equal steps
+have equal predictions.
 """
 
 from __future__ import annotations
@@ -20,17 +24,19 @@ from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
-"""Sorts of bytes, as timelines and reports show them."""
+"""Categories of bytes, as timelines and reports show them.
+"""
 
 
 class ByteChange(NamedTuple):
-    """Bytes that come to a tier (above zero) or leave it.
+    """Bytes that are added to a tier (positive) or removed from it (negative).
 
     Attributes:
-        tier: where.
+        tier: the tier.
         category: one of `CATEGORIES`.
-        owner: whose they are: a block ("B3"), a microbatch's activations ("m0"; itemized: what made them, "C5"), "batch", "updates", "disk buffers".
-        nbytes: signed.
+        owner: a block ("B3"), a microbatch's activations ("m0"; itemized: what made them, "C5"),
+            "batch", "updates", "disk buffers".
+        nbytes: bytes, with their sign.
     """
 
     tier: Tier
@@ -40,14 +46,16 @@ class ByteChange(NamedTuple):
 
 
 class Token(NamedTuple):
-    """Names work that goes on beside the main thread, for whoever waits for it: ("fetch", "B3")."""
+    """Name of work that goes on beside the main thread, by which operations wait for it: ("fetch",
+    "B3").
+    """
 
     kind: str
     key: str
 
 
 class Transfer(NamedTuple):
-    """Bytes over the link between the device and a tier."""
+    """Transfer of bytes over the link between the device and a tier."""
 
     tier: Tier
     direction: str  # "read": to the device; "write": from it
@@ -56,10 +64,11 @@ class Transfer(NamedTuple):
 
 
 class WorkKind(StrEnum):
-    """Kinds of computing, each with a rate of its own.
+    """Kinds of computation, each with its own rate.
 
-    FLOPS: floating point operations of matrix products. CALLS: entries of calls. UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes, that it
-    decodes and encodes, whose masters it joins and splits, that it rounds stochastically.
+    FLOPS: floating point operations of matrix products. CALLS: entries of calls. UPDATED, ENCODED,
+    SPLIT, ROUNDED: elements that an update passes, that it decodes and encodes, whose masters it
+    joins and splits, that it rounds stochastically.
     """
 
     FLOPS = "flops"
@@ -71,10 +80,11 @@ class WorkKind(StrEnum):
 
 
 class UpdatePlace(StrEnum):
-    """Where an update computes.
+    """Processor and thread of an update.
 
-    AT_ONCE: in the main thread, on all of its cores: nothing of it has to travel, so that a thread beside backward would only take one of them. BESIDE: in
-    a thread of its own, which waits for what travels while backward goes on. HOST: the same, on the host's cores beside an accelerator.
+    AT_ONCE: in the main thread, on all of its cores: nothing of it has to travel, so that a thread
+    beside backward would only take one of them. BESIDE: in a thread of its own, which waits for
+    what travels while backward goes on. HOST: the same, on the host's cores beside an accelerator.
     """
 
     AT_ONCE = "at-once"
@@ -83,23 +93,26 @@ class UpdatePlace(StrEnum):
 
 
 class Operation(NamedTuple):
-    """One action with its meaning.
+    """An action with its meaning.
 
-    The main thread takes operations in order. It stops for `waits`, computes `work`, stops for `waits_after`; transfers are begun and go on beside it.
+    The main thread executes operations in order. It waits for `waits`, computes `work`, waits for
+    `waits_after`; transfers are started and go on beside it.
 
     Attributes:
         action: as the schedule has it.
-        changes: bytes that have come or gone when it is done.
-        during: bytes beyond those before it, at its highest; `changes` is not part of it.
+        changes: bytes added or removed when it is done.
+        during: bytes at its peak above those before it; `changes` is not part of it.
         waits: tokens that must be done before it begins; seconds spent so are stalls.
         waits_after: the same at its end.
-        transfers: begun by it, each in its link's queue.
+        transfers: transfers that it starts, each in its link's queue.
         is_chain: each transfer begins when the one before it has ended; else all begin at once.
-        after: tokens that its transfers begin behind, while the main thread goes on.
-        gives: done when its transfers, and its work on either processor, are.
-        work: amounts by kind, done by the device, one after the other.
-        host_work: the same of the host's cores, done beside the main thread: in order, behind `after`, while the transfers go on.
-        update_place: of an update: where it computes.
+        after: tokens that must be done before its transfers begin; the main thread does not wait
+            for them.
+        gives: tokens that are done when its transfers and its work on either processor are.
+        work: amounts by kind, computed by the device one after the other.
+        host_work: the same for the host's cores, beside the main thread: in order, after `after`,
+            while the transfers go on.
+        update_place: processor and thread, if it is an update.
         needs: blocks whose weights must be on the device.
         adds_to: blocks to whose gradients it adds.
     """
@@ -125,9 +138,9 @@ class Step:
     """A step, or a forward-only pass, in full.
 
     Attributes:
-        schedule: what it was lowered from, an action an operation.
-        shape: segments, and what rests where, that the actions' indices refer to.
-        resting: bytes that are there before the first operation.
+        schedule: the schedule that it was lowered from; each action is one operation.
+        shape: segments and homes that the actions' indices refer to.
+        resting: bytes in use before the first operation.
         operations: in order.
         commit: transfers of the step's share of a commit to a store. They are no operations: the
             commit is made when the next step begins, after the user's loop body, and with nothing
@@ -145,7 +158,7 @@ class Step:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Blocks by index."""
+        """Names of the blocks by index."""
         return self.schedule.blocks
 
     @property
@@ -155,7 +168,9 @@ class Step:
 
 
 def owner_name(owner: str, names: tuple[str, ...], sites: tuple[str, ...]) -> str:
-    """A name for an owner: "B3" is a block's, "C5" what call 5 made, "reload C5" what came back for it."""
+    """Returns an owner's name for people: of "B3" the block's, of "C5" that of call 5, which made
+    the bytes, of "reload C5" that of the call for which they came back.
+    """
     if owner[:1] == "B" and owner[1:].isdigit():
         return names[int(owner[1:])]
     prefix, _, call = owner.rpartition("C")

@@ -1,12 +1,15 @@
-"""Tiers: names of the places where bytes rest, and what is known of each kind of place.
+"""Tiers: names of the places where bytes rest, and the properties of each kind of place.
 
-In: words of plans and schedules. Out: `Tier`, which keys limits, capacities, links and peaks; its `TierTraits`, which prices and homes read.
+In: names in plans and schedules. Out: `Tier`, which keys limits, capacities, links and peaks; its
+`TierTraits`, which prices and homes read.
 
 [Note: tiers are open]
-A tier is a name, and any name is one. `device`, `host` and `disk` are memfit's own, with traits in one table. Every other tier has the traits of a place to
-which bytes only travel: nothing computes on them there, a write replaces what was there, and a sum is read back to be added to. A job uses such a tier when it is
-handed a factory of homes for it (`homes.factory`), and its link and capacity in `Hardware.tiers`. A plan that names a tier which the job was not handed is
-refused with the names of those that it has.
+A tier is a name, and any name is allowed. `device`, `host` and `disk` are memfit's own, with
+traits in one table. Every other tier has the traits of a place to which bytes only travel: nothing
+computes on them there, a write replaces what was there, and a sum is read back to be added to. A
+job can use such a tier if it is given a factory of homes for it (`homes.factories`), and its link
+and capacity in `Hardware.tiers`. A plan that names any other tier is refused with the names of the
+known ones.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ _NAME = re.compile(TIER_PATTERN)
 
 @dataclass(frozen=True, kw_only=True)
 class TierTraits:
-    """Facts about a place, by which steps are priced and homes are used.
+    """Properties of a tier, by which steps are priced and homes are used.
 
     Attributes:
-        is_device: compute runs on its bytes where they rest, and weights there never visit.
-        is_addressable: the processor computes on its bytes where they rest; an accelerator does not.
-        is_files: transfers pass through bounce buffers of the processor, and an atomic step keeps the version before beside the new one.
-        reads_sums_back: a second gradient is added by reading the sum, adding, and writing it. (Prediction does not count that reading for `host`.)
+        is_device: it is the device's memory, so that weights there never visit.
+        is_addressable: the processor (but no accelerator) computes on its bytes in place.
+        is_files: transfers pass through bounce buffers of the processor, and an atomic step keeps
+            the version before beside the new one.
+        reads_sums_back: a second gradient is added by reading the sum, adding, and writing it.
+            (Prediction does not count that reading for `host`.)
     """
 
     is_device: bool = False
@@ -48,17 +53,20 @@ _TRAITS: Mapping[str, TierTraits] = MappingProxyType(
         "disk": TierTraits(is_files=True),
     }
 )
-# One object a name, so that tiers compare by `is` as members of an enum do. Weak: a hostile file of names leaves nothing behind.
+# One object a name, so that tiers compare by `is` as members of an enum do. Weak: a hostile file of
+# names leaves nothing behind.
 _known: WeakValueDictionary[str, Tier] = WeakValueDictionary()
 
 
 class Tier(str):
-    """The name of a place where bytes rest. On a machine without an accelerator, `device` is this process's memory. See [Note: tiers are open].
+    """The name of a place where bytes rest. On a machine without an accelerator, `device` is this
+    process's memory. See [Note: tiers are open].
 
-    There is one object a name: `Tier("host") is Tier.HOST`.
+    There is one object for each name: `Tier("host") is Tier.HOST`.
 
     Raises:
-        ValueError: not a name: lower-case letters, digits and hyphens, a letter first, at most 32.
+        ValueError: the name is invalid. It has at most 32 lower-case letters, digits and hyphens, a
+            letter first.
     """
 
     __slots__ = ("__weakref__",)
@@ -67,7 +75,7 @@ class Tier(str):
     DISK: ClassVar[Tier]
 
     def __new__(cls, name: str) -> Tier:  # noqa: PYI034, there are no subclasses
-        """The one object of that name."""
+        """Returns the one object of that name."""
         known = _known.get(name)
         if known is not None:
             return known
@@ -83,27 +91,31 @@ class Tier(str):
 
     @property
     def traits(self) -> TierTraits:
-        """See `TierTraits`."""
+        """Properties of the tier."""
         return _TRAITS.get(self, _TRAVELS_ONLY)
 
 
 Tier.DEVICE, Tier.HOST, Tier.DISK = Tier("device"), Tier("host"), Tier("disk")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-"""memfit's own."""
+"""memfit's own tiers.
+"""
 
 
 def is_processor(device: str) -> bool:
-    """Says whether the processor is the device, by the name that `Hardware.device` or a `torch.device` has."""
+    """Tells whether the device is the processor, by its name in `Hardware.device` or a
+    `torch.device`.
+    """
     return device in ("cpu", "meta")
 
 
 def updates_in_place(tier: Tier, device: str) -> bool:
-    """Says whether an update computes on bytes of that tier where they rest; else their pieces come to the device, which computes, and go back.
+    """Tells whether an update computes on bytes of that tier in place; else pieces of them are
+    copied to the device and back.
 
-    Prices (`scheduling.lower`) and homes (`MemoryHome.memory`) both ask here.
+    Lowering (`scheduling.lower`) and homes (`MemoryHome.memory`) both ask here.
 
     Args:
         tier: where weights, masters, gradients or states rest.
-        device: "cpu" where the processor is the device, whose instructions reach host memory; anything else for an accelerator.
+        device: "cpu" if the device is the processor; anything else is an accelerator.
     """
     return tier.traits.is_device or (tier.traits.is_addressable and is_processor(device))

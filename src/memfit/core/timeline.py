@@ -1,6 +1,7 @@
-"""What a schedule costs, action by action.
+"""Timeline: bytes and seconds of a step, action by action.
 
-In: filled by `prediction` (predicted) or by the runtime's recorder (measured). Out: `Timeline`, read by verification and report.
+In: filled by `prediction` (predicted) or by the engine's recorder (measured). Out: `Timeline`, read
+by verification and report.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from memfit.core.tiers import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """One action's cost.
+    """Bytes and seconds of one action.
 
     Attributes:
         action: its text.
         peak_bytes: most device bytes alive while it runs.
         after_bytes: device bytes alive when it is done.
-        start_s, end_s: seconds from the step's begin.
-        by_category: device bytes at the peak by category: "weight", "gradient", "state", "activation", "transient", "staging".
+        start_s, end_s: seconds since the step began.
+        by_category: device bytes at the peak by category: "weight", "gradient", "state",
+            "activation", "transient", "staging".
     """
 
     action: str
@@ -37,10 +39,11 @@ class Timeline:
 
     Attributes:
         moments: in the schedule's order.
-        peaks: most bytes alive at once, by tier; a tier that nothing ever rests in is not named.
-        bytes_read, bytes_written: moved over the links, by category.
-        stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload", "accumulate", "update".
-        commit_s: seconds of the step's share of a commit to a store, behind its last action.
+        peaks: peak bytes by tier; a tier that is never used is not named.
+        bytes_read, bytes_written: bytes moved over the links, by category.
+        stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload",
+            "accumulate", "update".
+        commit_s: seconds of the step's share of a commit to a store, after its last action.
     """
 
     moments: tuple[Moment, ...]
@@ -51,7 +54,7 @@ class Timeline:
     commit_s: float = 0.0
 
     def peak_in(self, tier: Tier) -> int:
-        """Most bytes alive at once in a tier; 0 where nothing rests."""
+        """Returns the peak bytes in a tier; 0 if it is never used."""
         return self.peaks.get(tier, 0)
 
     @property
@@ -61,10 +64,10 @@ class Timeline:
 
     @property
     def peak(self) -> Moment | None:
-        """The action at which the peak stands."""
+        """The action with the peak on the device."""
         return max(self.moments, key=lambda m: m.peak_bytes, default=None)
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the step, and of its commit."""
+        """Seconds of the step and of its share of a commit."""
         return max((m.end_s for m in self.moments), default=0.0) + self.commit_s

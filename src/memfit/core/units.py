@@ -1,7 +1,8 @@
-"""Bytes in, words out: the only place that knows GiB.
+"""Conversion between bytes and text with units.
 
-In: integers of bytes, or a person's `"8 GiB"`. Out: integers of bytes, or text. Binary (KiB, MiB, GiB, TiB) and decimal (kB, MB, GB, TB)
-units are both read, and one letter (K, M, G, T) as docker, Slurm and systemd read it: binary. Only binary ones are written.
+In: integers of bytes, or a user's `"8 GiB"`. Out: integers of bytes, or text. Binary (KiB, MiB,
+GiB, TiB) and decimal (kB, MB, GB, TB) units are both read, and one letter (K, M, G, T) as docker,
+Slurm and systemd read it: binary. Only binary ones are written.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def parse_bytes(size: int | str) -> int:
         Whole bytes, rounded down.
 
     Raises:
-        UsageError: not a size, negative, an unknown unit, or parts of a byte.
+        UsageError: the size is negative, has an unknown unit or parts of a byte, or is no size at
+            all.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance], users pass anything
         raise UsageError(f"a size is an integer of bytes or text such as '8GiB', not {size!r}")
@@ -68,5 +70,5 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `size`."""
+    """Returns the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple

@@ -1,6 +1,6 @@
 """Bytes at every operation of a step, tier by tier.
 
-In: `Step`. Out: `TierBytes` an operation: sums, and at the highest by category; or who holds them.
+In: `Step`. Out: `TierBytes` for each operation; peaks by tier; or bytes by owner at one operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memfit.core.tiers import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierBytes:
-    """Bytes of one tier at one operation: the most alive while it runs, alive after it, and the most by category."""
+    """Bytes of one tier at one operation: at its peak, after it, and at its peak by category."""
 
     peak_bytes: int
     after_bytes: int
@@ -23,7 +23,7 @@ class TierBytes:
 
 
 def follow_tier(step: Step, tier: Tier = Tier.DEVICE) -> Iterator[TierBytes]:
-    """Adds up the changes of one tier, operation by operation."""
+    """Yields the bytes of one tier, operation by operation."""
     alive = _sums(step.resting, tier, dict.fromkeys(CATEGORIES, 0))
     for operation in step:
         during = _sums(operation.during, tier, alive)
@@ -35,7 +35,7 @@ def follow_tier(step: Step, tier: Tier = Tier.DEVICE) -> Iterator[TierBytes]:
 
 
 def peaks(step: Step) -> dict[Tier, int]:
-    """Most bytes alive at once, by tier: the device, and every tier in which something ever rests."""
+    """Returns the peak bytes by tier: of the device, and of every tier that is ever used."""
     alive: dict[Tier, int] = defaultdict(int, {Tier.DEVICE: 0})
     for change in step.resting:
         alive[change.tier] += change.nbytes
@@ -54,7 +54,9 @@ def peaks(step: Step) -> dict[Tier, int]:
 
 
 def held_at(step: Step, index: int, tier: Tier = Tier.DEVICE) -> dict[tuple[str, str], int]:
-    """Bytes by (category, owner) while operation `index` is at its highest; they sum to its `peak_bytes`."""
+    """Returns bytes by (category, owner) at the peak of operation `index`; they sum to its
+    `peak_bytes`.
+    """
     before: Counter[tuple[str, str]] = Counter()
     for changes in (step.resting, *(o.changes for o in step.operations[:index])):
         before.update(_by_owner(changes, tier))

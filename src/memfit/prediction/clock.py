@@ -1,13 +1,16 @@
-"""When each operation begins and ends: a step run on a model of the machine.
+"""Clock: begin and end of each operation, from a simulation of the step on a model of the machine.
 
-In: `Step`, `Hardware`. Out: `ActionTime` an operation, stalls by cause, bytes moved by category.
+In: `Step`, `Hardware`. Out: `ActionTime` for each operation, stalls by cause, bytes moved by
+category.
 
 [Note: the clock]
-One main thread takes the operations in order. Compute takes its time; transfers start at once, or when what they need is
-done, and are served by their link in the order they were issued: reading and writing are two queues a tier. The main
-thread stops only where an operation waits; those seconds are stalls, by what was waited for. An update's elements are worked on by the device, which
-delays compute, or by the host's cores, which take one update after the other beside it.
-Not modelled: links and compute slowing each other, updates on the host taking memory's bandwidth from transfers, the cost of a first step.
+One main thread takes the operations in order. Compute takes its time; transfers start at once, or
+when what they need is done, and are served by their link in the order they were issued: reading and
+writing are two queues a tier. The main thread stops only where an operation waits; those seconds
+are stalls, by what was waited for. An update's elements are worked on by the device, which delays
+compute, or by the host's cores, which take one update after the other beside it. Not modelled:
+links and compute slowing each other, updates on the host taking memory's bandwidth from transfers,
+the cost of a first step.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from memfit.core.hardware import Hardware
 from memfit.core.step import Operation, Step, Token, Transfer, WorkKind
 from memfit.core.tiers import Tier
 
-# An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer microbatches win ties.
+# An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer
+# microbatches win ties.
 CALLS_PER_S = 1e4
-# Joining a master from its weight and the rest, and splitting it again, parameters a second (measured: 512 Ki in 0.4 ms on one core).
+# Joining a master from its weight and the rest, and splitting it again, parameters a second
+# (measured: 512 Ki in 0.4 ms on one core).
 SPLIT_ELEMENTS_PER_S = 1.3e9
 # Rounding weights that have no masters stochastically, parameters a second.
 ROUNDED_ELEMENTS_PER_S = 7.5e8
@@ -30,19 +35,21 @@ ROUNDED_ELEMENTS_PER_S = 7.5e8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionTime:
-    """Seconds from the step's begin; a transfer ends when its bytes are there: later operations may have begun before."""
+    """Begin and end of an operation, in seconds since the step began. A transfer ends when its
+    bytes have arrived; later operations may have begun before.
+    """
 
     start_s: float
     end_s: float
 
 
 def work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
-    """Seconds of work on the device, one kind after the other."""
+    """Returns the seconds of work on the device, one kind after the other."""
     return _seconds(work, _rates(hardware))
 
 
 def host_work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
-    """The same on the host's cores, beside an accelerator."""
+    """Returns the seconds of work on the host's cores, beside an accelerator."""
     return _seconds(work, _host_rates(hardware))
 
 
@@ -71,7 +78,10 @@ def _seconds(work: Iterable[tuple[WorkKind, float]], rates: Mapping[WorkKind, fl
 
 
 class Clock:
-    """Runs a step on a `Hardware`; without one, only bytes are counted and all seconds are 0. See [Note: the clock]."""
+    """Simulates a step on a `Hardware`; without one, only bytes are counted and all seconds are 0.
+    See
+    [Note: the clock].
+    """
 
     def __init__(self, hardware: Hardware | None) -> None:
         self._hardware = hardware
@@ -88,11 +98,11 @@ class Clock:
         self._done_s: dict[Token, float] = {}
 
     def run(self, step: Step) -> list[ActionTime]:
-        """Times of all operations, in order."""
+        """Returns the times of all operations, in order."""
         return [self._take(operation) for operation in step]
 
     def commit_seconds(self, step: Step) -> float:
-        """Seconds of what is moved behind the last operation, with nothing beside it."""
+        """Returns the seconds of the step's share of a commit, which nothing else runs beside."""
         if self._hardware is None:
             return 0.0
         return sum(t.nbytes / _bytes_per_s(self._hardware, t) for t in step.commit)

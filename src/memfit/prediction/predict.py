@@ -1,6 +1,6 @@
-"""Step + Hardware -> Timeline.
+"""Prediction of a step's timeline, or of its sums alone.
 
-In: `Step`, `Hardware`. Out: `Timeline`.
+In: `Step`, `Hardware`. Out: `Timeline` (`predict`), or its sums (`appraise`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memfit.prediction.clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Appraisal:
-    """The sums of a `Timeline`: predicted peaks by tier and seconds."""
+    """Sums of a `Timeline`: predicted peaks by tier, and seconds."""
 
     peaks: Mapping[Tier, int]
     seconds: float
@@ -30,7 +30,7 @@ class Appraisal:
 
 
 def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
-    """Adds up a step.
+    """Predicts bytes and seconds of a step.
 
     Args:
         step: made by `scheduling.lower`.
@@ -40,7 +40,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         One moment an action; peaks by tier; bytes moved by category; stalls by cause.
 
     Raises:
-        PlanError: a tier that the hardware does not have.
+        PlanError: the step uses a tier that the hardware does not have.
     """
     clock = Clock(hardware)
     times = clock.run(step)
@@ -66,7 +66,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
 
 
 def appraise(step: Step, hardware: Hardware) -> Appraisal:
-    """As `predict`, the sums only: for searches that look at many schedules."""
+    """Predicts the sums only, for searches that look at many schedules."""
     clock = Clock(hardware)
     times = clock.run(step)
     return Appraisal(

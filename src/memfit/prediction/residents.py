@@ -1,4 +1,4 @@
-"""Who is in memory at the peak, by name: what an error message and a report show.
+"""Residents: the holders of memory at the peak by name, as messages and reports show them.
 
 In: `Step`. Out: `Resident`s, largest first, or a table of them.
 """
@@ -15,7 +15,7 @@ from memfit.prediction.bytes import follow_tier, held_at
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Something alive: its category (as in `Timeline`), what it belongs to, its bytes."""
+    """A holder of memory: its category (as in `Timeline`), its owner's name, its bytes."""
 
     category: str
     name: str
@@ -23,9 +23,11 @@ class Resident:
 
 
 def residents_at(step: Step, index: int) -> tuple[Resident, ...]:
-    """Residents of the device while operation `index` is at its highest, largest first. The sum is that operation's `peak_bytes`.
+    """Returns the residents of the device at the peak of operation `index`, largest first. They sum
+    to its `peak_bytes`.
 
-    Activations are named by the call whose forward made them, all microbatches together, where the step was lowered with `is_itemized`.
+    Activations are named by the call whose forward made them, all microbatches together, where the
+    step was lowered with `is_itemized`.
     """
     names, sites = step.names, step.sites
     coming = [(change.category, change.owner) for change in step.operations[index].during]
@@ -37,10 +39,10 @@ def residents_at(step: Step, index: int) -> tuple[Resident, ...]:
 
 
 def _without_debts(held: dict[tuple[str, str], int], coming: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """The same bytes, where what is taken off what was counted too early is taken off that.
+    """Subtracts negative amounts from the owners that were counted too early.
 
-    A backward's gradients count from its begin on, and a change below zero says that they come
-    while its activations go: nobody holds less than nothing.
+    A backward's gradients count from its beginning on, and a negative change corrects that where
+    they are made only while its activations are freed. No owner may be shown with negative bytes.
 
     Args:
         held: bytes by (category, owner).
@@ -58,7 +60,7 @@ def _without_debts(held: dict[tuple[str, str], int], coming: Sequence[tuple[str,
 
 
 def peak_report(step: Step, *, rows: int = 12) -> str:
-    """A table of the largest residents at the predicted device peak."""
+    """Returns a table of the largest residents at the predicted peak of the device."""
     peaks = [b.peak_bytes for b in follow_tier(step)]
     index = max(range(len(peaks)), key=peaks.__getitem__)
     found = residents_at(step, index)
