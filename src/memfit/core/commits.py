@@ -1,7 +1,7 @@
 """Parts of a block that a commit to a store writes: one rule for the price and for what is done.
 
-In: the form of masters, the store's scheme. Out: names of parts, which `scheduling.sizes` turns into
-bytes and `checkpoints.schemes` into regions.
+In: the form of masters, the store's scheme. Out: names of parts, which `scheduling.sizes` turns
+into bytes and `checkpoints.schemes` into regions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def masters_of(plan: Plan) -> Masters:
 
 
 def committed_parts(masters: Masters, *, has_masters: bool, scheme: Scheme = "generations") -> tuple[Part, ...]:
-    """Lists the parts of a block that belong to a commit; those at home in the store are there already.
+    """Lists the parts of a block that belong to a commit; those at home in the store are there
+    already.
 
     Weights are left out where a whole master says them: they are rounded from it again when the run
     goes on. A split master is only what its weight does not say, so both are needed. A journal
