@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.profiling import known as known_module
 from memfit.profiling.blocks import find_blocks
-from memfit.profiling.known import Kind, KnownOperations
+from memfit.profiling.known import Kind, KnownOperations, ResultsOfProcess
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import run_operation
 from memfit.profiling.recorder import TraceRecorder
@@ -141,7 +142,9 @@ def test_what_is_made_from_a_note_is_what_torch_gives(name: str, monkeypatch: py
         kwargs: dict[str, Any],
         tensors: Sequence[Tensor],
     ) -> Any:
-        is_known = key is not None and key in kind.notes
+        is_known = key is not None and (
+            key in kind.notes or known._results.get(known._settings, kind.operator, key) is not None
+        )
         out, facts = plain(known, kind, key, args, kwargs, tensors)
         if is_known or kind.is_view:
             if kind.is_view and all(type(one) is FakeTensor for one in tensors):
@@ -187,9 +190,11 @@ def placed(out: Any) -> Any:
     return out.dtype, out.shape, out.stride(), out.storage_offset(), out.untyped_storage().nbytes()
 
 
-def kinds_of(function: Callable[[Any], Any], *inputs: tuple[torch.dtype, ...]) -> list[Any]:
+def kinds_of(
+    function: Callable[[Any], Any], *inputs: tuple[torch.dtype, ...], results: ResultsOfProcess | None = None
+) -> list[Any]:
     """Dtypes, shapes and strides that a function gives twice for each input, under one table of notes."""
-    known = KnownOperations(Workspaces())
+    known = KnownOperations(Workspaces(), ResultsOfProcess() if results is None else results)
     recorder = TraceRecorder({}, follows_values=True, known=known)
     found: list[Any] = []
     with known.mode, torch.no_grad(), recorder:
@@ -209,6 +214,35 @@ def test_arguments_that_are_equal_and_not_alike_have_notes_of_their_own() -> Non
     once = [(i, *rows), (f, *rows), (i, *rows), (f, *columns), (f, (5, 4), (4, 1)), (i, *rows)]
     half = [(h, shape, stride) for _, shape, stride in once]
     assert found == [*once, *once, *half, *half]
+
+
+def test_later_profiles_make_what_earlier_ones_met_under_the_same_settings_and_only_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+
+    def run(func: Any, args: Any, kwargs: Any, *, is_fake: bool) -> Any:
+        ran.append(str(func))
+        return run_operation(func, args, kwargs, is_fake=is_fake)
+
+    def several(x: Tensor) -> tuple[Tensor, ...]:
+        return x @ x.t(), x.softmax(-1), *torch.var_mean(x, 0), x.add_(1)
+
+    monkeypatch.setattr(known_module, "run_operation", run)
+    results = ResultsOfProcess(most=8)
+    first = kinds_of(several, (torch.float32,), results=results)
+    assert len(ran) > 3
+    ran.clear()
+    assert kinds_of(several, (torch.float32,), results=results) == first
+    assert not ran
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kinds_of(several, (torch.float32,), results=results) == first
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(ran) > 3
+    assert kinds_of(several, (torch.float64,), results=results) != first
+    assert 0 < len(results) <= 8
 
 
 def test_a_tensor_that_is_two_arguments_is_told_from_two_that_are_alike() -> None:

@@ -16,14 +16,16 @@ values, that change how an argument lies over its memory, that write constants o
 nothing else, of operators that are not torch's, and of results that share a new storage. Views are
 made by the code that makes them of tensors with data, without the rest of what fake tensors do. The
 program itself runs whole, layer by layer: nothing is taken from one layer for another but what
-single operations give. The notes of one profile serve its runs and its sizes; they are dropped with
-it, because other shapes have other keys.
+single operations give. Results that are tensors serve every profile of the process, under the same
+settings of torch; the newest some thousands of them are kept, 2 KiB each. What the recorder asks
+besides (memory inside the operation, policies that keep its results) is worked out once a profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from memfit.profiling.traced_trees import operator_tensors
 aten = torch.ops.aten
 _META = torch.device("meta")
 _NAMESPACES = ("aten", "prims", "prim", "mkldnn")
+_MOST_RESULTS = 1 << 12
 _PLAIN = {
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 }  # fmt: skip
@@ -147,14 +150,67 @@ class _Result:
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _Output:
     """Output of an operation: results or plain values, one or (in a container of this type)
     several.
     """
 
     results: tuple[Any, ...]
     container: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Output of an operation, and its facts."""
+
+    output: _Output
     facts: Facts
+
+
+class ResultsOfProcess:
+    """Outputs of operations that earlier profiles of this process have met.
+
+    Memory: about 2 KiB an operation; the older half goes where there are too many.
+
+    Args:
+        most: operations to keep.
+    """
+
+    def __init__(self, most: int = _MOST_RESULTS) -> None:
+        self._most = most
+        # With the operator, which keeps the `id` in the key from being another's.
+        self._outputs: dict[Any, tuple[Any, _Output]] = {}
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def get(self, settings: Any, func: Any, key: Any) -> _Output | None:
+        """The output of an operation, if it was met under these settings of torch."""
+        found = self._outputs.get((settings, id(func), key))
+        return None if found is None else found[1]
+
+    def add(self, settings: Any, func: Any, key: Any, output: _Output) -> None:
+        """Keeps an output. Plain values are left out: they may follow from more than the key."""
+        if not all(type(one) is _Result or one is None for one in output.results):
+            return
+        if len(self._outputs) >= self._most:
+            for old in list(islice(self._outputs, self._most // 2)):
+                self._outputs.pop(old, None)  # another thread that plans may have been first
+        self._outputs[settings, id(func), key] = (func, output)
+
+
+_RESULTS = ResultsOfProcess()
+
+
+def _settings() -> tuple[bool, ...]:
+    """Settings of torch that the shape functions of operations ask for, beside arguments."""
+    return (
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_cudnn_benchmark(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 class KnownOperations:
@@ -162,14 +218,17 @@ class KnownOperations:
 
     Args:
         workspaces: what operations take inside themselves.
+        results: from earlier profiles.
     """
 
-    def __init__(self, workspaces: Workspaces) -> None:
+    def __init__(self, workspaces: Workspaces, results: ResultsOfProcess = _RESULTS) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Torch's own table of results costs more than it saves here, is never emptied, and would
         # grow with each shape.
         self.mode.cache_enabled = False
         self._workspaces = workspaces
+        self._results = results
+        self._settings = _settings()
         self._kinds: dict[int, Kind] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -219,13 +278,22 @@ class KnownOperations:
         """
         note = kind.notes.get(key) if key is not None else None
         if note is not None:
-            return self._made(note, tensors), note.facts
-        out = self._viewed(kind, args, kwargs, tensors) if key is not None and kind.is_view else None
-        if out is None:
-            out = run_operation(kind.operator, args, kwargs, is_fake=True)
-        facts = facts_of(kind.operator, args, kwargs, tensors, out, self._workspaces)
-        if key is not None:
-            self._note(kind, key, tensors, out, facts)
+            return self._made(note.output, tensors), note.facts
+        func = kind.operator
+        output = self._results.get(self._settings, func, key) if key is not None else None
+        if output is not None:
+            out = self._made(output, tensors)
+        else:
+            out = self._viewed(kind, args, kwargs, tensors) if key is not None and kind.is_view else None
+            if out is None:
+                out = run_operation(func, args, kwargs, is_fake=True)
+        facts = facts_of(func, args, kwargs, tensors, out, self._workspaces)
+        if output is None and key is not None:
+            output = self._checked_output(tensors, out)
+            if output is not None:
+                self._results.add(self._settings, func, key, output)
+        if output is not None:
+            kind.notes[key] = _Note(output, facts)
         return out, facts
 
     def _viewed(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
@@ -288,7 +356,8 @@ class KnownOperations:
 
     # -- notes ----------
 
-    def _note(self, kind: Kind, key: Any, tensors: Sequence[torch.Tensor], out: Any, facts: Facts) -> None:
+    def _checked_output(self, tensors: Sequence[torch.Tensor], out: Any) -> _Output | None:
+        """Output of an operation, from which it can be made again; None where it cannot."""
         container = type(out) if type(out) in (tuple, list) else None
         outs = out if container is not None else (out,)
         results = tuple(_result(one, tensors) for one in outs)
@@ -298,15 +367,14 @@ class KnownOperations:
             one is _UNKNOWN or (isinstance(one, _Result) and one.same == one.viewed == -1 and not is_apart)
             for one in results
         ):
-            return
-        note = _Note(results, container, facts)
-        again = self._made(note, tensors)
-        if all(map(_is_alike, again if container is not None else (again,), outs)):
-            kind.notes[key] = note
+            return None
+        output = _Output(results, container)
+        again = self._made(output, tensors)
+        return output if all(map(_is_alike, again if container is not None else (again,), outs)) else None
 
-    def _made(self, note: _Note, tensors: Sequence[torch.Tensor]) -> Any:
-        made = [self._one(result, tensors) for result in note.results]
-        return made[0] if note.container is None else note.container(made)
+    def _made(self, output: _Output, tensors: Sequence[torch.Tensor]) -> Any:
+        made = [self._one(result, tensors) for result in output.results]
+        return made[0] if output.container is None else output.container(made)
 
     def _one(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if type(result) is not _Result:

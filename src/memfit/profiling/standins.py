@@ -196,17 +196,28 @@ def _cached_in(attributes: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _empty(cached: Sequence[Any]) -> None:
-    for function in cached:
-        if _holds_tensors(function, 4):
-            function.cache_clear()
+    if _hold_tensors(cached):
+        for function in cached:
+            if _hold_tensors([function]):
+                function.cache_clear()
 
 
-def _holds_tensors(node: Any, depth: int) -> bool:
-    """A tensor lies in what a cached function has kept: its results, in tuples, lists and dicts."""
-    return any(
-        isinstance(one, torch.Tensor) or (depth > 0 and type(one) in _KEEPING and _holds_tensors(one, depth - 1))
-        for one in gc.get_referents(node)
-    )
+def _hold_tensors(nodes: Sequence[Any]) -> bool:
+    """A tensor lies in what cached functions have kept: their results, in tuples, lists and dicts,
+    four deep.
+
+    All functions at once and by classes, level by level: a process has hundreds of such functions,
+    some with tables of 100,000 entries, and each trace looks twice.
+    """
+    held = gc.get_referents(*nodes)
+    for _ in range(5):
+        kinds = set(map(type, held))
+        if any(issubclass(kind, torch.Tensor) for kind in kinds):
+            return True
+        if kinds.isdisjoint(_KEEPING):
+            return False
+        held = gc.get_referents(*[one for one in held if type(one) in _KEEPING])
+    return False
 
 
 def _holds_same(container: _Container, content: _Container) -> bool:
