@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import Limits
 from memfit.core.tiers import Tier
 from memfit.homes.state_codecs import probe_codecs
+from memfit.job import probing
+from memfit.job.machine import open_machine
 from memfit.job.problem import read_hardware
+from memfit.store import DiskIO, DiskSpeed, probe_disk
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
 MACHINE = Hardware(
@@ -92,3 +97,22 @@ def test_a_field_that_is_missing_and_files_that_are_none_are_told(tmp_path: Path
 
 def test_codecs_are_probed_in_a_plausible_time() -> None:
     assert 1e6 < probe_codecs(torch.device("cpu"), elements=1 << 14, tries=2) < 1e12
+
+
+def test_the_disk_is_probed_with_the_pieces_and_threads_that_homes_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds: list[DiskSpeed] = []
+
+    def probe(*args: Any, **options: Any) -> DiskSpeed:
+        speeds.append(probe_disk(*args, **options))
+        return speeds[-1]
+
+    monkeypatch.setattr(probing, "probe_disk", probe)
+    found = probing.probe(open_machine(torch.device("cpu"), Limits.read(None)), tmp_path / "homes")
+    own = {name: given.default for name, given in inspect.signature(DiskIO).parameters.items()}
+    (trial,) = speeds[0].trials
+    assert own["read_threads"] == own["write_threads"] == trial.threads
+    assert own["piece_bytes"] == trial.piece_bytes
+    link = found.tiers[Tier.DISK].link
+    assert link == Link(read_bytes_per_s=trial.read_bytes_per_s, write_bytes_per_s=trial.write_bytes_per_s)

@@ -22,10 +22,11 @@ from memfit.homes.state_codecs import probe_codecs
 from memfit.job.machine import Machine
 from memfit.optimizers.elsewhere import probe_updates
 from memfit.store import probe_disk
+from memfit.store.io import DEFAULT_PIECE_BYTES, DEFAULT_THREADS
 from memfit.verification.meters import AcceleratorMeter
 
 _HOST = torch.device("cpu")
-_PROBE_DISK_S = 0.6
+_PROBE_DISK_S = 0.3
 _PROBE_FILE_BYTES = 64 * MIB
 _PROBE_SIZE = 768
 # On an accelerator two such matrices take 45 MiB: they are made under the armed limit, inside the
@@ -43,7 +44,7 @@ def probe(
     """Measures what plans are priced with: matrix products and the disk, and what else is asked
     for.
 
-    About a second; rough on a busy machine.
+    Half a second; rough on a busy machine.
 
     The rates of updates are measured beside an accelerator only; where the processor is the device
     they are `Hardware`'s default.
@@ -55,7 +56,14 @@ def probe(
         probes_codecs: decoding and encoding of optimizer states.
     """
     where = disk_directory(directory)
-    speed = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
+    # With the threads and pieces that homes have: what others would reach prices no plan.
+    speed = probe_disk(
+        where,
+        seconds=_PROBE_DISK_S,
+        file_bytes=_PROBE_FILE_BYTES,
+        pieces_bytes=(DEFAULT_PIECE_BYTES,),
+        thread_counts=(DEFAULT_THREADS,),
+    )
     free = shutil.disk_usage(where).free
     accelerator = devices.of(machine.device) if devices.is_accelerator(machine.device) else None
     host: dict[Tier, TierSpec] = {}

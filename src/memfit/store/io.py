@@ -27,6 +27,9 @@ from memfit.store.file_operations import FileHandle
 from memfit.store.memory_ranges import Memory
 from memfit.store.os_errors import store_error
 
+DEFAULT_THREADS = 2
+DEFAULT_PIECE_BYTES = 4 * MIB
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IOTraffic:
@@ -82,9 +85,9 @@ class DiskIO:
     def __init__(
         self,
         *,
-        read_threads: int = 2,
-        write_threads: int = 2,
-        piece_bytes: int = 4 * MIB,
+        read_threads: int = DEFAULT_THREADS,
+        write_threads: int = DEFAULT_THREADS,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
         staging_bytes: int = 1 * MIB,
     ) -> None:
         for threads in (read_threads, write_threads):
