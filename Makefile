@@ -13,6 +13,8 @@ STAMP := $(VENV)/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
+# Bytecode is kept (git ignores it) wherever the environment says otherwise: a hundred tests start interpreters that import all of memfit.
+unexport PYTHONDONTWRITEBYTECODE
 
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
