@@ -131,6 +131,8 @@ class StorageProfile:
             step.
         is_buffer: it is a buffer of the model (then `is_input` too), which all microbatches share:
             it counts once.
+        is_lasting: the program still holds it when the step is over (a module keeps it); from the
+            second step on, one like it exists before the forward and all through the step.
     """
 
     index: int
@@ -145,6 +147,7 @@ class StorageProfile:
     is_unseen: bool = False
     is_input: bool = False
     is_buffer: bool = False
+    is_lasting: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ class StorageRecord:
     writes: int = 0
     is_movable: bool = True
     is_left: bool = False
+    is_made_once: bool = False
     key: int = 0
     holders: int = 1
     let_go_in: int | None = None
@@ -74,6 +75,12 @@ class StorageRecord:
     def is_saved(self) -> bool:
         """Autograd saved it."""
         return bool(self.saved_inside or self.saved_outside)
+
+    @property
+    def is_lasting(self) -> bool:
+        """The program holds it when all is over, as modules keep tables and notes."""
+        is_made = self.role is Role.MADE and not self.is_backward
+        return is_made and self.freed_in is None and not self.freed_in_backward
 
     @property
     def description(self) -> str:

@@ -7,6 +7,7 @@ Out: `TraceProfile`. Pure arithmetic over the log.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,23 @@ def summarize(
         plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
         largest_saved=_largest_saved(step),
     )
+
+
+def note_made_once(step: TraceRecorder, second: TraceRecorder | None) -> None:
+    """Marks tensors that the first forward leaves behind and a second one does not make again
+    (tables of positions).
+
+    Args:
+        step: as `summarize` takes it.
+        second: two forwards, one after the other; None: nothing is marked.
+    """
+    if second is None:
+        return
+    made, again = (
+        Counter(r.cause for r in run.records if r.role is Role.MADE and not r.is_backward) for run in (step, second)
+    )
+    for record in step.records:
+        record.is_made_once = record.is_lasting and again[record.cause] < 2 * made[record.cause]
 
 
 def _call(
@@ -151,7 +169,13 @@ def _forward_range(step: TraceRecorder, segment: int, stop: int) -> _Range:
     lifetimes.
     """
     start = next(s.began for s in step.forward if s.call == segment)
-    return _range(step, start, stop, lambda e, r: _activations(e, r) * (r.segment == segment and not r.is_backward))
+    # What is made once for all steps is among what lies there before a step: see `note_made_once`.
+    return _range(
+        step,
+        start,
+        stop,
+        lambda e, r: _activations(e, r) * (r.segment == segment and not r.is_backward and not r.is_made_once),
+    )
 
 
 def _held_results(step: TraceRecorder, call: CallRecord, saved: Saved) -> HeldResults:
@@ -230,6 +254,7 @@ def _storages(step: TraceRecorder, held: Mapping[int, int]) -> tuple[StorageProf
             is_unseen=bool(_kept_by_function(record)),
             is_input=record.role is Role.INPUT,
             is_buffer=record.role is Role.INPUT and not record.is_batch,
+            is_lasting=record.is_lasting and record.nbytes > _NUMBER_BYTES,
         )
         for index, record in enumerate(chosen)
     )

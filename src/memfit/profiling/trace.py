@@ -38,7 +38,7 @@ from memfit.profiling.blocks import BlockMap
 from memfit.profiling.known import KnownOperations
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import TraceRecorder
-from memfit.profiling.summary import summarize
+from memfit.profiling.summary import note_made_once, summarize
 from memfit.profiling.trace_run import Loss, TraceSetting, run_traced
 from memfit.profiling.traced_trees import contained_tensors
 from memfit.tensors.dense import check_dense
@@ -306,9 +306,11 @@ def _trace_one(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: boo
     forward_only = run_traced(setting, rows, is_fake=is_fake, is_whole=False) if is_twice else None
     step = run_traced(setting, rows, is_fake=is_fake, is_whole=True)
     names = [block.name for block in setting.block_map.blocks]
+    first = step if forward_only is None else forward_only
+    second = _forward_again(setting, rows, first, is_fake=is_fake)
+    note_made_once(step, second)
     profile = summarize(step, forward_only, rows, names)
-    carried = _carried(setting, rows, step if forward_only is None else forward_only, is_fake=is_fake)
-    for run in (forward_only, step):
+    for run in (forward_only, step, second):
         if run is not None:
             run.forget()
     return Traced(
@@ -319,21 +321,28 @@ def _trace_one(setting: TraceSetting, rows: int, *, is_fake: bool, is_twice: boo
         unsplittable_buffers=step.unsplittable_buffers,
         written_weights=step.written_weights,
         shared_weights=step.shared_weights,
-        carried=carried,
+        carried=_carried(first, second),
         viewed_gradients=tuple(sorted(step.viewed_gradients)),
         read_gradients=tuple(step.gradient_reads.found),
     )
 
 
-def _carried(setting: TraceSetting, rows: int, first: TraceRecorder, *, is_fake: bool) -> tuple[str, ...]:
+def _forward_again(setting: TraceSetting, rows: int, first: TraceRecorder, *, is_fake: bool) -> TraceRecorder | None:
+    """Two forwards, one after the other, where the first leaves something on modules; None where it
+    does not.
+    """
+    if not first.changed and not first.replaced:
+        return None
+    return run_traced(setting, rows, is_fake=is_fake, is_whole=False, repeats=True)
+
+
+def _carried(first: TraceRecorder, second: TraceRecorder | None) -> tuple[str, ...]:
     """Names of what a forward leaves on modules that makes the next one another.
 
     See [Note: what one forward leaves to the next] in `carried`.
     """
-    if not first.changed and not first.replaced:
+    if second is None:
         return first.exchanged
-    second = run_traced(setting, rows, is_fake=is_fake, is_whole=False, repeats=True)
-    second.forget()
     return (*first.exchanged, *(name for name in first.changed if name in second.changed), *second.replaced)
 
 

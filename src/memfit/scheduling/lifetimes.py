@@ -13,6 +13,8 @@ A storage is alive from the end of the segment that made it until the last of it
 - a kept call that saved it inside, until its backward; an offloaded call, until its drop, or where it does not leave (`core.leaving`) its backward;
 - a recomputed or selective segment of which it is an argument made before the segment, until the segment's backward;
   with a boundary that leaves, until its drop.
+What the program still holds when the step is over (`is_lasting`) rests, where there is one microbatch at a time: the
+step before has left one like it. In turns each microbatch has its own beside that, to the step's end.
 What is reloaded is a new copy, counted from the reload to the end of the backward, even where the original is alive.
 A segment without a backward lets go with the nearest earlier one that has one.
 """
@@ -149,6 +151,8 @@ class Lifetimes:
         for s in facts.made_in.get(segment, ()):
             if s.index in self.alive:
                 continue  # an illegal schedule, in which the segment runs twice
+            if s.is_lasting and facts.shares_lasting:
+                continue  # it rests: the step before has left one like it
             count = 0
             until = facts.used_until(s)
             if until >= end:
@@ -221,8 +225,10 @@ class Lifetimes:
     def _end(self) -> None:
         self.keepers.clear()
         self.copies.clear()
-        self.alive.clear()
+        # Of microbatches in turns, each keeps what it left on modules until the step is over.
+        self.alive = {index: s for index, s in self.alive.items() if s.is_lasting}
         # Nobody is left to let go of what has died: an illegal schedule may have more events.
         for lists in (self._on_forward, self._on_backward, self._on_drop):
             lists.clear()
-        self.alive_bytes = self.extra_bytes = self.gradient_bytes = 0
+        self.alive_bytes = sum(s.nbytes for s in self.alive.values())
+        self.extra_bytes = self.gradient_bytes = 0

@@ -293,6 +293,8 @@ class _Lowering:
         batch_bytes = profile.buffer_bytes + inputs * self._schedule.microbatches
         if batch_bytes:
             yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
+        if lasting := self._facts.lasting_bytes:
+            yield ByteChange(Tier.DEVICE, "activation", "kept by the program", lasting)
         beside = Tier.DEVICE if is_processor(self._device) else Tier.HOST
         if self._staging_bytes:
             yield ByteChange(beside, "staging", "disk buffers", self._staging_bytes)

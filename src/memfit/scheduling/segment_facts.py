@@ -25,7 +25,7 @@ from __future__ import annotations
 from enum import Enum
 from functools import cached_property
 
-from memfit.core.plan import Plan
+from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile, StorageProfile, TraceProfile
 from memfit.core.shape import StepShape
 
@@ -56,6 +56,9 @@ class SegmentFacts:
         self.plan = plan
         self.shape = shape
         self.storages = tuple(s for s in trace.storages if not s.is_input)
+        self.lasting_bytes = sum(s.nbytes for s in self.storages if s.is_lasting)
+        # In turns, each microbatch has its own beside what the step before has left; else there is one at a time.
+        self.shares_lasting = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
 
     @cached_property
     def segment_of(self) -> tuple[int, ...]:
@@ -174,6 +177,8 @@ class SegmentFacts:
             ]
             if self.used_until(s) >= len(calls) - 1:
                 found.append(END)
+            if s.is_lasting:
+                found = [END]
             if found:
                 release[s.index] = min(found)
         return release
