@@ -555,7 +555,7 @@ SAVED = (
         take="thread.join()",
         put="pass",
         tests=[WAITS + "staging_is_closed_when_all_is_written[late]"],
-        shows=r"is_settled",
+        shows=r"has_ended",
     ),
     Mutation(
         says="saved tensors of a device have no way to the disk",

@@ -115,7 +115,7 @@ def test_staging_is_closed_when_all_is_written(device: torch.device, tmp_path: P
             home = store.home(made.nbytes)
             home.write(0, made.nbytes, made.untyped_storage())
             pieces.close()
-            assert home._written.is_settled  # type: ignore[attr-defined]
+            assert home._written.has_ended  # type: ignore[attr-defined]
 
 
 class Slow:

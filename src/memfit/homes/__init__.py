@@ -1,7 +1,8 @@
-"""Homes: where bytes rest between visits.
+"""Homes: the places where bytes rest between visits.
 
-In: byte ranges of storages. Out: tickets of transfers that have begun. A home knows bytes, not tensors: blocks, gradients and states lay
-their tensors out in it by `core.layout`. `MemoryHome` rests in device or host memory, `DiskHome` in a region of the store.
+In: byte ranges of storages. Out: tickets of transfers that have begun. A home knows bytes, not
+tensors: blocks, gradients and states lay their tensors out in it by `core.layout`. `MemoryHome`
+rests in device or host memory, `DiskHome` in a region of the store.
 """
 
 from memfit.homes.disk import DiskHome

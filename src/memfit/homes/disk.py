@@ -21,18 +21,21 @@ _COPY_BYTES = 4 << 20
 
 
 class DiskHome(ByteHome):
-    """Bytes in a region.
+    """Home in a region of a store.
 
-    Written in place (one slot), or version by version (two slots): then reads give the committed version, writes go to the spare slot, and
-    `complete` makes the spare slot whole before a commit.
+    Written in place (one slot), or version by version (two slots): then reads give the committed
+    version, writes go to the spare slot, and `complete` makes the spare slot whole before a commit.
 
-    Memory: none beyond the store's staging, and where an accelerator computes that of `homes.staging`.
+    Memory: none beyond the store's staging, and where an accelerator computes that of
+    `homes.staging`.
 
     Args:
         region: of an open store.
-        ends: of the tensors in it that have their last page for themselves. What is written up to such an end is written to the end of the page, so
-            that a version has no gaps, and no page is read to be written in part.
-        staging: the way to an accelerator's memory; None: storages of one are copied by whoever waits, through a host buffer of the transfer's size.
+        ends: offsets at which tensors end that share their last page with nothing. A write up to
+            such an end is extended to the end of the page, so that a version has no gaps and no
+            page is read to be written in part.
+        staging: pinned memory on the way to an accelerator; None: the thread that waits copies
+            through a host buffer of the transfer's size.
     """
 
     tier = Tier.DISK
@@ -44,7 +47,8 @@ class DiskHome(ByteHome):
         self._ends = frozenset(ends)
         self._written: list[tuple[int, int]] = []
         self._staging = staging
-        # Of transfers that pass through the staging: where, and whether they write. See [Note: order in staging].
+        # Of transfers that pass through the staging: where, and whether they write. See [Note:
+        # order in staging].
         self._pending: deque[tuple[int, int, bool, Staged]] = deque()
         self._lock = threading.Lock()
 
@@ -55,17 +59,19 @@ class DiskHome(ByteHome):
 
     @property
     def has_versions(self) -> bool:
-        """Versions become current by a commit, whole."""
+        """True: a version becomes current as a whole, by a commit."""
         return self._region.slots == 2
 
     @property
     def has_spare_slot(self) -> bool:
-        """Writes leave alone what reads see. Not between rarer commits: then steps write over each other, and only the commit is kept."""
+        """True if writes do not change what reads see. False between commits that are less frequent
+        than steps: then steps overwrite each other, and only the committed version is kept.
+        """
         return self.has_versions and not self._region.has_advanced
 
     @property
     def is_dirty(self) -> bool:
-        """A new version has been begun since `begin_version`."""
+        """True if a new version has been begun since `begin_version`."""
         return bool(self._written) and self.has_versions
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
@@ -106,7 +112,8 @@ class DiskHome(ByteHome):
         staging = self._staging
         if staging is None and source.device.type != "cpu":
             staged = new_storage(nbytes)
-            # A blocking copy on the current stream: it is ordered behind the kernels that made the bytes.
+            # A blocking copy on the current stream: it is ordered behind the kernels that made the
+            # bytes.
             bytes_view(staged, 0, nbytes).copy_(bytes_view(source, source_offset, nbytes))
             source, source_offset = staged, 0
         if staging is None or source.device.type == "cpu":
@@ -124,11 +131,11 @@ class DiskHome(ByteHome):
     def _stage(
         self, offset: int, nbytes: int, begin: Callable[[Sequence[Staged]], Staged], *, is_write: bool
     ) -> Staged:
-        """Begins a transfer after those of the same bytes that were asked for before it."""
+        """Begins a transfer after earlier ones of the same bytes."""
         # A write that pads reaches to the end of its page.
         start, end = offset, round_up(offset + nbytes, ALIGNMENT_BYTES)
         with self._lock:
-            while self._pending and self._pending[0][-1].is_settled:
+            while self._pending and self._pending[0][-1].has_ended:
                 self._pending.popleft()
             staged = begin(
                 [
@@ -141,16 +148,18 @@ class DiskHome(ByteHome):
         return staged
 
     def _join(self, start: int, end: int) -> None:
-        """Returns when nothing of these bytes is in the staging."""
+        """Waits until no transfer of these bytes is in the staging."""
         with self._lock:
             older = [staged for first, last, _, staged in self._pending if first < end and start < last]
         for staged in older:
             staged.join()
 
     def complete(self) -> None:
-        """Copies what the new version did not write (all of it, if nothing was) from the committed one, so that the spare slot is whole.
+        """Copies what was not written of the new version from the committed one, so that the spare
+        slot is complete.
 
-        Costs one buffer of 4 MiB and reading and writing what was not updated (frozen or unused parameters, alignment).
+        Costs one buffer of 4 MiB and reading and writing what was not updated (frozen or unused
+        parameters, alignment).
         """
         if not self.has_versions or self._region.has_advanced:
             return  # where writes change what reads see, what was not written is there already
@@ -166,7 +175,7 @@ class DiskHome(ByteHome):
                 position += count
 
     def begin_version(self) -> None:
-        """Begins a new version: the last one was committed, or its step failed and is forgotten."""
+        """Begins a new version, after the last one was committed or its step failed."""
         self._written.clear()
 
 

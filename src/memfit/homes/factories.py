@@ -1,10 +1,13 @@
-"""Makers of homes, one a tier, in a table that a job is handed.
+"""Factories of homes, one for each tier, in a table that a job is given.
 
-In: requests, each a region of bytes that a plan lets rest in a tier. Out: homes, and pools of homes for what is offloaded within a step.
+In: requests, each for a region of bytes in a tier. Out: homes, and pools of homes for tensors that
+are offloaded within a step.
 
 [Note: a tier is an entry]
-Who places weights, states and gradients (`engine.housing`) looks a tier up in a table of `HomeFactory`s and knows nothing else about it. Memory and disk are two
-entries (`own_factories`); memory of another machine, or homes that several processes share, are further ones, which a job is handed as `FurtherTier`s.
+The code that places weights, states and gradients (`engine.housing`) looks a tier up in a table of
+`HomeFactory`s and knows nothing else about it. Memory and disk are two entries (`own_factories`);
+memory of another machine, or homes that several processes share, are further entries, which a job
+is given as `FurtherTier`s.
 """
 
 from __future__ import annotations
@@ -39,13 +42,14 @@ class HomeRequest:
     """A home that a plan asks for.
 
     Attributes:
-        region: its name, one a job (`homes.regions`).
+        region: its name, unique in a job (`homes.regions`).
         nbytes: its size.
-        tier: where.
+        tier: its tier.
         tag: "weight", "master", "state" or "gradient".
         ends: offsets at which tensors end that nothing else shares a page with; see `DiskHome`.
         is_updated_on_host: the host's cores update it, wherever it rests, beside an accelerator.
-        is_versioned: a step that fails must leave its bytes as they were, as far as the tier can (two slots on disk).
+        is_versioned: a failed step must leave its bytes unchanged, as far as the tier can (two
+            slots on disk).
     """
 
     region: str
@@ -58,18 +62,18 @@ class HomeRequest:
 
 
 class HomeFactory:
-    """Makes the homes of one tier, for one job. A subclass says how; see [Note: a tier is an entry]."""
+    """Factory of the homes of one tier, for one job; abstract. See [Note: a tier is an entry]."""
 
     def prepare(self, requests: Sequence[HomeRequest], *, offloads: bool) -> None:
-        """Is told of all homes that will be asked for, before the first.
+        """Prepares for all homes that will be requested, before the first is.
 
         Args:
-            requests: in this tier.
-            offloads: saved tensors are offloaded to it, so that `pool` is asked for.
+            requests: requests for this tier.
+            offloads: saved tensors are offloaded to it, so that `pool` will be called.
         """
 
     def home(self, request: HomeRequest) -> ByteHome:
-        """Makes one of the homes that were announced; what it holds is not read before it was written whole."""
+        """Makes one of the prepared homes. Its content is undefined until it was written whole."""
         raise NotImplementedError
 
     def pool(self) -> HomePool:
@@ -77,7 +81,7 @@ class HomeFactory:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """What homes hold now is the first version."""
+        """Declares what homes hold now the first version."""
 
     def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
         """Makes new versions of regions current, all at once; see `RegionStore.publish`."""
@@ -88,11 +92,13 @@ class HomeFactory:
 
     @property
     def bytes_moved(self) -> tuple[BytesByTag, BytesByTag]:
-        """(read, written) bytes since the beginning, by purpose, where the tier counts them."""
+        """Returns (read, written) bytes since the beginning, by purpose, if the tier counts
+        them.
+        """
         return {}, {}
 
     def close(self) -> None:
-        """Ends all transfers and gives everything up. May be repeated."""
+        """Waits for all transfers and releases everything. May be repeated."""
 
 
 FactoryMaker = Callable[[torch.device], HomeFactory]
@@ -100,11 +106,11 @@ FactoryMaker = Callable[[torch.device], HomeFactory]
 
 @dataclass(frozen=True, kw_only=True)
 class FurtherTier:
-    """A tier that memfit does not have by itself, as a job is handed it.
+    """A tier beside memfit's own, as it is given to `fit(tiers=...)`.
 
     Attributes:
         spec: its capacity, and the link between the device and it.
-        make: makes the factory of its homes for a device; once for each plan that a job carries out.
+        make: makes the factory of its homes for a device; called once for each plan of a job.
     """
 
     spec: TierSpec
@@ -117,7 +123,8 @@ class MemoryFactory(HomeFactory):
     Args:
         tier: DEVICE or HOST.
         device: where compute runs.
-        stream: the copy stream, for host memory beside an accelerator, and for memory of one that the host updates.
+        stream: the copy stream, for host memory beside an accelerator, and for device memory that
+            the host updates.
         ledger: a context in which homes are allocated.
     """
 
@@ -159,9 +166,10 @@ class MemoryFactory(HomeFactory):
 
 
 class FileFactory(HomeFactory):
-    """Homes in regions of a store on disk, and a scratch file for what is offloaded.
+    """Homes in regions of a store on disk, and a scratch file for offloaded tensors.
 
-    Regions that the given store has are taken from it; everything else has a working store of the job's own, which is deleted at the end.
+    Regions that the given store has are taken from it; all others lie in a working store of the
+    job's own, which is deleted at the end.
 
     Memory: the disk's staging (1 MiB a worker), and beside an accelerator that of `Staging`.
 
@@ -194,7 +202,7 @@ class FileFactory(HomeFactory):
         """See `HomeFactory`.
 
         Raises:
-            StoreError: no room for the files, or no such directory.
+            StoreError: there is no room for the files, or no such directory.
         """
         regions = {
             r.region: RegionSpec(nbytes=r.nbytes, slots=2 if r.is_versioned else 1, tag=r.tag)
@@ -223,7 +231,8 @@ class FileFactory(HomeFactory):
         regions = self._kept if is_kept else self._working
         assert regions is not None
         home = regions.home(request.region, request.ends, self.staging)
-        # A region of the given store holds zeros until it is filled, and is whole from its first commit on.
+        # A region of the given store holds zeros until it is filled, and is whole from its first
+        # commit on.
         if not is_kept and home.has_spare_slot:
             _blank(home)
         return home
@@ -240,7 +249,7 @@ class FileFactory(HomeFactory):
 
     @property
     def _versions(self) -> RegionStore | None:
-        """The store whose regions have versions: the one that is given, or the job's own."""
+        """The store whose regions have versions: the given one, or the job's own."""
         return self._working if self._kept is None else self._kept
 
     def publish(self, step: int, changed: Sequence[str], *, is_new: bool) -> None:
@@ -265,7 +274,7 @@ class FileFactory(HomeFactory):
         """See `HomeFactory`.
 
         Raises:
-            StoreError: files could not be removed. Everything else is freed even so.
+            StoreError: files could not be removed. All else is released nevertheless.
         """
         with ExitStack() as stack:
             # Backwards: transfers end, then files go.
@@ -289,13 +298,14 @@ def own_factories(
     kept: RegionStore | None = None,
     further: Mapping[Tier, FurtherTier] | None = None,
 ) -> dict[Tier, HomeFactory]:
-    """The table of a job: memory of the device and the host, files, and what it was handed besides.
+    """Returns the table of a job: memory of the device and of the host, files, and further tiers.
 
     Args:
         device: where compute runs.
-        directory: for what rests on disk; None makes a temporary one that is deleted at the end.
-        host_ledger: a context in which host homes are allocated (counts them apart on an emulated device).
-        kept: a store that outlives the job, whose regions are taken where it has them.
+        directory: of homes on disk; None makes a temporary one that is deleted at the end.
+        host_ledger: a context in which host homes are allocated (counts them apart on an emulated
+            device).
+        kept: a store that outlives the job, whose regions are used if it has them.
         further: tiers beside memfit's own, or in place of them.
     """
     stream = sends = None
@@ -311,7 +321,9 @@ def own_factories(
 
 
 def _blank(home: DiskHome) -> None:
-    """Writes zeros, so that a first version is whole. Costs one buffer of 4 MiB and writing the home once."""
+    """Writes zeros, so that a first version is whole. Costs one buffer of 4 MiB and writing the
+    home once.
+    """
     zeros = torch.zeros(min(_BLANK_BYTES, home.nbytes), dtype=torch.uint8).untyped_storage()
     starts = range(0, home.nbytes, _BLANK_BYTES)
     Tickets([home.write(start, min(_BLANK_BYTES, home.nbytes - start), zeros) for start in starts]).wait()

@@ -1,6 +1,7 @@
-"""Factor that the gradients of a step are multiplied with when a block is updated.
+"""Factor by which the gradients of a step are multiplied when a block is updated.
 
-In: loss scales, counts that come late, norms to clip to. Out: one number on the device, and the same on the host.
+In: loss scales, counts that come late, norms to clip to. Out: one number on the device, and the
+same on the host.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import torch
 
 
 class GradientScale:
-    """Product of all that a step's gradients are multiplied with.
+    """Product of all factors of a step's gradients.
 
     Attributes:
-        value: 0-d tensor; None: gradients are used as they are.
+        value: 0-d tensor; None: the factor is 1.
     """
 
     def __init__(self) -> None:
@@ -22,24 +23,24 @@ class GradientScale:
         self._on_host: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def begin_step(self) -> None:
-        """Forgets the last step's."""
+        """Resets the factor to 1."""
         self.value, self.factor = None, 1.0
 
     def multiply(self, factor: float) -> None:
-        """Multiplies gradients with a factor from now on, besides what was said before. Before `clip`."""
+        """Multiplies the factor by another. Must come before `clip`."""
         self.factor *= factor
         self.value = torch.tensor(self.factor)
 
     def unscale(self, scale: float) -> None:
-        """Divides gradients by the loss scale from now on."""
+        """Divides the factor by the loss scale."""
         self.multiply(_inverse(scale))
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
-        """Multiplies gradients with the clip factor from now on, and with what `multiply` and `unscale` said."""
+        """Multiplies the factor by the one that clips gradients of this norm."""
         self.value = clip_factor(norm, max_norm) * self.factor
 
     def at(self, device: torch.device) -> torch.Tensor:
-        """The value where a piece is multiplied with it: a norm that clips was taken on the device."""
+        """Returns the value on a device, which may not be the one where the norm was computed."""
         value = self.value
         assert value is not None
         if device.type != "cpu" or value.device.type == "cpu":
@@ -50,10 +51,12 @@ class GradientScale:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor for gradients of this norm. Source: `torch.nn.utils.clip_grads_with_norm_`."""
+    """Returns the factor that clips gradients of this norm. Source:
+    `torch.nn.utils.clip_grads_with_norm_`.
+    """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _inverse(scale: float) -> float:
-    """As `GradScaler` takes it: in double precision, rounded to fp32."""
+    """Returns the inverse as `GradScaler` computes it: in double precision, rounded to fp32."""
     return float(torch.tensor(1.0 / scale, dtype=torch.float32))

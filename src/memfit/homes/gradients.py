@@ -1,16 +1,18 @@
 """Gradients on their way home.
 
-In: the `.grad` that autograd left on a block's parameters. Out: the step's gradient at its home, in pieces for the update and in norms
-for clipping.
+In: `.grad` of a block's parameters, from autograd. Out: the step's gradient at its home, its pieces
+for the update, and norms for clipping.
 
-Sums are in the order of plain accumulation: each arrival is added to what the home holds (a sum of two floats does not depend on
-which is added to which).
+Sums are in the order of plain accumulation: each arrival is added to what the home holds (a sum of
+two floats does not depend on which is added to which).
 
 [Note: gradients of low-precision weights]
-Autograd makes a gradient in the dtype of the weight it meets, and would add microbatches in that dtype. So where there are masters and several
-microbatches (or a norm is asked for), each microbatch's gradient is taken off its leaf as soon as it is whole (`receive`) and added to a *sum* in the master's
-dtype, piece by piece: no widened copy of a whole gradient is made. Homes hold sums. With one microbatch there is nothing to add: the gradient stays on
-`.grad` in the weight's dtype, and is widened in pieces by the update or on its way home.
+Autograd makes a gradient in the dtype of the weight it meets, and would add microbatches in that
+dtype. So where there are masters and several microbatches (or a norm is asked for), each
+microbatch's gradient is taken off its leaf as soon as it is whole (`receive`) and added to a *sum*
+in the master's dtype, piece by piece: no widened copy of a whole gradient is made. Homes hold sums.
+With one microbatch there is nothing to add: the gradient stays on `.grad` in the weight's dtype,
+and is widened in pieces by the update or on its way home.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from memfit.tensors.trees import typed_view
 
 @dataclass
 class GradientPiece:
-    """A piece of one parameter's gradient, 1-D: where it lies (`ready` is None), or on its way to memory of its own."""
+    """A piece of one parameter's gradient, 1-D: in place (`ready` is None), or on its way to memory
+    of its own.
+    """
 
     slot: ParameterSlot
     values: torch.Tensor
@@ -39,23 +43,26 @@ class GradientPiece:
 
 
 class GradientHomes:
-    """Where each block's gradient rests between its backward and its update.
+    """Gradients of all blocks between their backward and their update.
 
-    Memory: for a block whose gradient goes home, the gradients on the device live until the write is done (at most one block's writes
-    are under way); adding to a home that already holds a part costs one parameter's gradient as staging.
+    Memory: if a block's gradient has a home elsewhere, the gradients on the device live until the
+    write is done (at most one block's writes are under way); adding to a home that already holds a
+    sum costs one parameter's gradient as staging.
 
     Args:
         blocks: all blocks.
         homes: by block index; blocks without an entry keep gradients in `.grad`.
-        keeps_norms: norms of single gradients are taken on the way (for clipping).
+        keeps_norms: norms of single gradients are computed when they leave (for clipping).
         keeps_gradients: device gradients outlive `clear` until the next step, for `read`.
-        keeps_peaks: the largest magnitudes of single gradients are taken on the way (for the check of fp16).
-        adds_apart: gradients come by `here.receive`; see [Note: gradients of low-precision weights].
+        keeps_peaks: the largest magnitudes of single gradients are computed when they leave (for
+            the check of fp16).
+        adds_apart: gradients come by `here.receive`; see [Note: gradients of low-precision
+            weights].
 
     Attributes:
         here: gradients on the device.
-        scaling: what updates multiply gradients with.
-        is_receiving: a step is under way: what arrives on a leaf is a gradient of the step.
+        scaling: factor by which updates multiply gradients.
+        is_receiving: a step is under way, so that a gradient on a leaf belongs to it.
     """
 
     def __init__(
@@ -96,26 +103,29 @@ class GradientHomes:
 
     @property
     def arrived(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are at their homes."""
+        """Returns the names of the parameters whose gradients are at their homes."""
         return tuple(sorted(self._held))
 
     def take_up(self, names: Iterable[str], scale: float | None) -> None:
-        """The gradients of a step that was decided before are at their homes: those of these parameters.
+        """Restores the record of a step that a journal decided: the gradients of these parameters
+        are at their homes.
 
         Args:
-            names: what `arrived` was then.
-            scale: what `scaling.value` was then, or None.
+            names: the result of `arrived` in that step.
+            scale: `scaling.value` in that step, or None.
         """
         self.begin_step()
         self._held.update(names)
         self.scaling.value = None if scale is None else torch.tensor(scale)
 
     def awaits_accumulate(self, block: BlockWeights) -> bool:
-        """A gradient of the block is here that an accumulate would take to its home elsewhere."""
+        """Tells whether a gradient of the block is on the device and an accumulate would move it
+        home.
+        """
         return block.index in self._homes and self.here.has(block)
 
     def accumulate(self, block: BlockWeights) -> None:
-        """Adds the block's gradient into its home and takes it off the device."""
+        """Adds the block's gradient into its home and frees it on the device."""
         home = self._homes.get(block.index)
         if home is None:
             return
@@ -140,13 +150,13 @@ class GradientHomes:
         self._leaving = Tickets(tickets)
 
     def wait(self) -> None:
-        """Returns when every gradient that left is home."""
+        """Waits until every gradient that left is home."""
         if self._leaving is not None:
             leaving, self._leaving = self._leaving, None
             leaving.wait()
 
     def norm(self, order: Sequence[str]) -> torch.Tensor:
-        """The 2-norm over all gradients, as `torch.nn.utils.clip_grad_norm_` computes it.
+        """Computes the 2-norm over all gradients, as `torch.nn.utils.clip_grad_norm_` computes it.
 
         Args:
             order: names of parameters in the model's order.
@@ -166,7 +176,7 @@ class GradientHomes:
         return torch.linalg.vector_norm(torch.stack(found)) * self.scaling.factor if found else torch.tensor(0.0)
 
     def is_finite(self, names: Collection[str]) -> bool:
-        """No gradient of these parameters holds an infinity or a NaN."""
+        """Tells whether no gradient of these parameters holds an infinity or a NaN."""
         self.wait()
         peaks = [peak for name, peak in self._peaks.items() if name in names]
         for block in self._blocks:
@@ -178,11 +188,13 @@ class GradientHomes:
         return not peaks or bool(torch.stack(peaks).isfinite().all())
 
     def has(self, slot: ParameterSlot) -> bool:
-        """The parameter received a gradient in this step."""
+        """Tells whether the parameter got a gradient in this step."""
         return slot.name in self._held or self.here.of(slot) is not None
 
     def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
-        """Begins to bring elements [first, first + count) of a parameter's gradient, in the parameter's memory order, to `finish_piece`."""
+        """Begins to read elements [first, first + count) of a parameter's gradient, in the
+        parameter's memory order, for `finish_piece`.
+        """
         device = block.update_device
         gradient = None if block.updates_on_host else self.here.of(slot)
         if gradient is not None:
@@ -196,7 +208,7 @@ class GradientHomes:
         return GradientPiece(slot, own, home.read(offset, count * size, own.untyped_storage()))
 
     def finish_piece(self, piece: GradientPiece) -> torch.Tensor:
-        """The piece in the master's dtype, unscaled and clipped, when it is here.
+        """Waits for the piece; returns it in the master's dtype, unscaled and clipped.
 
         Gradients in memory are scaled in place: each piece must be asked for once.
         """
@@ -210,7 +222,9 @@ class GradientHomes:
         return piece.values.to(slot.master_dtype).mul_(self.scaling.at(piece.values.device))
 
     def read(self, block: BlockWeights, slot: ParameterSlot) -> torch.Tensor | None:
-        """A copy of a parameter's gradient of the last step, in the master's dtype, clipped if the step clipped; None if it received none. Costs its bytes."""
+        """Returns a copy of a parameter's gradient of the last step, in the master's dtype, clipped
+        if the step clipped; None if it got none. Costs its bytes.
+        """
         gradient = self.here.of(slot)
         if gradient is None and self._kept is not None:
             gradient = self._kept.get(slot.name)
@@ -226,7 +240,7 @@ class GradientHomes:
         return whole if self.scaling.value is None or slot.name in self._clipped else whole.mul_(self.scaling.value)
 
     def clear(self, block: BlockWeights) -> None:
-        """Gives up the block's gradients on the device."""
+        """Frees the block's gradients on the device."""
         for slot in block.slots:
             gradient = self.here.of(slot)
             if self._kept is not None and gradient is not None:
@@ -235,7 +249,9 @@ class GradientHomes:
 
 
 def _add_home(gradient: torch.Tensor, home: ByteHome, slot: ParameterSlot) -> None:
-    """Adds what the home holds to a dense gradient of the master's dtype. Costs a piece of 2 MiB."""
+    """Adds the home's content to a dense gradient of the master's dtype. Costs a piece of 2
+    MiB.
+    """
     flat, size = flat_gradient(gradient), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS]

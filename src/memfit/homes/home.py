@@ -1,4 +1,4 @@
-"""What every home can do."""
+"""Protocol of homes, and handles of their transfers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Tickets:
         self._tickets = tuple(tickets)
 
     def wait(self) -> None:
-        """Waits for all, even if one fails: no transfer may still touch memory that is about to be freed. Then raises the first error."""
+        """Waits for all, even if one fails: no transfer may still touch memory that is about to be
+        freed. Then raises the first error.
+        """
         first: Exception | None = None
         for ticket in self._tickets:
             try:
@@ -68,20 +70,25 @@ class Then:
 
 
 class ByteHome(Protocol):
-    """A range of bytes that rests somewhere: the one protocol for every such place, in any tier. A subclass says how bytes come and go.
+    """Home of a range of bytes: the one protocol for every place outside of a visit, in any tier;
+    abstract.
 
-    `read` and `write` are local: they concern what this process holds, and may be called by one process alone. `visit` brings the whole to where compute runs,
-    and where a home is shared by several processes it takes all of them: what visits must never be what one of them decides for itself.
+    `read` and `write` are local: they concern the bytes that this process holds, and one process
+    may call them alone. `visit` copies the whole to the device. If several processes share a home,
+    `visit` is collective, so that no process may decide on one by itself.
 
     Attributes:
-        tier: where.
-        nbytes: how many.
-        memory: the storage itself where compute can use it in place (device memory; host memory of a CPU), else None.
-        has_spare_slot: writes leave alone what reads see.
-        has_versions: what is written becomes current when it is published, whole.
+        tier: its tier.
+        nbytes: its size.
+        memory: the storage itself if the device can use it in place (device memory; host memory of
+            a CPU), else None.
+        has_spare_slot: writes do not change what reads see.
+        has_versions: writes become current together, when they are published.
         is_dirty: a new version has been begun since `begin_version`.
-        is_stored: its bytes lie in a store's own regions. Of other homes a commit copies the bytes.
-        bytes: the storage that holds all of it, where this process has one; copies of a stream may be under way in it. None: only `read` reaches them.
+        is_stored: its bytes lie in the regions of a store; of other homes a commit copies the
+            bytes.
+        bytes: the storage that holds all of it, if this process has one (copies of a stream may be
+            under way in it); None: only `read` reaches the bytes.
     """
 
     tier: Tier
@@ -98,7 +105,8 @@ class ByteHome(Protocol):
         return False
 
     def memory_at(self, device: torch.device) -> torch.UntypedStorage | None:
-        """The storage itself where the processor of that device can use it in place, else None.
+        """Returns the storage itself if the processor of that device can use it in place, else
+        None.
 
         To the host it may be memory into or from which copies of a stream are still under way.
         """
@@ -106,11 +114,15 @@ class ByteHome(Protocol):
         return None
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """Begins to copy a range of the home into a storage, which must live until the ticket is done."""
+        """Begins to copy a range of the home into a storage, which must live until the ticket is
+        done.
+        """
         ...
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
-        """Begins to copy a range of a storage into the home; the storage must live and stay unchanged until the ticket is done."""
+        """Begins to copy a range of a storage into the home; the storage must live and stay
+        unchanged until the ticket is done.
+        """
         ...
 
     @property
@@ -134,27 +146,33 @@ class ByteHome(Protocol):
         return None
 
     def begin_version(self) -> None:
-        """What is written from now on is a new version."""
+        """Begins a new version, which later writes belong to."""
 
     def complete(self) -> None:
-        """Makes the new version whole, with what was not written of it."""
+        """Completes the new version with the bytes of the current one that were not written."""
 
     def visit(self, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """Begins to bring the whole to where compute runs, into a storage that lives until the transfer was waited for."""
+        """Begins to copy the whole to the device, into a storage that must live until the transfer
+        was waited for.
+        """
         return self.read(0, self.nbytes, into, into_offset)
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sums a parameter's dense gradient over all who share the home, for whom it is added to what rests there: itself, for a home of one process.
+        """Reduces a parameter's dense gradient over all processes that share the home, before it is
+        added to the home's content. With one process the identity.
 
-        Called once an `accumulate` for each parameter that has one, in the block's order, by the thread that computes.
+        Called once in each `accumulate` for each parameter with a gradient, in the block's order,
+        by the computing thread.
         """
         return gradient
 
     def close(self) -> None:
-        """Gives up what it holds. Nothing may use it afterwards."""
+        """Releases what it holds. Nothing may use it afterwards."""
 
 
 def write_tensor(home: ByteHome, offset: int, dense: torch.Tensor) -> TransferHandle:
-    """Begins to copy a dense tensor's bytes, in memory order, into the home from an offset on; see `ByteHome.write`."""
+    """Begins to copy a dense tensor's bytes, in memory order, into the home from an offset on; see
+    `ByteHome.write`.
+    """
     start = int(dense.storage_offset()) * dense.element_size()
     return home.write(offset, dense.numel() * dense.element_size(), dense.untyped_storage(), start)

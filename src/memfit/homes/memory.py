@@ -1,4 +1,4 @@
-"""A home in memory: of the device, or of the host beside it."""
+"""Home in memory of the device, or of the host beside it."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ class CopyTicket:
         self._keep: tuple[torch.UntypedStorage, ...] = keep
 
     def wait(self) -> None:
-        """What is enqueued next on the device's current stream runs after the copy."""
+        """Orders the device's current stream behind the copy."""
         device = self._stream.device  # the copy's own: the thread's current device may be another
         devices.of(device).current_stream(device).wait_event(self._event)
         self._keep = ()
 
     def join(self) -> None:
-        """The host waits until the copy is done."""
+        """Blocks the host until the copy is done."""
         self._event.synchronize()
         self._keep = ()
 
     def __del__(self) -> None:
-        # Dropped before anyone waited: the allocator would give the memory out on the compute stream while the copy is still to come.
+        # Dropped before anyone waited: the allocator would give the memory out on the compute
+        # stream while the copy is still to come.
         for storage in self._keep:
             if devices.is_accelerator(storage.device) and storage.nbytes():
-                # The collector may come while a model is traced: modes that fake operations must not see this one.
+                # The collector may come while a model is traced: modes that fake operations must
+                # not see this one.
                 with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
                     bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
 
 
 class LandingTicket:
-    """A copy from an accelerator that the host is about to read: `wait` returns when the bytes are there.
+    """A copy from an accelerator that the host is about to read: `wait` returns when the bytes are
+    there.
 
     Args:
         copy: what is under way.
@@ -63,15 +66,17 @@ class LandingTicket:
 
 
 class MemoryHome(ByteHome):
-    """Bytes in a storage of their own.
+    """Home in a storage of its own.
 
-    Memory: `nbytes`, of the device, or of the host (pinned in exact size where an accelerator copies from it).
+    Memory: `nbytes` of the device, or of the host (pinned in exact size if an accelerator copies
+    from it).
 
     Args:
         nbytes: size.
         tier: DEVICE or HOST.
         device: where compute runs; decides what DEVICE means and whether host bytes are pinned.
-        stream: the copy stream, for host bytes beside an accelerator, and for bytes of an accelerator that the host reads and writes.
+        stream: the copy stream, for host memory beside an accelerator, and for device memory that
+            the host reads and writes.
     """
 
     def __init__(self, nbytes: int, *, tier: Tier, device: torch.device, stream: torch.Stream | None = None) -> None:
@@ -91,7 +96,7 @@ class MemoryHome(ByteHome):
 
     @property
     def memory(self) -> torch.UntypedStorage | None:
-        """The storage where compute can use it in place."""
+        """The storage if the device can use it in place, else None."""
         return self._storage if updates_in_place(self.tier, self._device.type) else None
 
     def memory_at(self, device: torch.device) -> torch.UntypedStorage | None:
@@ -100,14 +105,17 @@ class MemoryHome(ByteHome):
 
     @property
     def bytes(self) -> torch.UntypedStorage:
-        """The storage, wherever it lies. Of a host home beside an accelerator, copies may be under way: wait for the device first."""
+        """The storage, in any memory. Copies from and to host memory beside an accelerator may be
+        under way: wait for the device first.
+        """
         return self._storage
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
         to, source = bytes_view(into, into_offset, nbytes), bytes_view(self._storage, offset, nbytes)
         if self._is_beside and to.device.type == "cpu":
-            # Between two places of the host: when it is waited for, since a copy of the stream into the home may be under way until then.
+            # Between two places of the host: when it is waited for, since a copy of the stream into
+            # the home may be under way until then.
             return Then(DONE, partial(to.copy_, source))
         copy = self._copy(to, source)
         return LandingTicket(copy) if isinstance(copy, CopyTicket) and to.device.type == "cpu" else copy
@@ -120,19 +128,21 @@ class MemoryHome(ByteHome):
         if self._stream is None:
             to.copy_(source)
             return DONE
-        # The copy must see what compute has written into `source`, and must not overwrite `to` while earlier kernels still use the
-        # memory: both are enqueued on the current stream, so the copy stream first waits for it.
+        # The copy must see what compute has written into `source`, and must not overwrite `to`
+        # while earlier kernels still use the memory: both are enqueued on the current stream, so
+        # the copy stream first waits for it.
         device = devices.of(self._device)
         self._stream.wait_stream(device.current_stream(self._stream.device))
         with device.on(self._stream):
             to.copy_(source, non_blocking=True)
             event = self._stream.record_event()
-        # The ticket keeps both storages alive until the compute stream is ordered behind the copy: the caching allocator, which knows only
-        # the compute stream, cannot hand the memory out before.
+        # The ticket keeps both storages alive until the compute stream is ordered behind the copy:
+        # the caching allocator, which knows only the compute stream, cannot hand the memory out
+        # before.
         return CopyTicket(self._stream, event, to.untyped_storage(), source.untyped_storage())
 
     def close(self) -> None:
-        """Unpins; the bytes die with the object."""
+        """Unpins the memory; the bytes are freed with the object."""
         if self._is_pinned:
             device = devices.of(self._device)
             device.synchronize(self._device)  # copies from and to these pages may be under way

@@ -1,6 +1,7 @@
-"""Homes of storages that leave the device within a step: host memory that is used again, or a scratch file.
+"""Homes of storages that leave the device within a step: reused host memory, or a scratch file.
 
-In: storages of a device. Out: `HomePool`s, which make their homes, and `OffloadedStorage`, one storage at home: for saved tensors and for caches.
+In: storages of a device. Out: `HomePool`s, which make their homes, and `OffloadedStorage`, one
+storage at home: for saved tensors and for caches.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from memfit.store import Extent, Memory, ScratchFile, memory_of_storage
 
 
 class HomePool(Protocol):
-    """Makes homes for whole storages. Calls may come from any thread."""
+    """Pool that makes homes for whole storages; abstract. Calls may come from any thread."""
 
     def home(self, nbytes: int) -> ByteHome:
-        """Makes a home of that size, which is written whole, once, and read whole.
+        """Makes a home of that size, which is written once, whole, and read whole.
 
-        `ByteHome.close` gives its room back; it is called once, perhaps from a finalizer and before a transfer has ended: it must not raise or block.
+        `ByteHome.close` returns its room. It is called once, perhaps from a finalizer and before a
+        transfer has ended: it must not raise or block.
         """
         ...
 
 
 class OffloadedStorage:
-    """A whole storage on its way to a home, or there.
+    """Offloaded storage: on its way to a home, or there.
 
     Args:
         pool: makes the home.
@@ -51,31 +53,35 @@ class OffloadedStorage:
             raise
 
     def wait(self) -> None:
-        """Returns when the storage that was given may be given up. May be repeated."""
+        """Waits until the given storage may be freed. May be repeated."""
         self._written.wait()
 
     def begin_read(self, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """Begins to read into a storage from a byte on; it lives until the transfer was waited for. Comes after the write."""
+        """Begins to read into a storage at an offset; the storage must live until the transfer was
+        waited for. Ordered after the write.
+        """
         return self._home.visit(into, into_offset)
 
     def free(self) -> None:
-        """Gives the room back. Called once, perhaps from a finalizer: neither raises nor blocks."""
+        """Returns the room. Called once, perhaps from a finalizer: neither raises nor blocks."""
         self._home.close()
 
 
 class HostPool:
-    """Host memory beside the device: pinned beside an accelerator, plain for an emulated device on the CPU.
+    """Host memory beside the device: pinned beside an accelerator, plain for an emulated device on
+    the CPU.
 
-    Memory: the largest sum of storages that ever rested here at once, in buffers of their exact sizes. Buffers are used again for
-    storages of the same size (steps repeat their sizes, and pinning is slow); spare ones go where another size needs the room.
+    Memory: the largest sum of storages that were here at once, in buffers of their exact sizes.
+    Buffers are reused for storages of the same size (steps repeat their sizes, and pinning is
+    slow); spare ones are freed if another size needs the room.
 
     Args:
-        device: whose storages come.
+        device: device of the storages.
         stream: copy stream of an accelerator; copies to and from the host are in order on it.
         ledger: a context in which buffers are allocated (counts them apart on an emulated device).
 
     Attributes:
-        live_bytes, peak_bytes: held by storages now, and at most so far.
+        live_bytes, peak_bytes: bytes of storages that are here now, and at most so far.
         reserved_bytes: in buffers, spare ones included; never more than `peak_bytes`.
     """
 
@@ -99,8 +105,9 @@ class HostPool:
     def home(self, nbytes: int) -> ByteHome:
         """See `HomePool`.
 
-        On an accelerator the wait for a write orders the current stream behind the copy and the host does not block: the caching allocator hands the
-            storage's memory out to later work of that stream only. Reads come after the write: both are on the copy stream.
+        On an accelerator the wait for a write orders the current stream behind the copy, and the
+        host does not block: the caching allocator hands the storage's memory out to later work of
+        that stream only. Reads are ordered after the write: both are on the copy stream.
         """
         with self._lock:
             self.live_bytes += nbytes
@@ -115,14 +122,16 @@ class HostPool:
         return _PooledHome(home, self._take_back)
 
     def _take_back(self, home: MemoryHome) -> None:
-        """A home may be filled again at once: that copy comes later on the same stream."""
+        """Takes a home back, which may be filled again at once: that copy comes later on the same
+        stream.
+        """
         # Reentrant, because a finalizer may run while this thread holds the lock.
         with self._lock:
             self._spare.setdefault(home.nbytes, []).append(home)
             self.live_bytes -= home.nbytes
 
     def close(self) -> None:
-        """Gives back all buffers that no storage holds."""
+        """Frees all buffers that no storage uses."""
         with self._lock:
             while self._spare:
                 self._close_one()
@@ -144,7 +153,7 @@ class HostPool:
 
 
 class _PooledHome(ByteHome):
-    """A home that goes back to its pool."""
+    """A home that returns to its pool."""
 
     def __init__(self, home: MemoryHome, give_back: Callable[[MemoryHome], None]) -> None:
         self.tier, self.nbytes = home.tier, home.nbytes
@@ -165,12 +174,12 @@ class _PooledHome(ByteHome):
 
 
 class ScratchPool:
-    """A scratch file.
+    """Pool in a scratch file.
 
     Args:
-        scratch: whoever made it closes it, after the staging.
-        staging: the way from a device that the disk cannot reach, shared with homes on disk; None: the processor addresses the storages. Whoever made it
-            closes it.
+        scratch: the file; its maker closes it, after the staging.
+        staging: pinned memory on the way from an accelerator, shared with homes on disk; None: the
+            processor addresses the storages. Its maker closes it.
     """
 
     def __init__(self, scratch: ScratchFile, staging: Staging | None = None) -> None:
@@ -213,7 +222,7 @@ class _ScratchHome(ByteHome):
 
 
 class _StagedScratchHome(_ScratchHome):
-    """The same for a device that the disk cannot reach: by way of the staging, piece by piece."""
+    """The same for an accelerator: through the staging, piece by piece."""
 
     def __init__(self, scratch: ScratchFile, nbytes: int, staging: Staging) -> None:
         super().__init__(scratch, nbytes)
@@ -232,7 +241,9 @@ class _StagedScratchHome(_ScratchHome):
         return self._staging.bring(read, nbytes, into, into_offset, after=[written])
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
-        """See `ByteHome.write`: the whole, once. It is waited for until the bytes are in host memory; `read` tells whether they reached the disk."""
+        """See `ByteHome.write`: the whole, once. It is waited for until the bytes are in host
+        memory; `read` tells whether they reached the disk.
+        """
         assert (offset, nbytes) == (0, self.nbytes) and self._written is None
         scratch, extents = self._scratch, self._extents
 
@@ -247,11 +258,11 @@ class _StagedScratchHome(_ScratchHome):
         """See `HomePool.home`. Pieces that were not begun yet get their room first."""
         extents, written = self._extents, self._written
         if written is not None:
-            written.call_when_settled(lambda: [extent.give_back() for extent in extents.values()])
+            written.call_when_ended(lambda: [extent.give_back() for extent in extents.values()])
 
 
 class _Left:
-    """A transfer that is waited for until its bytes have left the device."""
+    """Handle whose wait ends when the bytes have left the device."""
 
     __slots__ = ("_staged",)
 
@@ -259,5 +270,5 @@ class _Left:
         self._staged = staged
 
     def wait(self) -> None:
-        """Returns when the storage may be given up."""
+        """Waits until the storage may be freed."""
         self._staged.wait_until_left()

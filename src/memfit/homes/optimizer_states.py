@@ -1,10 +1,12 @@
 """Optimizer states at home.
 
-In: the layout that an optimizer gives to each parameter's state. Out: pieces of it in memory for an update, and back home after.
+In: the layout of each parameter's state in the optimizer. Out: pieces of it in memory for an
+update, and their way back home.
 
-Tensors of a parameter's size (momentum) and of other sizes (row factors) lie in one byte range a block; single numbers (step counts) are few
-and stay in memory. Where the plan says so, running means rest in fewer bits (`core.states`, [Note: state formats]): they are decoded when a piece is asked
-for its values and encoded when it is written; homes see bytes.
+Tensors of a parameter's size (momentum) and of other sizes (row factors) lie in one byte range for
+each block; single numbers (step counts) stay in memory. If the plan says so, running means are
+stored in fewer bits (`core.state_formats`, [Note: state formats]): they are decoded when a piece's
+values are read and encoded when it is written; homes see bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from memfit.tensors.trees import new_storage, typed_view
 
 @dataclass(frozen=True, kw_only=True)
 class StateSlot:
-    """Where one state tensor of one parameter lies in its block's state range, and in which form (None: as it is)."""
+    """Place of one state tensor of a parameter in its block's state range, and its format (None:
+    not encoded).
+    """
 
     key: str
     dtype: torch.dtype
@@ -39,7 +43,9 @@ class StateSlot:
     codec: StateCodec | None = None
 
     def span(self, first: int, count: int) -> tuple[int, int]:
-        """Offset and bytes, in the range, of elements [first, first + count); first begins a record."""
+        """Returns offset and bytes, in the range, of elements [first, first + count); `first` must
+        begin a record.
+        """
         if self.codec is not None:
             return self.offset_bytes + self.codec.records.offset(first), self.codec.records.size(count)
         return self.offset_bytes + first * self.dtype.itemsize, count * self.dtype.itemsize
@@ -47,11 +53,11 @@ class StateSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class StateRest:
-    """How a run's states rest.
+    """Formats of a run's states at home.
 
     Attributes:
-        format: of those that may be encoded.
-        kept: names of parameters whose states are kept as they are (weights of embeddings).
+        format: format of the states that may be encoded.
+        kept: names of parameters whose states are not encoded (weights of embeddings).
         noise: for stochastic rounding.
     """
 
@@ -60,14 +66,14 @@ class StateRest:
     noise: RoundingNoise
 
     def moment(self, name: str, tensor: StateTensor, layout: Sequence[StateTensor]) -> StateMoment | None:
-        """What a state of a parameter is a mean of, if it is encoded."""
+        """Returns the quantity whose mean a state of a parameter is; None if it is not encoded."""
         return encoded_moment(self.format, self.kept, name, tensor, layout)
 
 
 def encoded_moment(
     chosen: StateFormat, kept: Collection[str], name: str, tensor: StateTensor, layout: Sequence[StateTensor]
 ) -> StateMoment | None:
-    """What a state is a mean of, if the format encodes it; None if it is kept as it is."""
+    """Returns the quantity whose mean a state is; None if the format does not encode it."""
     if chosen is StateFormat.GIVEN or name in kept or tensor.shape_kind != "like":
         return None
     keys = [t.key for t in layout]
@@ -76,12 +82,12 @@ def encoded_moment(
 
 @dataclass(frozen=True, kw_only=True)
 class StoredStates:
-    """A parameter's states as they rest.
+    """Sizes of a parameter's states at home.
 
     Attributes:
-        nbytes: of their elements, as they move.
-        home_bytes: that they take at home, each on pages of its own.
-        encoded: elements of them that are encoded.
+        nbytes: bytes of their elements, as they are moved.
+        home_bytes: bytes at home, each state on pages of its own.
+        encoded: number of encoded elements.
     """
 
     nbytes: int
@@ -90,7 +96,7 @@ class StoredStates:
 
 
 def stored_states(chosen: StateFormat, kept: Collection[str], name: str, layout: Sequence[StateTensor]) -> StoredStates:
-    """A parameter's states in a format, without their values."""
+    """Returns the sizes of a parameter's states in a format."""
     sizes: list[int] = []
     encoded = 0
     for tensor in layout:
@@ -105,7 +111,9 @@ def stored_states(chosen: StateFormat, kept: Collection[str], name: str, layout:
 
 
 def embedding_names(model: torch.nn.Module) -> frozenset[str]:
-    """Parameters that an embedding reads rows of: their states are kept as they are."""
+    """Returns the names of parameters that embeddings read rows of, whose states are not
+    encoded.
+    """
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     owned = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     return frozenset(name for name, p in model.named_parameters() if id(p) in owned)
@@ -119,7 +127,7 @@ class BlockStates:
     Args:
         block: its weights.
         layout: by parameter name, the tensors of its state ("scalar" ones are kept in memory).
-        rest: how they rest.
+        rest: formats of the states.
     """
 
     def __init__(
@@ -154,21 +162,24 @@ class BlockStates:
 
     @property
     def ends(self) -> list[int]:
-        """Where each tensor ends at home; the next one begins on another page."""
+        """Returns the offset at which each tensor ends at home; the next one begins on another
+        page.
+        """
         return [sum(state.span(0, state.numel)) for states in self.slots.values() for state in states]
 
     def exists(self, name: str) -> bool:
-        """The parameter has been updated (or came with a state)."""
+        """Tells whether the parameter has states: it has been updated, or came with them."""
         return name in self.numbers
 
     def begin_read(self, slot: ParameterSlot, first: int, count: int, device: torch.device | None = None) -> StatePiece:
-        """Begins to bring elements [first, first + count) of each weight-like state tensor, and other tensors whole.
+        """Begins to read elements [first, first + count) of each state tensor of the weight's size,
+        and other tensors whole.
 
         Args:
             slot: the parameter's.
             first: element.
             count: of elements.
-            device: to which; None: that of the weights.
+            device: destination; None: the weights' device.
         """
         device = slot.parameter.device if device is None else device
         tensors: dict[str, torch.Tensor] = {}
@@ -183,7 +194,7 @@ class BlockStates:
     def _bring(
         self, state: StateSlot, first: int, count: int, device: torch.device
     ) -> tuple[torch.Tensor, TransferHandle]:
-        """What is at home of a state tensor: its values, or their records as uint8."""
+        """Begins to read a range of a state tensor: its values, or their records as uint8."""
         assert self.home is not None
         offset, nbytes, dtype, shape = _range(state, first, count)
         if (resting := self.home.memory_at(device)) is not None:
@@ -199,14 +210,15 @@ class BlockStates:
         values: Mapping[str, Any],
         device: torch.device | None = None,
     ) -> list[TransferHandle]:
-        """Begins to take a piece of a parameter's state home. Tensors that already lie there (memory homes) are not copied.
+        """Begins to write a piece of a parameter's state home. Tensors that already lie there
+        (memory homes) are not copied.
 
         Args:
             slot: the parameter's.
             first: element.
             count: of elements.
-            values: by state.
-            device: where they were made; None: that of the weights.
+            values: tensors by state.
+            device: device of the values; None: the weights' device.
         """
         device = slot.parameter.device if device is None else device
         tickets: list[TransferHandle] = []
@@ -232,12 +244,14 @@ class BlockStates:
         return tickets
 
     def keep_numbers(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
-        """Remembers the numbers of a parameter's state (after its last piece)."""
+        """Stores the numbers of a parameter's state (after its last piece)."""
         placed = {state.key for state in self.slots[slot.name]}
         self.numbers[slot.name] = {key: value for key, value in values.items() if key not in placed}
 
     def gather(self, slot: ParameterSlot) -> dict[str, Any]:
-        """The parameter's state as the optimizer would hold it, in memory of its own. Empty before its first update."""
+        """Returns the parameter's state as the optimizer would hold it, in memory of its own. Empty
+        before its first update.
+        """
         if not self.exists(slot.name):
             return {}
         piece = self.begin_read(slot, 0, slot.numel)
@@ -257,7 +271,7 @@ class BlockStates:
         return values
 
     def put(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
-        """Takes a whole state (as `gather` gives it) home."""
+        """Writes a whole state (as `gather` returns it) home."""
         if not values:
             self.numbers.pop(slot.name, None)
             return
@@ -277,7 +291,7 @@ class BlockStates:
 
 @dataclass
 class StatePiece:
-    """A piece of one parameter's state that is on its way or here; `tensors` as they lie at home."""
+    """A piece of one parameter's state that is being read; `tensors` as they lie at home."""
 
     states: BlockStates
     slot: ParameterSlot
@@ -287,7 +301,9 @@ class StatePiece:
     ready: TransferHandle
 
     def values(self) -> dict[str, torch.Tensor]:
-        """The states' values, once `ready`: encoded ones decoded, in memory of their own; the others as they lie."""
+        """Returns the states' values, once `ready`: encoded ones decoded, in memory of their own;
+        others in place.
+        """
         codecs = {state.key: state.codec for state in self.states.slots[self.slot.name]}
         return {
             key: tensor if (codec := codecs[key]) is None else codec.decode(tensor, self.count)
@@ -296,13 +312,14 @@ class StatePiece:
 
 
 class DecodedState(ByteHome):
-    """The home of one encoded state tensor, read as if fp32 values rested there: what is saved is what the optimizer would hold.
+    """Home of one encoded state tensor, read as fp32 values, so that saves hold what the optimizer
+    would.
 
-    Memory: per read, the records and the values of what is asked for.
+    Memory: during a read, its records and values.
 
     Args:
-        home: of the block's states.
-        state: an encoded one.
+        home: home of the block's states.
+        state: an encoded state.
     """
 
     tier = Tier.DEVICE
@@ -313,7 +330,7 @@ class DecodedState(ByteHome):
         self._state = state
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """See `ByteHome.read`; the values are there on return."""
+        """See `ByteHome.read`; complete on return."""
         state, size = self._state, self._state.dtype.itemsize
         assert state.codec is not None
         first, count = offset // size, nbytes // size
@@ -326,12 +343,15 @@ class DecodedState(ByteHome):
         return DONE
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
-        """Not here: states are written through `BlockStates`."""
+        """Not supported: states are written through `BlockStates`."""
         raise NotImplementedError("an encoded state is written through BlockStates")
 
 
 def _range(state: StateSlot, first: int, count: int) -> tuple[int, int, torch.dtype, tuple[int, ...]]:
-    """Offset and bytes at home of a piece of a state tensor, and as what they are moved: encoded ones as bytes, others than the weight's size whole."""
+    """Returns offset and bytes of a piece of a state tensor at home, and the dtype that they are
+    moved as. Encoded ones are moved as bytes; tensors of other sizes than the weight's are moved
+    whole.
+    """
     if not state.is_like_weight:
         return state.offset_bytes, state.numel * state.dtype.itemsize, state.dtype, state.shape
     offset, nbytes = state.span(first, count)

@@ -1,6 +1,6 @@
 """Pinned host memory for updates on the host of weights that live on the device.
 
-In: sizes of pieces. Out: storages, each again when its last copy is done.
+In: sizes of pieces. Out: storages, each reused when its last copy is done.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from memfit.tensors.trees import new_storage
 
 @dataclass
 class RingPiece:
-    """One storage, and the copy that used it last."""
+    """A storage, and the copy that used it last."""
 
     storage: torch.UntypedStorage
     busy: CopyTicket | None = None
 
 
 class PinnedRing:
-    """A ring of `MOVED_PIECES` storages, for one thread: a new weight leaves from one, the update works in the next, and a third is filled.
+    """A ring of `MOVED_PIECES` storages, for one thread: a new weight leaves from one, the update
+    works in the next, and a third is filled.
 
-    Memory: host, as many times the largest piece that was asked for, from the first on to `close`.
+    Memory: host, `MOVED_PIECES` times the largest piece so far, from the first `take` to `close`.
 
     Args:
-        device: an accelerator, which copies to and from them.
+        device: the accelerator that copies to and from them.
         ledger: a context in which they are allocated.
     """
 
@@ -50,14 +51,17 @@ class PinnedRing:
         return sum(piece.storage.nbytes() for piece in self._ring)
 
     def take(self, nbytes: int) -> RingPiece:
-        """The next piece, of that many bytes at least; waits until the copy that used it last is done."""
+        """Returns the next piece, of at least that many bytes; waits until the copy that used it
+        last is done.
+        """
         if len(self._ring) < MOVED_PIECES:
             self._ring.append(RingPiece(self._made(nbytes)))
             return self._ring[-1]
         piece = self._ring[self._next]
         self._next = (self._next + 1) % MOVED_PIECES
         if piece.busy is not None:
-            # The stream may read these bytes for an older weight still, or fill them for an update that was given up.
+            # The stream may read these bytes for an older weight still, or fill them for an update
+            # that was given up.
             piece.busy.join()
             piece.busy = None
         if piece.storage.nbytes() < nbytes:

@@ -1,7 +1,8 @@
-"""Regions on disk that homes are made from, and when what was written to them becomes current.
+"""Regions on disk that homes are made from, and the publishing of their versions.
 
-In: names and sizes of regions. Out: `RegionStore`, what all homes of a job ask for regions; `WorkingStore`, one that is
-deleted with the job. A store that outlives the job is another `RegionStore` (`checkpoints.run_store`).
+In: names and sizes of regions. Out: `RegionStore`, the protocol; `WorkingStore`, a store that is
+deleted with the job. A store that outlives the job is another `RegionStore`
+(`checkpoints.run_store`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def updated_regions(block: str) -> tuple[str, ...]:
 
 
 class RegionStore(Protocol):
-    """Regions on disk, in versions: what is written to a home with two slots is read once it is published.
+    """Regions on disk with versions: reads of a home with two slots see a write once it is
+    published.
 
     Attributes:
-        directory: where it lies.
+        directory: of its files.
         io: the disk's threads.
     """
 
@@ -63,30 +65,31 @@ class RegionStore(Protocol):
         """Makes the new versions of regions current, all at once.
 
         Args:
-            step: that they belong to.
-            changed: names of regions whose spare slot is whole.
+            step: number of the step that they belong to.
+            changed: names of regions whose spare slot is complete.
             is_new: a step has ended; else they were written between two steps.
 
         Raises:
-            StoreError: the disk; reads see what they saw.
+            StoreError: the disk failed; reads see the previous version.
         """
         ...
 
     def published_since(self, step: int) -> int | None:
-        """Returns the step of a version that became current although whoever published it did not hear of it, else None.
+        """Returns the step of a version that was published although the call failed, else None.
 
         Args:
-            step: the last one that was heard of.
+            step: the last one known to be published.
         """
         ...
 
 
 class WorkingStore:
-    """A store of one job, deleted by `close`. Nothing in it survives a power cut: it has no commit to go back to.
+    """Store of one job, deleted by `close`. Nothing in it survives a power cut, since it has no
+    commits.
 
     Args:
-        directory: to be made.
-        regions: what it holds.
+        directory: is made.
+        regions: sizes and names of its regions.
         io: the disk's threads.
     """
 

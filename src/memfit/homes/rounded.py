@@ -3,10 +3,13 @@
 In: a block's bf16 weights. Out: a home of fp32 masters that holds nothing of its own.
 
 [Note: weights without masters]
-An update reads the bf16 weight as its master, changes that in fp32 with the user's own optimizer, and rounds the result stochastically back to bf16
-(`tensors.noise`). An update smaller than half a unit of the weight, which nearest rounding would lose every time, is then kept on average: the expected weight
-is the fp32 one, and a step adds noise of at most a unit (2^-8 to 2^-7 of the weight). Two bytes a parameter rest in place of six. Source: Gupta et al. 2015,
-"Deep Learning with Limited Numerical Precision", section 3; Zamirai et al. 2020, "Revisiting BFloat16 Training", section 4.
+An update reads the bf16 weight as its master, changes that in fp32 with the user's own optimizer,
+and rounds the result stochastically back to bf16 (`tensors.noise`). An update smaller than half a
+unit of the weight, which nearest rounding would lose every time, is then kept on average: the
+expected weight is the fp32 one, and a step adds noise of at most a unit (2^-8 to 2^-7 of the
+weight). Two bytes a parameter rest in place of six. Source: Gupta et al. 2015, "Deep Learning with
+Limited Numerical Precision", section 3; Zamirai et al. 2020, "Revisiting BFloat16 Training",
+section 4.
 """
 
 from __future__ import annotations
@@ -22,15 +25,18 @@ from memfit.tensors.trees import new_storage, typed_view
 
 
 class RoundedMasters(ByteHome):
-    """A home of masters to those who read and write it; what it gives are the weights, widened, and what is written to it rests nowhere.
+    """Home of masters without bytes of its own: reads return the weights, widened, and writes are
+    dropped.
 
-    The weight is taken from the block, where it visits, or from the weights' home. Whoever writes here writes the rounded weight there, as
-    `homes.weights`, [Note: masters], says of every writer.
+    The weight is read from the block during a visit, else from the weights' home. A writer writes
+    the rounded weight there as well, as `homes.weights`, [Note: masters], requires of every
+    writer.
 
-    Memory: while it is read, pieces of 512 Ki elements of 2 bytes where the weights lie elsewhere than what they are read into.
+    Memory: during a read, pieces of 512 Ki elements of 2 bytes if the weights are in another memory
+    than the destination.
 
     Args:
-        block: its weights.
+        block: the block.
         weights: their home.
     """
 
@@ -48,7 +54,7 @@ class RoundedMasters(ByteHome):
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
         tickets: list[TransferHandle] = []
-        here = self._block.settled_storage
+        here = self._block.arrived_storage
         if here is not None and here.device.type != into.device.type:
             here = None  # the host updates: what visits the device is not its to read
         at_home = self._weights.memory_at(into.device)
@@ -71,5 +77,5 @@ class RoundedMasters(ByteHome):
         return Tickets(tickets) if tickets else DONE
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
-        """Nothing to do: the weights are the writer's to write."""
+        """Does nothing: the writer writes the weights."""
         return DONE

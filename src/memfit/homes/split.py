@@ -1,13 +1,17 @@
-"""Masters without a second copy of what the weight says already.
+"""Split masters: the low bits of fp32 masters beside bf16 weights.
 
-In: a block's bf16 weights and a home for the rest. Out: a home of fp32 masters that holds 17 bits a parameter beside the weight's 16.
+In: a block's bf16 weights and a home for the low bits. Out: a home of fp32 masters that holds 17
+bits an element beside the weight's 16.
 
 [Note: sixteen bits and one]
-The weight is its master rounded to bf16 (to nearest, ties to even), so the master's bits, read as an integer, lie at most half a unit of the weight away from
-it: `master = (weight << 16) + d` with -32768 <= d <= 32767, or d = +32768 where a tie was rounded down to an even weight. (The sum carries into the exponent as
-rounding does: this holds across powers of two, for subnormals, at infinity and on both sides of zero.) Those are 65,537 values for an even weight, so that no
-scheme can do with 16 bits. d is kept as a signed 16-bit *difference*, and +32768 as -32768 with a *mark*, a bit of its own, packed eight to a byte. Marks are
-rare (one in 131,072 for random digits). Only the payload of a NaN is lost; it stays a NaN.
+The weight is its master rounded to bf16 (to nearest, ties to even), so the master's bits, read as
+an integer, lie at most half a unit of the weight away from it: `master = (weight << 16) + d` with
+-32768 <= d <= 32767, or d = +32768 where a tie was rounded down to an even weight. (The sum carries
+into the exponent as rounding does: this holds across powers of two, for subnormals, at infinity and
+on both sides of zero.) Those are 65,537 values for an even weight, so that no scheme can do with 16
+bits. d is kept as a signed 16-bit *difference*, and +32768 as -32768 with a *mark*, a bit of its
+own, packed eight to a byte. Marks are rare (one in 131,072 for random digits). Only the payload of
+a NaN is lost; it stays a NaN.
 """
 
 from __future__ import annotations
@@ -30,18 +34,20 @@ _ROW = 512
 
 
 def split(master: Float32[Tensor, " n"]) -> tuple[Int16[Tensor, " n"], UInt8[Tensor, " packed"]]:
-    """The differences of masters from the weights that are rounded from them, and the marks of ties that were rounded down.
+    """Returns the differences of masters from the weights that are rounded from them, and the marks
+    of ties that were rounded down.
 
-    Memory: the results'.
+    Memory: the results.
 
     Args:
         master: contiguous.
 
     Returns:
-        Of n and ceil(n / 8) elements. See [Note: sixteen bits and one].
+        Tensors of n and ceil(n / 8) elements. See [Note: sixteen bits and one].
     """
     bits = master.view(torch.int32)
-    difference = bits.to(torch.int16)  # the lower half: a weight's is zero, so that it is the difference modulo 2**16
+    # the lower half: a weight's is zero, so that it is the difference modulo 2**16
+    difference = bits.to(torch.int16)
     marks = torch.zeros(-(-master.numel() // 8), dtype=torch.uint8, device=master.device)
     ties = _find(difference, torch.amin, lambda some: some == -_TIE)
     # A tie goes to the even neighbour: down from an even upper half. NaNs do not round.
@@ -53,7 +59,9 @@ def split(master: Float32[Tensor, " n"]) -> tuple[Int16[Tensor, " n"], UInt8[Ten
 def _find(
     values: Tensor, extreme: Callable[..., Tensor], is_wanted: Callable[[Tensor], Tensor]
 ) -> Int64[Tensor, " found"]:
-    """Where values are what is wanted, which is rare and the extreme of all there are: rows whose extreme is another are not looked at again."""
+    """Returns the indices of wanted values, which are rare and the extreme of all: rows whose
+    extreme is another value are skipped.
+    """
     whole = values.numel() // _ROW * _ROW
     rows = values[:whole].view(-1, _ROW)
     likely = is_wanted(extreme(rows, dim=1)).nonzero().squeeze(1)
@@ -70,16 +78,16 @@ def join(
     *,
     skip: int = 0,
 ) -> None:
-    """The inverse of `split`, bit for bit (a NaN's payload apart).
+    """Inverts `split`, bit for bit (except a NaN's payload).
 
     Memory: 4 bytes an element for a moment.
 
     Args:
         weight: the master rounded to bf16; contiguous, like the next one.
-        difference: of the master from it.
+        difference: difference of the master from it.
         marks: the bytes that cover these elements.
-        into: gets the masters.
-        skip: of the first byte's marks, so many belong to elements before the first.
+        into: receives the masters.
+        skip: number of marks in the first byte that belong to elements before the first.
     """
     into.copy_(weight)  # widening a bf16 number is shifting its bits
     bits = into.view(torch.int32)
@@ -94,12 +102,14 @@ def join(
 
 
 def rest_nbytes(block: BlockWeights) -> int:
-    """Bytes that split masters of a block hold beside its weights."""
+    """Returns the bytes of a block's split masters beside its weights."""
     return _layout(block)[1]
 
 
 def rest_tensors(block: BlockWeights) -> list[tuple[str, torch.dtype, int, int]]:
-    """What `rest_nbytes` bytes hold: (parameter, dtype, elements, offset) of each difference, or whole weight; marks are not named."""
+    """Yields (parameter, dtype, elements, offset) of each difference, or whole weight, in the
+    `rest_nbytes` bytes; marks are left out.
+    """
     places, _ = _layout(block)
     return [
         (slot.name, slot.dtype if slot.dtype == slot.master_dtype else torch.int16, slot.numel, place[0])
@@ -108,7 +118,9 @@ def rest_tensors(block: BlockWeights) -> list[tuple[str, torch.dtype, int, int]]
 
 
 def rest_ends(block: BlockWeights) -> list[int]:
-    """Where the differences and the marks of each parameter end, each on a page of its own."""
+    """Returns the offsets at which the differences and the marks of each parameter end, each on a
+    page of its own.
+    """
     places, _ = _layout(block)
     ends: list[int] = []
     for slot, (differences, marks) in zip(block.slots, places, strict=True):
@@ -124,20 +136,22 @@ def _layout(block: BlockWeights) -> tuple[tuple[tuple[int, int], ...], int]:
 
 
 class SplitMasters(ByteHome):
-    """A home of whole fp32 masters, to those who read and write it; what rests in it is the difference from the weights.
+    """Home that is read and written as fp32 masters, and stores their difference from the weights.
 
-    The weight is taken from the block, where it visits, or from the weights' home: so what is written here must be written there, rounded, by the same writer (as
-    `homes.weights`, [Note: masters], says of every writer). A range that is read or written lies within one parameter, in its memory order; what is written
-    begins at a multiple of eight elements.
+    The weight is read from the block during a visit, else from the weights' home. So a writer must
+    write the rounded weight there as well (as `homes.weights`, [Note: masters], requires of every
+    writer). A range that is read or written lies within one parameter, in its memory order; a
+    written one begins at a multiple of eight elements.
 
-    A weight that is its own master (an integer, fp64) has it here whole.
+    A weight that is its own master (an integer, fp64) is stored whole.
 
-    Memory: while it is read or written, pieces of 512 Ki elements: 5 bytes an element to read, 3 to write.
+    Memory: during a read or write, pieces of 512 Ki elements: 5 bytes an element to read, 3 to
+    write.
 
     Args:
-        block: its weights.
+        block: the block.
         weights: their home.
-        rest: of `rest_nbytes(block)` bytes.
+        rest: a home of `rest_nbytes(block)` bytes.
     """
 
     def __init__(self, block: BlockWeights, weights: ByteHome, rest: ByteHome) -> None:
@@ -186,7 +200,7 @@ class SplitMasters(ByteHome):
             self.rest.read(differences + 2 * first, 2 * count, difference),
             self.rest.read(marks + first // 8, packed, mark),
         ]
-        here, at_home = self._block.settled_storage, self._weights.memory_at(into.device)
+        here, at_home = self._block.arrived_storage, self._weights.memory_at(into.device)
         if here is not None and here.device.type == into.device.type:
             weight = slot.flat_view(here)[first : first + count]
         elif at_home is not None:
@@ -200,7 +214,7 @@ class SplitMasters(ByteHome):
         return Then(Tickets(coming), partial(join, *parts, into, skip=skip))
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
-        """See `ByteHome.write`. The weights themselves are the writer's to write."""
+        """See `ByteHome.write`. The writer writes the weights themselves."""
         tickets: list[TransferHandle] = []
         for slot, first, count, at in master_pieces(self._block, offset, nbytes):
             differences, marks = self._places[slot.name]

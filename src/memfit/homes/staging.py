@@ -1,15 +1,21 @@
-"""Between a device that the disk cannot reach and a file: pinned pieces of host memory, and a thread a direction.
+"""Staging between an accelerator and files: pinned pieces of host memory, and a thread for each
+direction.
 
-In: functions that move a range between a file and host memory. Out: tickets. Homes on disk and offloaded activations share one `Staging`.
+In: functions that move a range between a file and host memory. Out: tickets. Homes on disk and
+offloaded activations share one `Staging`.
 
 [Note: staging]
-A transfer is cut into pieces. Inward, the file's threads fill a piece, and the copy stream takes it to the device; outward the copy stream fills one, and the
-file's threads write it. A piece is used again when its copy (inward: an event) or its write (outward: a ticket) is done, so that while one is copied the other
-is filled. Nobody but the two threads waits for the disk: a caller's wait ends when the last copy is *enqueued*, and orders the current stream behind it.
+A transfer is cut into pieces. Inward, the file's threads fill a piece, and the copy stream takes it
+to the device; outward the copy stream fills one, and the file's threads write it. A piece is used
+again when its copy (inward: an event) or its write (outward: a ticket) is done, so that while one
+is copied the other is filled. Nobody but the two threads waits for the disk: a caller's wait ends
+when the last copy is *enqueued*, and orders the current stream behind it.
 
 [Note: order in staging]
-A file's own order begins when the staging thread asks for a range, which is later than the caller did. So whoever has ranges that overlap says which older
-transfers a new one comes after. A thread serves its jobs in the order in which they were asked for, and a job waits only for older ones: no cycles.
+A file's own order begins when the staging thread asks for a range, which is later than the caller
+did. So a caller with overlapping ranges names the older transfers that a new one comes after. A
+thread serves its jobs in the order in which they were asked for, and a job waits only for older
+ones: no cycles.
 """
 
 from __future__ import annotations
@@ -30,63 +36,68 @@ from memfit.store import Memory, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
 
 Move = Callable[[int, int, Memory], TransferHandle]
-"""Begins to move a range of a file (offset and bytes, from the transfer's first) to or from memory."""
+"""Function that begins to move a range of a file (offset and bytes, relative to the transfer) to or
+from memory.
+"""
 
 
 class Staged:
     """A transfer by way of the staging, asked for, under way or done.
 
-    Inward it is a `Ticket`: after `wait` the current stream is ordered behind the copies. Outward `wait` returns when the file has everything.
+    Inward it is a `Ticket`: after `wait` the current stream is ordered behind the copies. Outward
+    `wait` returns when the file has everything.
     """
 
     def __init__(self, after: Sequence[Staged]) -> None:
         self.after = tuple(after)
-        self._settled = threading.Event()
+        self._ended = threading.Event()
         self._left = threading.Event()
         self._error: BaseException | None = None
         self._copy: CopyTicket | None = None
         self._lock = threading.RLock()  # a finalizer may ask inside of it
         self._acts: list[Callable[[], object]] = []
 
-    def call_when_settled(self, act: Callable[[], object]) -> None:
-        """Acts once, from the thread that ends the transfer, or at once if it has ended. It must not raise."""
+    def call_when_ended(self, act: Callable[[], object]) -> None:
+        """Calls `act` once: from the thread that ends the transfer, or at once if it has ended. It
+        must not raise.
+        """
         with self._lock:
-            if not self._settled.is_set():
+            if not self._ended.is_set():
                 self._acts.append(act)
                 return
         act()
 
     @property
-    def is_settled(self) -> bool:
-        """It has ended: nothing of it is to be asked of the file any more."""
-        return self._settled.is_set()
+    def has_ended(self) -> bool:
+        """True if it has ended: nothing more of it will be requested of the file."""
+        return self._ended.is_set()
 
-    def settle(self, copy: CopyTicket | None = None, error: BaseException | None = None) -> None:
-        """The thread is through with it."""
+    def end(self, copy: CopyTicket | None = None, error: BaseException | None = None) -> None:
+        """Ends the transfer; called by the thread."""
         with self._lock:
             self._copy, self._error, self.after = copy, error, ()
-            self._settled.set()
+            self._ended.set()
             self._left.set()
             acts, self._acts = self._acts, []
         for act in acts:
             act()
 
     def leave(self) -> None:
-        """Outward: the last byte is in host memory."""
+        """Notes of a transfer outward that its last byte is in host memory."""
         self._left.set()
 
     def join(self) -> None:
-        """Returns when it has ended, well or not."""
-        _wait(self._settled)
+        """Waits until it has ended, with or without an error."""
+        _wait(self._ended)
 
     def wait_until_left(self) -> None:
-        """Outward: returns when the storage may be given up."""
+        """Waits until the storage of a transfer outward may be freed."""
         _wait(self._left)
-        if self._settled.is_set():
+        if self._ended.is_set():
             self._raise()
 
     def wait(self) -> None:
-        """See above; raises what went wrong."""
+        """Waits as described above. Raises the transfer's error."""
         self.join()
         self._raise()
         if self._copy is not None:
@@ -100,14 +111,15 @@ class Staged:
 class Staging:
     """Pinned pieces and threads between a device and files. See [Note: staging].
 
-    Memory: host, `STAGING_PIECES` pieces of `STAGING_PIECE_BYTES` a direction, from its first transfer to `close`.
+    Memory: host, `STAGING_PIECES` pieces of `STAGING_PIECE_BYTES` for each direction, from its
+    first transfer to `close`.
 
     Args:
-        device: an accelerator; the CPU (in tests) has no copies that are late.
+        device: an accelerator; on the CPU (in tests) copies are synchronous.
         stream: copy stream of an accelerator.
         ledger: a context in which the pieces are allocated.
-        piece_bytes: of one piece.
-        pieces: a direction.
+        piece_bytes: size of a piece.
+        pieces: number for each direction.
     """
 
     def __init__(
@@ -128,18 +140,19 @@ class Staging:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pieces that there are now."""
+        """Returns the bytes of the pieces that are allocated now."""
         return self._outward.held_bytes + self._inward.held_bytes
 
     def bring(
         self, move: Move, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0, after: Sequence[Staged] = ()
     ) -> Staged:
-        """Begins to bring a file's range into a storage, which must live until the ticket was waited for.
+        """Begins to bring a file's range into a storage, which must live until the ticket was
+        waited for.
 
         Args:
             move: reads from the file.
             nbytes: of the range.
-            into: of the device.
+            into: storage of the device.
             into_offset: first byte to fill.
             after: older transfers that come before.
         """
@@ -147,7 +160,7 @@ class Staging:
         # In a list: what the queue holds does not keep the storage once the thread has taken it.
         given = [into]
         self._inward.submit(
-            staged, lambda pieces: staged.settle(self._bring(pieces, move, nbytes, given.pop(), into_offset, ready))
+            staged, lambda pieces: staged.end(self._bring(pieces, move, nbytes, given.pop(), into_offset, ready))
         )
         return staged
 
@@ -159,12 +172,13 @@ class Staging:
         source_offset: int = 0,
         after: Sequence[Staged] = (),
     ) -> Staged:
-        """Begins to take a range of a storage to a file; the storage must live and stay unchanged until the ticket has left.
+        """Begins to take a range of a storage to a file; the storage must live and stay unchanged
+        until the ticket has left.
 
         Args:
             move: writes to the file.
             nbytes: of the range.
-            source: of the device.
+            source: storage of the device.
             source_offset: its first byte.
             after: older transfers that come before.
         """
@@ -173,18 +187,18 @@ class Staging:
 
         def run(pieces: _Pieces) -> None:
             self._take(pieces, move, nbytes, given.pop(), source_offset, ready, staged)
-            staged.settle()
+            staged.end()
 
         self._outward.submit(staged, run)
         return staged
 
     def close(self) -> None:
-        """Ends the threads when what they have been given is done, and frees the pieces."""
+        """Ends the threads when their transfers are done, and frees the pieces."""
         for direction in (self._outward, self._inward):
             direction.close()
 
     def _now(self) -> torch.Event | None:
-        """Event behind all that was enqueued on the compute stream until now."""
+        """Records an event behind all that was enqueued on the compute stream until now."""
         if self._stream is None:
             return None
         device = self._stream.device
@@ -211,7 +225,8 @@ class Staging:
                 piece, offset, count, ticket = coming[0]
                 ticket.wait()
                 coming.popleft()
-                # Behind what was enqueued when it was asked for: kernels may still read this memory as what it was before.
+                # Behind what was enqueued when it was asked for: kernels may still read this memory
+                # as what it was before.
                 event = self._copy(bytes_view(into, into_offset + offset, count), piece.bytes(count), ready)
                 piece.busy = event
         finally:
@@ -261,18 +276,18 @@ class Staging:
 
 
 class _Piece:
-    """A piece of pinned memory; `busy` is what used it last."""
+    """A piece of pinned memory; `busy` is the transfer that used it last."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.busy: torch.Event | TransferHandle | None = None
 
     def memory(self, nbytes: int) -> Memory:
-        """As the file's threads see it."""
+        """Memory for the file's threads."""
         return memory_of_storage(self.storage, 0, nbytes)
 
     def bytes(self, nbytes: int) -> torch.Tensor:
-        """As copies see it."""
+        """Storage for copies."""
         return bytes_view(self.storage, 0, nbytes)
 
 
@@ -295,12 +310,12 @@ class _Pieces:
             self._ring.append(_Piece(storage))
 
     def cut(self, nbytes: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of the pieces of a transfer."""
+        """Yields (offset, bytes) of the pieces of a transfer."""
         size = self._piece_bytes
         return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]
 
     def next(self) -> _Piece:
-        """The piece that was used longest ago, once what used it is done."""
+        """Waits for the piece that was used longest ago, and returns it."""
         piece = self._ring[0]
         self._ring.rotate(-1)
         busy, piece.busy = piece.busy, None
@@ -311,7 +326,7 @@ class _Pieces:
         return piece
 
     def close(self) -> None:
-        """Unpins and frees."""
+        """Unpins and frees the pieces."""
         for piece in self._ring:
             if isinstance(piece.busy, torch.Event):
                 piece.busy.synchronize()
@@ -321,7 +336,9 @@ class _Pieces:
 
 
 class _Direction:
-    """A thread that serves jobs in order; it and its pieces begin with the first."""
+    """A thread that serves jobs in order; it starts, and its pieces are allocated, with the
+    first.
+    """
 
     def __init__(self, name: str, make: Callable[[], _Pieces]) -> None:
         self._name = name
@@ -338,7 +355,7 @@ class _Direction:
         return 0 if pieces is None else sum(piece.storage.nbytes() for piece in pieces._ring)
 
     def submit(self, staged: Staged, run: Callable[[_Pieces], None]) -> None:
-        """Begins a job; it settles `staged`, or its error does."""
+        """Begins a job; `run` ends `staged`, or its error does."""
         with self._lock:
             if self._thread is None:
                 self._pieces = self._make()
@@ -346,7 +363,8 @@ class _Direction:
                     target=_serve, args=(self._jobs, self._pieces), name=self._name, daemon=True
                 )
                 self._thread.start()
-            # Inside the lock: the order of the queue is the order in which ranges were noted by who asks.
+            # Inside the lock: the order of the queue is the order in which ranges were noted by who
+            # asks.
             self._jobs.put((staged, run))
 
     def close(self) -> None:
@@ -375,7 +393,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[Staged, Callable[[_Pieces], None]] | No
             with torch.no_grad():
                 run(pieces)
         except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
-            staged.settle(error=error)
+            staged.end(error=error)
         del staged, run
 
 
@@ -388,7 +406,9 @@ def _quietly(ticket: TransferHandle) -> None:
 
 
 def _wait(event: threading.Event) -> None:
-    """An exception of a signal handler comes through only when the transfer has ended."""
+    """Waits for an event; an exception of a signal handler is raised only when the transfer has
+    ended.
+    """
     try:
         event.wait()
     except BaseException:

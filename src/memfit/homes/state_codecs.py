@@ -1,18 +1,22 @@
-"""Optimizer states in 4, 8 and 16 bits, and back.
+"""Codecs of optimizer states in 4, 8 and 16 bits.
 
-In: fp32 values of a piece of a state, or its records. Out: the other. What is encoded, and how it lies in memory, is said in `core.states`,
-[Note: state formats]; the levels of the maps are those of `memfit.formats`.
+In: fp32 values of a piece of a state, or its records. Out: the other. `core.state_formats`, [Note:
+state formats], says what is encoded and how it lies in memory; the levels of the maps are those of
+`memfit.formats`.
 
 [Note: the sign of a scale]
-A record's scale is its value of largest magnitude *with its sign*, so that it stands at level 1, which every map has (the dynamic maps end above -1; fp8
-has both ends, and its scale is the magnitude): the largest value comes back exactly. Therefore encoding what was decoded gives the same record, bit for
-bit, and a state that was saved in fp32 and loaded again is the one that was saved. No value moves by more than `BlockFormat.block_error_bound` times
-the scale.
+A record's scale is its value of largest magnitude *with its sign*, so that it stands at level 1,
+which every map has (the dynamic maps end above -1; fp8 has both ends, and its scale is the
+magnitude): the largest value comes back exactly. Therefore encoding what was decoded gives the same
+record, bit for bit, and a state that was saved in fp32 and loaded again is the one that was saved.
+No value moves by more than `BlockFormat.block_error_bound` times the scale.
 
 [Note: nearest level by two tables]
-A search among 256 levels takes eight dependent steps an element; torch's `bucketize` was measured at 180 ns, torchao's at 700 and bitsandbytes' at 50 on one
-core. Here the upper 16 bits of the fp32 value choose a bin that holds at most one of the middles between neighbouring levels (asserted when the tables are
-made): one table gives the level below, another the middle to compare with. Two gathers and a comparison, about 3 ns, and exactly the nearest level.
+A search among 256 levels takes eight dependent steps an element; torch's `bucketize` was measured
+at 180 ns, torchao's at 700 and bitsandbytes' at 50 on one core. Here the upper 16 bits of the fp32
+value choose a bin that holds at most one of the middles between neighbouring levels (asserted when
+the tables are made): one table gives the level below, another the middle to compare with. Two
+gathers and a comparison, about 3 ns, and exactly the nearest level.
 """
 
 from __future__ import annotations
@@ -144,7 +148,9 @@ class RecordCodec(StateCodec):
 
 
 class TableCodec(RecordCodec):
-    """Codes are places in the table, found as [Note: nearest level by two tables] says. Tables take 320 KiB a device."""
+    """Codes are places in the table, found as [Note: nearest level by two tables] says. Tables take
+    320 KiB a device.
+    """
 
     def __init__(self, table: BlockFormat, records: RecordLayout, moment: StateMoment) -> None:
         super().__init__(table, records, moment)
@@ -162,7 +168,8 @@ class TableCodec(RecordCodec):
     def _codes(self, normal: torch.Tensor) -> torch.Tensor:
         flat = normal.view(-1)
         codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
-        # In parts: bins, middles and comparisons of all values at once would take 9 bytes each beside them.
+        # In parts: bins, middles and comparisons of all values at once would take 9 bytes each
+        # beside them.
         for start in range(0, flat.numel(), _PART_VALUES):
             part = flat[start : start + _PART_VALUES]
             bins = (part.view(torch.int32) >> 16).add_(_BINS // 2)
@@ -173,12 +180,15 @@ class TableCodec(RecordCodec):
 
 
 class Fp8Codec(RecordCodec):
-    """Codes are e4m3 values, rounded to nearest by torch's own cast; the scale stands at 256, a power of two, so that it comes back exactly."""
+    """Codes are e4m3 values, rounded to nearest by torch's own cast; the scale stands at 256, a
+    power of two, so that it comes back exactly.
+    """
 
     def __init__(self, table: BlockFormat, records: RecordLayout, moment: StateMoment) -> None:
         super().__init__(table, records, moment)
         every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32) / 256
-        self._values = _PerDevice(every)  # with the zero that has a sign, which is no level of its own
+        # with the zero that has a sign, which is no level of its own
+        self._values = _PerDevice(every)
 
     def _scale(self, highest: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
         return torch.maximum(highest, -lowest)  # levels go from -1 to 1: the magnitude is enough
@@ -207,10 +217,12 @@ class Bf16Codec(StateCodec):
 
 
 def probe_codecs(device: torch.device, *, elements: int = 1 << 19, tries: int = 4) -> float:
-    """Elements of optimizer states that are decoded and encoded in a second, to 8 bits: best of several, since other work can only slow one down.
+    """Elements of optimizer states that are decoded and encoded in a second, to 8 bits: best of
+    several, since other work can only slow one down.
 
-    Memory: 9 bytes an element for the values and the records, and about 20 while they are encoded; 15 MiB in all. A quarter of a second on one core,
-    most of it for tables that a job with such states needs as well.
+    Memory: 9 bytes an element for the values and the records, and about 20 while they are encoded;
+    15 MiB in all. A quarter of a second on one core, most of it for tables that a job with such
+    states needs as well.
 
     Args:
         device: where updates run.
@@ -251,13 +263,17 @@ class _PerDevice:
 
 
 def _pairs(values: torch.Tensor) -> torch.Tensor:
-    """By byte of two 4-bit codes, their two values as the halves of an int64: one gather brings both."""
+    """Returns for each byte of two 4-bit codes their two values as the halves of an int64, so that
+    one gather reads both.
+    """
     byte = torch.arange(256)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).contiguous().view(torch.int64).view(-1)
 
 
 def _bins(middles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By bin (upper half of the fp32 bits as a signed number, plus 32768): the place of the level below, uint8, and the middle above it, fp32."""
+    """By bin (upper half of the fp32 bits as a signed number, plus 32768): the place of the level
+    below, uint8, and the middle above it, fp32.
+    """
     upper = torch.arange(-_BINS // 2, _BINS // 2, dtype=torch.int32) << 16
     ends = torch.stack((upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32)))
     is_number = ~ends.isnan().any(0)

@@ -1,7 +1,8 @@
-"""One piece of a block's update: its bytes come, the optimizer computes, the new ones go home.
+"""One piece of a block's update: its bytes are read, the optimizer computes, the new ones are
+written home.
 
-In: blocks, their gradients and states, the optimizer. Out: new weights and states at their homes, piece by piece. What is updated is the master
-(`homes.weights`, [Note: masters]).
+In: blocks, their gradients and states, the optimizer. Out: new weights and states at their homes,
+piece by piece. The master is what is updated (`homes.weights`, [Note: masters]).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class UpdatePiece:
 
 @dataclass(frozen=True)
 class Coming:
-    """A piece whose bytes are on their way."""
+    """A piece whose bytes are being read."""
 
     piece: UpdatePiece
     weight: torch.Tensor
     ready: TransferHandle
-    """The weight is here."""
+    """Done when the weight has arrived."""
     gradient: GradientPiece
     state: StatePiece
     moved: RingPiece | None = None
@@ -53,14 +54,16 @@ class Coming:
 class PieceUpdates:
     """Updates pieces.
 
-    Memory: of each piece that was begun, what it has of weight, gradient and states that are away; what the optimizer's class takes for one.
+    Memory: for each piece that was begun, its weight, gradient and states if they are away;
+    temporary memory of the optimizer for one piece.
 
     Args:
         driver: the optimizer.
-        states: by block index.
-        gradients: where gradients are.
-        noise: weights are rounded stochastically from what the update made; None: to nearest.
-        moved: pinned memory for weights on the device that the host updates; not needed where there are none.
+        states: states by block index.
+        gradients: gradients of all blocks.
+        noise: for stochastic rounding of weights from the updated masters; None: to nearest.
+        moved: pinned memory for weights on the device that the host updates; None if there are
+            none.
     """
 
     def __init__(
@@ -80,12 +83,15 @@ class PieceUpdates:
         self._noise = noise
 
     def cut(self, block: BlockWeights) -> Iterator[UpdatePiece]:
-        """The pieces of a block that are held here; parameters without a gradient are left alone, as `optimizer.step` leaves them."""
+        """Yields the pieces of a block that this process holds; parameters without a gradient are
+        skipped, as by `optimizer.step`.
+        """
         for slot in block.slots:
             if not self._is_due(slot):
                 continue
             is_elementwise, held = self._is_elementwise(slot), slot.held
-            # Whoever needs a whole parameter has all of it: shares of such optimizers are of whole parameters.
+            # Whoever needs a whole parameter has all of it: shares of such optimizers are of whole
+            # parameters.
             assert is_elementwise or len(held) in (0, slot.numel)
             if not held and slot.numel:
                 continue
@@ -108,7 +114,7 @@ class PieceUpdates:
         return self._driver.verdict(slot.name).kind is UpdateKind.ELEMENTWISE
 
     def begin(self, block: BlockWeights, piece: UpdatePiece) -> Coming:
-        """Begins to bring a piece."""
+        """Begins to read a piece."""
         slot = piece.slot
         gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
         state = self._states[block.index].begin_read(slot, piece.first, piece.count, block.update_device)
@@ -143,7 +149,7 @@ class PieceUpdates:
         return self._moved.take(nbytes)
 
     def apply(self, block: BlockWeights, coming: Coming) -> list[TransferHandle]:
-        """Updates a piece when it is here, and begins to take it home."""
+        """Waits for a piece, updates it, and begins to write it home."""
         piece, weight, state = coming.piece, coming.weight, coming.state
         slot = piece.slot
         states = self._states[block.index]
@@ -177,14 +183,16 @@ class PieceUpdates:
         return leaving + _write_weight(block, piece, weight)
 
     def _write_masters(self, block: BlockWeights, piece: UpdatePiece, master: torch.Tensor) -> list[TransferHandle]:
-        """Takes a new piece of a master home, unless it was changed where it rests."""
+        """Writes a new piece of a master home, unless it was changed in place."""
         masters = block.master_home
         assert masters is not None
         is_there = masters.memory_at(block.update_device) is not None
         return [] if is_there else [_write(masters, piece.slot.master_offset_bytes, piece, master)]
 
     def _rounded(self, piece: UpdatePiece, master: torch.Tensor) -> torch.Tensor:
-        """What a new master's weight is rounded from: itself, or with noise, as a weight already."""
+        """Returns the values that the weight is rounded from: the new master, or with noise the
+        rounded weight already.
+        """
         slot, flat = piece.slot, master.as_strided((piece.count,), (1,))
         if self._noise is None or slot.dtype is not torch.bfloat16:
             return flat
@@ -193,7 +201,9 @@ class PieceUpdates:
         )
 
     def _give_weight(self, block: BlockWeights, piece: UpdatePiece, master: torch.Tensor) -> list[TransferHandle]:
-        """On the host: rounds a new piece of a weight into its home there, or into memory from which it leaves for its home."""
+        """Rounds a new piece of a weight on the host: into its home there, or into memory from
+        which it leaves for its home.
+        """
         home, slot = block.home, piece.slot
         assert home is not None
         flat = self._rounded(piece, master)
@@ -209,7 +219,7 @@ class PieceUpdates:
 
 
 def _write_weight(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> list[TransferHandle]:
-    """Takes a new piece of a weight home, unless it was changed where it rests."""
+    """Writes a new piece of a weight home, unless it was changed in place."""
     home, slot = block.home, piece.slot
     assert home is not None
     is_there = home.memory_at(block.update_device) is not None
@@ -219,7 +229,7 @@ def _write_weight(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor)
 
 
 def _write_rounded(block: BlockWeights, piece: UpdatePiece, flat: torch.Tensor) -> list[TransferHandle]:
-    """Rounds a new piece of a weight to wherever weights are."""
+    """Rounds a new piece of a weight into the place of the weight."""
     home, slot = block.home, piece.slot
     assert home is not None
     place = slot.flat_view(block.storage)[piece.first : piece.first + piece.count] if block.is_here else None
@@ -228,7 +238,7 @@ def _write_rounded(block: BlockWeights, piece: UpdatePiece, flat: torch.Tensor) 
 
 
 def _send(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor, moved: RingPiece) -> TransferHandle:
-    """A new piece of a weight that lives on the device leaves the pinned memory that it lies in."""
+    """Begins to copy a new piece of a weight at home on the device from pinned memory."""
     assert block.home is not None
     leaving = _write(block.home, piece.slot.offset_bytes, piece, weight)
     assert isinstance(leaving, CopyTicket)

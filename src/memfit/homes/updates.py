@@ -1,23 +1,30 @@
-"""Updates where the state lives, beside the backward of the blocks below.
+"""Updates of blocks at their homes, beside the backward of earlier blocks.
 
-In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker thread takes blocks in order; each parameter is
-updated in pieces small enough for the processor's cache (`homes.update_pieces`), and the next pieces' transfers run while one is computed, also from
+In: blocks whose gradients are complete. Out: new weights and states at their homes. One worker
+thread takes blocks in order; each parameter is updated in pieces small enough for the processor's
+cache (`homes.update_pieces`), and the next pieces' transfers run while one is computed, also from
 one block to the next.
 
 [Note: threads of an update]
-The worker touches a block's weights, gradients and states only between `submit` and the end of its ticket; the engine frees or
-fetches that block only after waiting for the ticket. Autograd meanwhile works on blocks below. Elementwise updates give the same bits on any number of
-threads, so the worker computes on one and leaves the others to backward; updates that need whole parameters (they contain reductions) run with the
-main thread's count, because the order of a reduction follows it. Where nothing is waited for, a worker beside backward only takes one of its cores, and
-the other cores wait for the slower one: then each update runs at once, on all of them.
+The worker touches a block's weights, gradients and states only between `submit` and the end of its
+ticket; the engine frees or fetches that block only after waiting for the ticket. Autograd meanwhile
+works on blocks below. Elementwise updates give the same bits on any number of threads, so the
+worker computes on one and leaves the others to backward; updates that need whole parameters (they
+contain reductions) run with the main thread's count, because the order of a reduction follows it.
+Where nothing is waited for, a worker beside backward only takes one of its cores, and the other
+cores wait for the slower one: then each update runs at once, on all of them.
 
 [Note: updates on the host]
-Beside an accelerator the host's cores may update a block at its homes (`BlockPlan.update_on`). Four things order them with the device. An *event* behind all
-that the caller has enqueued when it asks for the update: the gradient's copy home, the visit that came from the weight's home, kernels that read the weights.
-The host waits for it before it changes a byte, and the stream on which new weights go up waits for it too: that stream is one of the updates' own, so that
-nothing of the backward below is waited for. A weight that comes down is read by the host when its copy is done, not when a stream is ordered behind it. Whoever
-waits for the update's ticket is ordered behind what went up. Pinned pieces are used again when their copies are done (`homes.pinned_ring`). In between the device
-goes on: visits of such a block end, and its device gradients go, without waiting for the update.
+Beside an accelerator the host's cores may update a block at its homes (`BlockPlan.update_on`). Four
+things order them with the device. An *event* behind all that the caller has enqueued when it asks
+for the update: the gradient's copy home, the visit that came from the weight's home, kernels that
+read the weights. The host waits for it before it changes a byte, and the stream on which new
+weights go up waits for it too: that stream is one of the updates' own, so that nothing of the
+backward below is waited for. A weight that comes down is read by the host when its copy is done,
+not when a stream is ordered behind it. Whoever waits for the update's ticket is ordered behind what
+went up. Pinned pieces are used again when their copies are done (`homes.pinned_ring`). In between
+the device goes on: visits of such a block end, and its device gradients go, without waiting for the
+update.
 """
 
 from __future__ import annotations
@@ -70,29 +77,33 @@ class UpdateTicket:
         self._sent: tuple[torch.device, torch.Event] | None = None
 
     def finish(self, error: BaseException | None = None, sent: tuple[torch.device, torch.Event] | None = None) -> None:
-        """Called by the worker.
+        """Ends the handle; called by the worker.
 
         Args:
-            error: that ended it.
-            sent: a device and the event behind what an update on the host has sent to it.
+            error: the error that ended the update, or None.
+            sent: a device, and the event behind the copies that an update on the host has enqueued
+                to it.
         """
         self._error, self._sent = error, sent
         self._done.set()
 
     @property
     def is_done(self) -> bool:
-        """The update has ended, well or not."""
+        """Tells whether the update has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Returns when the block's new weights and states are home; an exception of a signal handler comes through only then."""
+        """Waits until the block's new weights and states are home; an exception of a signal handler
+        is raised only then.
+        """
         try:
             self._done.wait()
         except BaseException:
             self._done.wait()
             raise
         if self._sent is not None:
-            # The worker's copies went to a stream of the updates' own: what is enqueued next must see the new weights.
+            # The worker's copies went to a stream of the updates' own: what is enqueued next must
+            # see the new weights.
             device, event = self._sent
             devices.of(device).current_stream(device).wait_event(event)
         if self._error is not None:
@@ -102,10 +113,11 @@ class UpdateTicket:
 class UpdateWorker:
     """Runs updates in a thread of its own, in the order of `submit`.
 
-    Memory: three pieces of weight (if it is away), gradient (if it is away) and states (if they are away).
+    Memory: three pieces of weight (if it is away), gradient (if it is away) and states (if they are
+    away).
 
     Args:
-        pieces: updates one.
+        pieces: updates single pieces.
     """
 
     def __init__(self, pieces: PieceUpdates) -> None:
@@ -118,16 +130,19 @@ class UpdateWorker:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that the optimizer updates."""
+        """Returns the names of the parameters that the optimizer updates."""
         return self._pieces.trained
 
     def submit(self, block: BlockWeights, after: TransferHandle = DONE, *, is_beside: bool = True) -> TransferHandle:
-        """Begins the update of a block; parameters without a gradient are left alone, as `optimizer.step` leaves them.
+        """Begins the update of a block; parameters without a gradient are skipped, as by
+        `optimizer.step`.
 
         Args:
-            block: whose gradients are complete.
-            after: nothing of the block is changed before this is done; what the update reads comes meanwhile. An error of it is the update's.
-            is_beside: False: the update is made before this returns, in the caller's thread; nothing may be under way then (`core.step.UpdatePlace`).
+            block: a block whose gradients are complete.
+            after: nothing of the block is changed before this is done; reads for the update go on
+                meanwhile. Its error becomes the update's.
+            is_beside: False: the update is made before this returns, in the caller's thread;
+                nothing may be under way then (`core.step.UpdatePlace`).
         """
         if block.updates_on_host and self._host_stream is None:
             self._host_stream = devices.of(block.device).new_stream(block.device)
@@ -143,7 +158,8 @@ class UpdateWorker:
             return job.ticket
         if self._thread is None:
             self._thread = _start_worker(self._jobs)
-            # A worker that is dropped without `close` ends its thread as well: the thread refers to the queue only.
+            # A worker that is dropped without `close` ends its thread as well: the thread refers to
+            # the queue only.
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
         return job.ticket
@@ -157,7 +173,7 @@ class UpdateWorker:
 
 
 class _SubmittedUpdate:
-    """The update of one block: pieces that are still to come, and what leaves."""
+    """The update of one block: pieces that are still to be read, and writes under way."""
 
     def __init__(
         self,
@@ -170,11 +186,13 @@ class _SubmittedUpdate:
         self._pieces = pieces
         self._block = block
         self._after = after
-        # The worker's own current stream would be the default one of device 0, whatever the caller's is: gradients come on the caller's, and what
-        # reads the weights next goes there too.
+        # The worker's own current stream would be the default one of device 0, whatever the
+        # caller's is: gradients come on the caller's, and what reads the weights next goes there
+        # too.
         device = block.device
         self._stream = devices.of(device).current_stream(device) if devices.is_accelerator(device) else None
-        # Behind the gradient's way home and all that reads the weights, wherever they lie. See [Note: updates on the host].
+        # Behind the gradient's way home and all that reads the weights, wherever they lie. See
+        # [Note: updates on the host].
         self._behind: torch.Event | None = None
         if block.updates_on_host:
             assert self._stream is not None and host_stream is not None
@@ -185,19 +203,20 @@ class _SubmittedUpdate:
 
     @property
     def is_left(self) -> bool:
-        """There is a piece that has not begun to come."""
+        """True if the reading of a piece has not begun."""
         return bool(self._left)
 
     def _in_order(self) -> AbstractContextManager[None]:
-        """Work goes to the stream of whoever asked for the update."""
+        """Context in which work goes to the stream of the thread that submitted the update."""
         return nullcontext() if self._stream is None else devices.of(self._stream.device).on(self._stream)
 
     def begin(self) -> Coming | None:
-        """The next piece begins to come; None if that fails, which is the end of the update."""
+        """Begins to read the next piece; None if that fails, which ends the update."""
         try:
             with self._in_order():
                 if self._behind is not None and self._stream is not None and not self._begun:
-                    # Before a weight comes down from the device, or a new one goes up to it: kernels still read there.
+                    # Before a weight comes down from the device, or a new one goes up to it:
+                    # kernels still read there.
                     self._stream.wait_event(self._behind)
                 coming = self._pieces.begin(self._block, self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
@@ -207,14 +226,15 @@ class _SubmittedUpdate:
         return coming
 
     def apply(self, coming: Coming) -> None:
-        """Updates a piece that was begun, in order. Nothing is done any more after an error."""
+        """Updates a piece that was begun, in order. Does nothing after an error."""
         if self.ticket.is_done:
             return
         try:
             with self._in_order():
                 self._after.wait()
                 if self._behind is not None:
-                    # The host is about to read the gradient's home and to write the weight's: copies from and to them are done then.
+                    # The host is about to read the gradient's home and to write the weight's:
+                    # copies from and to them are done then.
                     self._behind.synchronize()
                 # The piece before goes home and the next ones come while this one is computed.
                 before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
@@ -224,8 +244,10 @@ class _SubmittedUpdate:
             return
         self._begun -= 1
 
-    def settle(self) -> None:
-        """Ends the update if nothing of it is left: not in `apply`, whose frame holds memory that whoever waits would still find alive."""
+    def end_if_done(self) -> None:
+        """Ends the update if nothing of it is left: not in `apply`, whose frame holds memory that
+        whoever waits would still find alive.
+        """
         if not self._left and not self._begun and not self.ticket.is_done:
             self._end()
 
@@ -244,10 +266,10 @@ class _SubmittedUpdate:
 
 
 class _Line:
-    """Pieces under way, over the ends of blocks: while one is computed those behind it come.
+    """Update pipeline, across blocks: while one piece is computed the next ones are read.
 
     Args:
-        more: gives the update that is next, if it was asked for already.
+        more: returns the next update, if it was submitted already.
     """
 
     def __init__(self, more: Callable[[], _SubmittedUpdate | None]) -> None:
@@ -255,18 +277,20 @@ class _Line:
         self._job: _SubmittedUpdate | None = None
 
     def run(self, job: _SubmittedUpdate) -> None:
-        """Makes this update, and those that are asked for meanwhile; returns when nothing is under way."""
+        """Makes this update, and those that are submitted meanwhile; returns when nothing is under
+        way.
+        """
         self._job = job
         coming = self._next()
         while coming is not None:
             (job, here), coming = coming, self._next()
             job.apply(here)
             del here
-            job.settle()
+            job.end_if_done()
             coming = coming or self._next()  # one that was asked for while this was computed
 
     def _next(self) -> tuple[_SubmittedUpdate, Coming] | None:
-        """The next piece begins to come; None if there is none."""
+        """Begins to read the next piece; None if there is none."""
         while True:
             while self._job is None or not self._job.is_left:
                 self._job = self._more()

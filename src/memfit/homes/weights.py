@@ -1,17 +1,22 @@
 """Blocks of weights and their visits.
 
-In: the parameters of a block and a home. Out: the same parameters as views of one flat buffer that has its bytes while the block visits.
+In: the parameters of a block and a home. Out: the same parameters as views of one flat buffer that
+has its bytes while the block visits.
 
 [Note: visits by storage identity]
-A block's parameters are views of one storage. A visit gives that storage its bytes (`resize_(n)`) and fills it in one transfer; release
-takes the bytes away (`resize_(0)`). The storage *object* stays, so whatever autograd saved (the weight, its transpose, any view) finds the
-bytes again at the next visit: saved references cost nothing and nothing is saved twice. `resize_` and a transfer into the storage do
-not touch version counters, so autograd's in-place check keeps working on what the user does.
+A block's parameters are views of one storage. A visit gives that storage its bytes (`resize_(n)`)
+and fills it in one transfer; release takes the bytes away (`resize_(0)`). The storage *object*
+stays, so whatever autograd saved (the weight, its transpose, any view) finds the bytes again at the
+next visit: saved references cost nothing and nothing is saved twice. `resize_` and a transfer into
+the storage do not touch version counters, so autograd's in-place check keeps working on what the
+user does.
 
 [Note: masters]
-With a compute dtype, a floating parameter is kept twice: its *master* in fp32, laid out like the weights in a home of its own, and the weight in the
-compute dtype, rounded from it, which is all that visits. Updates change the master and write the rounded weight beside it. Where there is no compute
-dtype the weight is its own master, and every master_* figure of a slot equals that of the weight. Gradients add up in the master's dtype and layout.
+With a compute dtype, a floating parameter is kept twice: its *master* in fp32, laid out like the
+weights in a home of its own, and the weight in the compute dtype, rounded from it, which is all
+that visits. Updates change the master and write the rounded weight beside it. Where there is no
+compute dtype the weight is its own master, and every master_* figure of a slot equals that of the
+weight. Gradients add up in the master's dtype and layout.
 """
 
 from __future__ import annotations
@@ -33,10 +38,11 @@ from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, p
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlot:
-    """Where one parameter lies in its block's flat buffer, and its dense layout there.
+    """Place of one parameter in its block's flat buffer, and its dense layout there.
 
-    `held`: the elements, in its memory order, whose master and states this process updates: all of them, where no home is shared.
-    `master_*`: the same of its master, in the layout of masters and gradients. `given_dtype`: the parameter's, when it came. See [Note: masters].
+    `held`: the elements, in memory order, whose master and states this process updates: all of
+    them, if no home is shared. `master_*`: the same for its master, in the layout of masters and
+    gradients. `given_dtype`: the parameter's dtype before `move_in`. See [Note: masters].
     """
 
     name: str
@@ -55,22 +61,25 @@ class ParameterSlot:
     held: range
 
     def view(self, storage: torch.UntypedStorage, base_bytes: int = 0) -> torch.Tensor:
-        """The parameter's place in a storage laid out as the block's flat buffer."""
+        """Returns the parameter's view of a storage that is laid out as the block's flat
+        buffer.
+        """
         return typed_view(storage, base_bytes + self.offset_bytes, self.dtype, self.shape, self.stride)
 
     def flat_view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same bytes as a 1-D tensor of `numel` elements, in memory order."""
+        """Returns the same bytes as a 1-D tensor of `numel` elements, in memory order."""
         return typed_view(storage, self.offset_bytes, self.dtype, (self.numel,))
 
 
 class BlockWeights:
     """One block's parameters, their flat buffer and their home.
 
-    Life: made over ordinary parameters (nothing moves) -> `move_in(home)` (bytes go to the flat layout in the home) -> any number of
-    fetch / wait / release -> `move_out` (the parameters own ordinary memory again).
+    Life: made over ordinary parameters (nothing moves) -> `move_in(home)` (bytes go to the flat
+    layout in the home) -> any number of fetch / wait / release -> `move_out` (the parameters own
+    ordinary memory again).
 
-    With a compute dtype the block has a second home, `master_home`; see [Note: masters]. The Parameters are of the compute dtype from `move_in` to
-    `move_out`, which gives the masters back.
+    With a compute dtype the block has a second home, `master_home`; see [Note: masters]. The
+    Parameters are of the compute dtype from `move_in` to `move_out`, which gives the masters back.
 
     Memory: the flat buffer (`nbytes`) while it visits or lives on the device; nothing while away.
 
@@ -78,10 +87,11 @@ class BlockWeights:
         index: of the block.
         name: of the block.
         parameters: by name, dense.
-        compute_dtype: of what visits.
+        compute_dtype: dtype of the visiting weights.
 
     Attributes:
-        updates_on_host: updates run on the host's cores, beside an accelerator: they work at the homes and touch nothing of a visit.
+        updates_on_host: updates run on the host's cores, beside an accelerator: they work at the
+            homes and touch nothing of a visit.
     """
 
     def __init__(
@@ -132,12 +142,12 @@ class BlockWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights visit."""
+        """Device of the visits."""
         return self.slots[0].parameter.device
 
     @property
     def update_device(self) -> torch.device:
-        """Where the optimizer works on the block's pieces."""
+        """Device on which the optimizer updates the block's pieces."""
         return torch.device("cpu") if self.updates_on_host else self.device
 
     @property
@@ -148,22 +158,22 @@ class BlockWeights:
 
     @property
     def is_here(self) -> bool:
-        """The bytes are on the device, or arriving."""
+        """True if the bytes are on the device, or arriving."""
         return self._is_here
 
     @property
-    def settled_storage(self) -> torch.UntypedStorage | None:
-        """The flat buffer while the bytes are in it; None while they are away or arriving."""
+    def arrived_storage(self) -> torch.UntypedStorage | None:
+        """The flat buffer while it holds the bytes; None while they are away or arriving."""
         return self._storage if self._is_here and self._arriving is None else None
 
     @property
     def travels(self) -> bool:
-        """The home is not the device."""
+        """True if the home is not the device."""
         return self.home is not None and self.home.tier is not Tier.DEVICE
 
     @property
     def master_home(self) -> ByteHome | None:
-        """Where updates find and leave the masters; the weights' own home where there is no compute dtype."""
+        """Home of the masters; the weights' own home if there is no compute dtype."""
         return self._masters if self.has_masters else self.home
 
     def move_in(
@@ -172,16 +182,18 @@ class BlockWeights:
         masters: ByteHome | None = None,
         bring: Callable[[Iterable[torch.nn.Parameter]], None] | None = None,
     ) -> None:
-        """Moves the parameters' bytes into the home and makes the parameters views of the flat buffer.
+        """Moves the parameters' bytes into the home and makes the parameters views of the flat
+        buffer.
 
-        Memory: for a home that is away, the peak does not grow: each parameter is freed once written. A device home is the flat buffer
-        itself and costs one block more for a moment. Where parameters are brought, one of them more. With masters, one parameter in the compute
-        dtype and two pieces of 2 MiB more.
+        Memory: for a home that is away, the peak does not grow: each parameter is freed once
+        written. A device home is the flat buffer itself and costs one block more for a moment. With
+        `bring`, one parameter more. With masters, one parameter in the compute dtype and two pieces
+        of 2 MiB more.
 
         Args:
-            home: of `nbytes`.
-            masters: of `master_nbytes`, where there is a compute dtype.
-            bring: gives a parameter that has no bytes here its values; it is called for one at a time.
+            home: a home of `nbytes`.
+            masters: a home of `master_nbytes`, if there is a compute dtype.
+            bring: materializes a parameter without bytes; called for one at a time.
         """
         assert (masters is not None) == self.has_masters
         resting = home.memory if home.tier is Tier.DEVICE else None
@@ -194,16 +206,17 @@ class BlockWeights:
             with torch.no_grad():
                 _put(slot, p.data, home, masters)
                 p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
-        self._settle_in(home, masters, resting, device)
+        self._place_in(home, masters, resting, device)
 
     def rest_in(self, home: ByteHome, masters: ByteHome | None = None) -> None:
-        """As `move_in`, where the homes hold the values already: what the parameters hold is given up.
+        """Moves in as `move_in` does, with homes that hold the values already; the parameters' own
+        memory is freed.
 
         Memory: none; a device home is the flat buffer itself.
 
         Args:
-            home: of `nbytes`, filled.
-            masters: of `master_nbytes`, filled, where there is a compute dtype.
+            home: a filled home of `nbytes`.
+            masters: a filled home of `master_nbytes`, if there is a compute dtype.
         """
         assert (masters is not None) == self.has_masters
         resting = home.memory if home.tier is Tier.DEVICE else None
@@ -211,13 +224,14 @@ class BlockWeights:
         for slot in self.slots:
             mark_present(slot.parameter)
             slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)
-        self._settle_in(home, masters, resting, device)
+        self._place_in(home, masters, resting, device)
 
-    def _settle_in(
+    def _place_in(
         self, home: ByteHome, masters: ByteHome | None, resting: torch.UntypedStorage | None, device: torch.device
     ) -> None:
-        """The parameters become views of the flat buffer."""
-        # `set_` wants the storage at full size; its pages are not touched before they are given back.
+        """Makes the parameters views of the flat buffer."""
+        # `set_` wants the storage at full size; its pages are not touched before they are given
+        # back.
         storage = resting if resting is not None else new_storage(self.nbytes, device)
         for slot in self.slots:
             slot.parameter.data = slot.view(storage)
@@ -229,13 +243,16 @@ class BlockWeights:
     def move_out(
         self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
     ) -> None:
-        """Gives every parameter ordinary memory of its own again, its master where it has one; the block no longer travels.
+        """Gives every parameter ordinary memory of its own again, its master where it has one; the
+        block no longer travels.
 
         Memory: the block's bytes (of its masters), for good; one parameter more for a moment.
 
         Args:
-            as_given: in the dtype that the parameter had at first, if that was not the master's.
-            take_back: is asked first, by name; a parameter for which it says True never was in memory, and is not read.
+            as_given: returns parameters in the dtype that they had at first, if that was not the
+                master's.
+            take_back: asked first, by name; a parameter for which it returns True never was in
+                memory, and is not read.
         """
         self.wait()
         for slot in self.slots:
@@ -257,7 +274,9 @@ class BlockWeights:
         self._is_here = True
 
     def give_up(self) -> None:
-        """The parameters have no bytes any more, here or at home; they keep shape and identity, for another block to take them up."""
+        """Frees the parameters' bytes, here and at home. They keep shape and identity, so that
+        another block can hold them.
+        """
         if self.home is None:
             return
         if self._arriving is not None:
@@ -276,7 +295,7 @@ class BlockWeights:
         self._is_here = True
 
     def wait(self) -> None:
-        """Returns when the bytes are here; the parameters are ordinary ones again."""
+        """Waits until the bytes are here; the parameters are usable then."""
         if self._arriving is not None:
             arriving, self._arriving = self._arriving, None
             try:
@@ -288,10 +307,11 @@ class BlockWeights:
                 mark_present(slot.parameter)
 
     def release(self) -> None:
-        """Ends a visit: the device bytes are given up. What was changed must have been written home before."""
+        """Ends a visit: the device memory is freed. Changes must have been written home before."""
         if not self._is_here or not self.travels:
             return
-        if self._arriving is not None:  # a visit that nobody used: the transfer must end before its memory goes
+        # a visit that nobody used: the transfer must end before its memory goes
+        if self._arriving is not None:
             arriving, self._arriving = self._arriving, None
             try:
                 arriving.wait()
@@ -301,10 +321,11 @@ class BlockWeights:
         self._leave()
 
     def take_back_changes(self) -> UnsupportedError | None:
-        """Puts parameters that are here back onto the flat buffer, so that homes, parameters and the next visit agree.
+        """Puts parameters that are here back onto the flat buffer, so that homes, parameters and
+        the next visit agree.
 
         Returns:
-            What is to be told of the first that was changed; None if all are as they were.
+            A description of the first parameter that was changed; None if none was.
         """
         if not self._is_here or self._arriving is not None or self._storage is None:
             return None
@@ -326,10 +347,11 @@ class BlockWeights:
         return first
 
     def write_home(self, before: Sequence[int]) -> TransferHandle | None:
-        """Begins to write the visiting bytes home, after they were changed on the device. What was changed becomes the master too.
+        """Begins to write the visiting bytes home, after they were changed on the device. Changed
+        parameters become the masters too.
 
         Args:
-            before: `versions()` of when nothing was changed yet.
+            before: `versions()` from before the change.
         """
         if self._masters is not None:
             for slot, old, new in zip(self.slots, before, self.versions(), strict=True):
@@ -341,7 +363,9 @@ class BlockWeights:
         return self.home.write(0, self.nbytes, self.storage)
 
     def versions(self) -> tuple[int, ...]:
-        """Version counters of the parameters: equal if nobody wrote through torch operations in between."""
+        """Returns the version counters of the parameters: equal if no torch operation wrote in
+        between.
+        """
         return tuple(slot.parameter._version for slot in self.slots)
 
     def _leave(self) -> None:
@@ -352,7 +376,9 @@ class BlockWeights:
 
 
 def master_pieces(block: BlockWeights, offset: int, nbytes: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
-    """A range of `master_nbytes` that lies within one parameter, cut: (slot, first element, elements, byte offset in the range)."""
+    """Cuts a range of `master_nbytes` that lies within one parameter: (slot, first element,
+    elements, byte offset in the range).
+    """
     if not nbytes:
         return
     slot = next(s for s in block.slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)
@@ -364,13 +390,14 @@ def master_pieces(block: BlockWeights, offset: int, nbytes: int) -> Iterator[tup
 
 
 def put_values(block: BlockWeights, slot: ParameterSlot, values: torch.Tensor) -> None:
-    """Makes a parameter's values these, at home (and here, where home is the device); the block is away, or lives on the device.
+    """Sets a parameter's values at home (and here, if home is the device). The block must be away,
+    or live on the device.
 
     Memory: one parameter in the compute dtype, and two pieces of 2 MiB.
 
     Args:
-        block: its own.
-        slot: the parameter's.
+        block: the parameter's block.
+        slot: the parameter's slot.
         values: of its shape, in the master's dtype.
     """
     assert block.home is not None and (not block.travels or not block.is_here)
@@ -379,7 +406,8 @@ def put_values(block: BlockWeights, slot: ParameterSlot, values: torch.Tensor) -
 
 
 def check_untouched(blocks: Iterable[BlockWeights]) -> None:
-    """Raises `UnsupportedError` if a parameter that is here is no view of its flat buffer any more, after all were put back.
+    """Checks that parameters that are here are views of their flat buffers, after all were put
+    back. Raises `UnsupportedError`.
 
     See [Note: what a visit may not change].
     """
@@ -408,13 +436,17 @@ def _put(slot: ParameterSlot, values: torch.Tensor, home: ByteHome, masters: Byt
 
 
 def write_masters(home: ByteHome, slot: ParameterSlot, values: torch.Tensor) -> None:
-    """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB where dtype or memory order differ."""
+    """Writes a parameter's values to the place of its master and waits. Costs a piece of 2 MiB
+    where dtype or memory order differ.
+    """
     dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
     Tickets(begin_write_masters(home, slot, dense)).wait()
 
 
 def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor) -> list[TransferHandle]:
-    """Begins to write what is in the memory order of a parameter to the place of its master; widened, all but the last piece of 2 MiB are home on return."""
+    """Begins to write values in a parameter's memory order to the place of its master. If they are
+    widened, all but the last piece of 2 MiB are home on return.
+    """
     if dense.dtype == slot.master_dtype:
         return [write_tensor(home, slot.master_offset_bytes, dense)]
     tickets: list[TransferHandle] = []
@@ -440,7 +472,9 @@ def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> Non
 
 
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The parameter's own stride where it is dense (channels-last stays channels-last), else the contiguous one."""
+    """Returns the parameter's own stride if it is dense (channels-last stays channels-last), else
+    the contiguous one.
+    """
     if parameter.layout is not torch.strided:
         raise UnsupportedError(
             f"the parameter {name!r} has layout {parameter.layout}; memfit moves strided tensors only"
