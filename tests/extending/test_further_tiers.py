@@ -211,7 +211,7 @@ def test_a_third_tier_is_scheduled_and_priced_by_its_own_link() -> None:
     timeline = predict(step, MACHINE)
     moved = {"read": 0, "write": 0}
     for operation in step:
-        for transfer in operation.transfers:
+        for transfer in (*operation.awaited, *operation.transfers):
             assert transfer.tier is NODE
             moved[transfer.direction] += transfer.nbytes
     # The link is so slow that the step is its slower direction, less what nothing waits for.

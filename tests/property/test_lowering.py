@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import memfit
 from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.plan import Order, Plan
+from memfit.core.plan import BlockPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.schedule import Accumulate, Update
 from memfit.core.step import Step, Transfer
 from memfit.core.tiers import TIERS, Tier
 from memfit.prediction import predict, residents_at
@@ -154,9 +156,56 @@ def test_a_timeline_s_traffic_is_that_of_the_operations(data: st.DataObject, dra
     timeline = predict(step, MACHINE)
     moved = {"read": Counter[str](), "write": Counter[str]()}
     for operation in step:
-        for transfer in operation.transfers:
+        for transfer in (*operation.awaited, *operation.transfers):
             moved[transfer.direction][transfer.category] += transfer.nbytes
     assert (dict(moved["read"]), dict(moved["write"])) == (timeline.bytes_read, timeline.bytes_written)
+
+
+@pytest.mark.parametrize(("tier", "device"), [(Tier.DISK, "cpu"), (Tier.HOST, "gpu"), (Tier.HOST, "cpu")])
+def test_a_gradient_that_is_added_to_a_sum_elsewhere_waits_for_it(tier: Tier, device: str) -> None:
+    """By arithmetic: with links so slow that nothing else takes time, each further microbatch reads the sum, then
+    writes it, and computing stands still while it reads."""
+    profile = gpt_profile(layers=2)
+    homes = BlockPlan(gradient_home=tier)
+    plan = Plan(microbatches=2, order=Order.MICROBATCH_MAJOR, update=UpdateTime.AFTER_BACKWARD,
+                blocks={b.name: homes for b in profile.blocks})  # fmt: skip
+    profile = replace(profile, traces={4: replace(next(iter(profile.traces.values())), rows=4)}, batch_rows=8)
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device=device)
+    again = [o for o in step if isinstance(o.action, Accumulate) and o.awaited]
+    if (tier, device) == (Tier.HOST, "cpu"):
+        assert not again, "the processor adds where the sum rests"
+        return
+    assert len(again) == len(profile.blocks)
+    sums = sum(transfer.nbytes for o in again for transfer in o.awaited)
+    assert sums == sum(t.nbytes for o in again for t in o.transfers)
+    timeline = predict(step, replace(MACHINE, device=device, flops_per_s=1e18))
+    assert timeline.stalls_s["accumulate"] >= sums / MACHINE.link(tier).read_bytes_per_s
+    assert timeline.bytes_read["gradient"] >= sums
+
+
+@given(data=st.data(), drawn=cases())
+def test_updates_are_one_pipeline_in_the_order_of_the_list(data: st.DataObject, drawn: Case) -> None:
+    step = step_of(with_storages(data.draw, drawn))
+    updates = [o for o in step if isinstance(o.action, Update)]
+    assert [o.behind for o in updates] == [None, *(o.gives for o in updates)][: len(updates)]
+    assert all(o.behind is None for o in step if not isinstance(o.action, Update))
+
+
+def test_what_an_update_reads_comes_behind_what_the_one_before_it_reads() -> None:
+    """Two blocks with states on two links: the second one's would come at once if links were all that orders them."""
+    profile = gpt_profile(layers=2)
+    first, second = (profile.blocks[i].name for i in (1, 2))
+    plan = Plan(
+        update=UpdateTime.AFTER_BACKWARD,
+        blocks={first: BlockPlan(state_home=Tier.DISK), second: BlockPlan(state_home=Tier.HOST)},
+    )
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="gpu")
+    order = [o for o in step if isinstance(o.action, Update) and o.transfers]
+    (slow,), (quick,) = ([o for o in order if o.transfers[0].tier is tier] for tier in (Tier.DISK, Tier.HOST))
+    times = {m.action: m for m in predict(step, MACHINE).moments}
+    read = sum(t.nbytes for t in slow.transfers if t.direction == "read") / MACHINE.link(Tier.DISK).read_bytes_per_s
+    assert order.index(slow) < order.index(quick)
+    assert times[str(quick.action)].start_s >= times[str(slow.action)].start_s + read
 
 
 def test_a_commit_is_a_transfer_of_the_step() -> None:

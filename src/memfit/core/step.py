@@ -95,8 +95,8 @@ class UpdatePlace(StrEnum):
 class Operation(NamedTuple):
     """An action with its meaning.
 
-    The main thread executes operations in order. It waits for `waits`, computes `work`, waits for
-    `waits_after`; transfers are started and go on beside it.
+    The main thread executes operations in order. It waits for `waits` and for what is `awaited`,
+    computes `work`, waits for `waits_after`; transfers are started and go on beside it.
 
     Attributes:
         action: as the schedule has it.
@@ -105,9 +105,13 @@ class Operation(NamedTuple):
         waits: tokens that must be done before it begins; seconds spent so are stalls.
         waits_after: the same at its end.
         transfers: transfers that it starts, each in its link's queue.
+        awaited: transfers that the main thread starts after `after`, before all others, and waits
+            for one after the other.
         is_chain: each transfer begins when the one before it has ended; else all begin at once.
         after: tokens that must be done before its transfers begin; the main thread does not wait
             for them.
+        behind: the update before it in the pipeline of updates, if it is an update: what it reads
+            begins to come when all that the other one reads has come.
         gives: tokens that are done when its transfers and its work on either processor are.
         work: amounts by kind, computed by the device one after the other.
         host_work: the same for the host's cores, beside the main thread: in order, after `after`,
@@ -123,8 +127,10 @@ class Operation(NamedTuple):
     waits: tuple[Token, ...] = ()
     waits_after: tuple[Token, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    awaited: tuple[Transfer, ...] = ()
     is_chain: bool = True
     after: tuple[Token, ...] = ()
+    behind: Token | None = None
     gives: Token | None = None
     work: tuple[tuple[WorkKind, float], ...] = ()
     host_work: tuple[tuple[WorkKind, float], ...] = ()

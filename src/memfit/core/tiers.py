@@ -35,21 +35,18 @@ class TierTraits:
         is_addressable: the processor (but no accelerator) computes on its bytes in place.
         is_files: transfers pass through bounce buffers of the processor, and an atomic step keeps
             the version before beside the new one.
-        reads_sums_back: a second gradient is added by reading the sum, adding, and writing it.
-            (Prediction does not count that reading for `host`.)
     """
 
     is_device: bool = False
     is_addressable: bool = False
     is_files: bool = False
-    reads_sums_back: bool = True
 
 
 _TRAVELS_ONLY = TierTraits()
 _TRAITS: Mapping[str, TierTraits] = MappingProxyType(
     {
-        "device": TierTraits(is_device=True, reads_sums_back=False),
-        "host": TierTraits(is_addressable=True, reads_sums_back=False),
+        "device": TierTraits(is_device=True),
+        "host": TierTraits(is_addressable=True),
         "disk": TierTraits(is_files=True),
     }
 )

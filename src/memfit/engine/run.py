@@ -19,7 +19,7 @@ on demand is waited for beside the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from memfit.core.errors import PlanError, UnsupportedError
@@ -185,7 +185,9 @@ class StepRun:
                 pass  # no gradient came here: else the hooks would have advanced beyond it
             case _:
                 self._wait((*operation.waits, *operation.after))
-                self._settle(operation)
+                # An accumulate reads the sum that it adds to, and returns when it has it.
+                with self._stalled("accumulate") if operation.awaited else nullcontext():
+                    self._settle(operation)
         if self._recorder is not None:
             self._recorder.end()
         if self._observe is not None:
@@ -245,8 +247,11 @@ class StepRun:
 
     def _wait(self, tokens: Iterable[Token]) -> None:
         for token in tokens:
-            with nullcontext() if self._recorder is None else self._recorder.stall(token.kind):
+            with self._stalled(token.kind):
                 self._wait_for(token)
+
+    def _stalled(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.stall(kind)
 
     def _wait_for(self, token: Token) -> None:
         parts = self._parts

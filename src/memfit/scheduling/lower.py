@@ -164,6 +164,8 @@ class _Draft:
     __slots__ = (
         "adds_to",
         "after",
+        "awaited",
+        "behind",
         "changes",
         "during",
         "gives",
@@ -181,6 +183,8 @@ class _Draft:
         self.changes = changes
         self.during: list[ByteChange] = []
         self.transfers: list[Transfer] = []
+        self.awaited: list[Transfer] = []
+        self.behind: Token | None = None
         self.waits: Sequence[Token] = ()
         self.waits_after: Sequence[Token] = ()
         self.after: Sequence[Token] = ()
@@ -201,6 +205,8 @@ class _Draft:
             waits=tuple(self.waits),
             waits_after=tuple(self.waits_after),
             transfers=tuple(self.transfers),
+            awaited=tuple(self.awaited),
+            behind=self.behind,
             is_chain=self.is_chain,
             after=tuple(self.after),
             gives=self.gives,
@@ -274,6 +280,8 @@ class _Lowering:
         # Tokens that were given, in order; blocks whose gradient left before the compute action that runs next.
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
+        # The last update of the pipeline.
+        self._pipeline: Token | None = None
         self._draft = _Draft(self._changes.begin())
 
     def step(self, commits: float) -> Step:
@@ -385,9 +393,10 @@ class _Lowering:
         home = self._homes[block].gradient_home
         size = flat_gradient_bytes(self._profile.blocks[block])
         draft.after = self._waits(_ACCUMULATE, block)
-        # The first gradient overwrites what is at home. A later one is added: see `TierTraits.reads_sums_back`.
-        if home.traits.reads_sums_back and draft.after:
-            self._transfer(home, "read", "gradient", size)
+        # The first gradient overwrites what is at home. A later one is added: where the sum rests
+        # out of the processor's reach, it is read for that, and the main thread waits for it.
+        if draft.after and size and not updates_in_place(home, self._device):
+            draft.awaited.append(Transfer(home, "read", "gradient", size))
         self._transfer(home, "write", "gradient", size)
         self._leaving.append(block)
         draft.gives = Token(_ACCUMULATE, self._owner[block])
@@ -406,6 +415,7 @@ class _Lowering:
             for (tier, category), nbytes in moved.items():
                 draft.transfers.append(Transfer(tier, direction, category, nbytes))
         draft.is_chain = False
+        draft.behind, self._pipeline = self._pipeline, Token(_UPDATE, self._owner[block])
         work = update_work(self._plan, self._profile, block)
         if self._updates_on_host[block]:
             draft.host_work = work

@@ -8,7 +8,23 @@ from __future__ import annotations
 
 from memfit.core.errors import PlanError
 from memfit.core.profile import Profile
-from memfit.core.schedule import Action, Backward, Drop, Forward, Keep, Offload, Reload, Schedule, Seed
+from memfit.core.schedule import (
+    Accumulate,
+    Action,
+    Backward,
+    Clear,
+    Drop,
+    Fetch,
+    Forward,
+    Keep,
+    Offload,
+    Release,
+    Reload,
+    Schedule,
+    Seed,
+    Start,
+    Update,
+)
 from memfit.core.shape import StepShape
 
 
@@ -47,16 +63,18 @@ def point_at(schedule: Schedule, index: int, reason: str) -> str:
 
 
 def _unknown(action: Action, blocks: int, segments: dict[int, int], microbatches: int) -> str | None:
-    if getattr(action, "microbatch", 0) >= microbatches:
-        return "there is no such microbatch"
-    match action:
-        case Forward(first=first, last=last) | Backward(first=first, last=last):
-            return None if segments.get(first) == last else "this is not a segment of the plan"
-        case Offload(call=call) | Drop(call=call) | Reload(call=call):
-            return None if call in segments else "no segment begins with this call"
-        case Seed(last=last):
-            return None if last < microbatches else "there is no such microbatch"
-        case Keep(blocks=kept):
-            return None if max(kept, default=0) < blocks else "there is no such block"
-        case _:
-            return None if getattr(action, "block", 0) < blocks else "there is no such block"
+    # Told apart by class, not by patterns: every action of every candidate of a planner passes here.
+    if isinstance(action, Forward | Backward):
+        if segments.get(action.first) != action.last:
+            return "this is not a segment of the plan"
+    elif isinstance(action, Offload | Drop | Reload):
+        if action.call not in segments:
+            return "no segment begins with this call"
+    elif isinstance(action, Fetch | Release | Accumulate | Update | Clear):
+        return None if action.block < blocks else "there is no such block"
+    elif isinstance(action, Keep):
+        return None if max(action.blocks, default=0) < blocks else "there is no such block"
+    elif not isinstance(action, Start | Seed):
+        return None
+    last = action.last if isinstance(action, Seed) else action.microbatch
+    return None if last < microbatches else "there is no such microbatch"
