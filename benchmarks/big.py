@@ -1,4 +1,4 @@
-"""Models several times larger than the limit, trained in bf16 from birth.
+"""Models several times larger than the limit, trained in bf16, built empty.
 
     .venv/bin/python benchmarks/big.py                   # a GPT of 1.3 billion parameters, 8 sequences of 512 tokens, under 2 GiB, 20 steps
     .venv/bin/python benchmarks/big.py --model llama     # a Llama of 4.1 billion under 4 GiB, 3 steps: 50 GB of disk; --layers 24 makes it 3 billion, 37 GB

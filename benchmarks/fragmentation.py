@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/fragmentation.py
 
-The births and deaths of all storages of a real training step (a small GPT, forward, backward and AdamW) are recorded,
+The allocations and frees of all storages of a real training step (a small GPT, forward, backward and AdamW) are recorded,
 for batches of several lengths one after the other. They are then replayed, without bytes, by: offsets planned from the
 lifetimes, an arena with best fit and with first fit (each with the least capacity that serves the trace), an arena that
 is defragmented when it refuses, and the rules of torch's CUDA caching allocator (segments reserved, never given back).
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(lengths: Sequence[int], layers: int, width: int) -> list[Event]:
-    """Runs one step for each length and returns its births and deaths."""
+    """Runs one step for each length and returns its allocations and frees."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, activation="gelu")
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)

@@ -1,4 +1,4 @@
-"""Models several times larger than the GPU memory they may use, trained in bf16 from birth.
+"""Models several times larger than the GPU memory they may use, trained in bf16, built empty.
 
     .venv/bin/python benchmarks/gpu_big.py                              # a model of Llama 3's 8-billion shape, every weight trained, in 24 GiB
     .venv/bin/python benchmarks/gpu_big.py --layers 48 --limit 40GiB    # a deeper one: the largest is where host memory and disk end

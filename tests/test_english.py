@@ -33,7 +33,7 @@ FIRST_WORDS = frozenset({"What", "Of", "Whether", "They"})
 PRIVATE_WORDS = {
     r"parcels?": "offloaded storage",
     r"slopes?": "gradient of the logits",
-    r"births?|unborn": "deferred initialization, deferred",
+    r"births?|born|unborn": "deferred initialization, deferred",
     r"fates?": "policy",
     r"forgetful": "no-op (KV cache)",
     r"tickets?": "transfer handle",
@@ -52,7 +52,6 @@ KEPT = {
     "verification/census.py: census": "the public name: job.census()",
     "job/job_facts.py: census": "the public name: job.census()",
     "job/step_runner.py: census": "the public name: job.census()",
-    "api/__init__.py: birth": "file of `memfit.empty`, to be renamed",
     "job/journaling.py: tickets": "a class of homes, a room that is not done yet",
     "files/tensor_bytes.py: tickets": "a class of homes, a room that is not done yet",
     "files/writer.py: tickets": "a class of homes, a room that is not done yet",

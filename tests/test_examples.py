@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
-STARTED = ("born_in_pieces", "three_lines")
+STARTED = ("empty_model", "three_lines")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

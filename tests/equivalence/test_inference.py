@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memfit
 from equivalence import plans, zoo
 from equivalence.compare import same_bits
-from equivalence.test_birth import born
+from equivalence.test_deferred import built_empty
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import AwayError, DoesNotFitError, UsageError
 from memfit.core.plan import BlockPlan, Plan
@@ -84,7 +84,7 @@ def test_a_directory_is_generated_from_without_ever_loading_the_model(name: str,
 
 def test_a_model_built_empty_is_generated_from_and_stays_empty(tmp_path: Path) -> None:
     expected = generate(zoo.llama().model.eval(), samples=True)
-    model = born(lambda: zoo.llama().model)
+    model = built_empty(lambda: zoo.llama().model)
     with memfit.infer(model) as session:
         assert same_bits(generate(session.model, samples=True), expected)
     with pytest.raises(AwayError):
@@ -269,7 +269,7 @@ def test_a_model_built_empty_trains_and_generates_in_bf16_as_one_built_plainly()
     plan = Plan(blocks=plans.on_disk(profile_by_name("gpt2")), compute_dtype=ComputeDtype.BFLOAT16)
     for is_empty in (False, True):
         case = zoo.gpt2()
-        model = born(lambda: zoo.gpt2().model) if is_empty else case.model
+        model = built_empty(lambda: zoo.gpt2().model) if is_empty else case.model
         optimizer = torch.optim.AdamW(model.parameters())
         job = memfit.fit(model, optimizer, case.loss, case.batch(0), plan=plan, allow={"bf16"})
         torch.manual_seed(1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memfit
 from equivalence import zoo
 from equivalence.compare import same_bits
-from equivalence.test_birth import assert_same_model, born, fit_from
+from equivalence.test_deferred import assert_same_model, built_empty, fit_from
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
@@ -77,7 +77,7 @@ def test_weights_in_shards_go_in_and_out_as_transformers_reads_and_writes_them(n
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     kind: Any = type(source)
     plain = kind.from_pretrained(tmp_path / "theirs").train()
-    model = born(lambda: zoo.ZOO[name]().model, draws=False)
+    model = built_empty(lambda: zoo.ZOO[name]().model, draws=False)
     with on_disk_job(model, case, tmp_path / "theirs", tmp_path / "homes") as job:
         job.save(tmp_path / "ours", max_shard_bytes="20KB")
     assert_same_model(model, plain)
@@ -139,7 +139,7 @@ def test_layouts_that_cut_turn_or_mix_are_loaded_as_from_pretrained_does(
     assert set(in_files(tmp_path / "theirs")) - set(source.state_dict())  # the layout did change
     plain = type(source).from_pretrained(tmp_path / "theirs").train()
     assert_same_model(plain, source)
-    model = born(lambda: zoo.llama().model, draws=False)
+    model = built_empty(lambda: zoo.llama().model, draws=False)
     with fit_from(model, case, tmp_path / "theirs") as job:
         job.save(tmp_path / "ours")
     assert_same_model(model, plain)
@@ -171,7 +171,7 @@ def test_what_moves_is_known_without_reading_and_experts_are_ranges_of_their_sta
 def test_what_files_lack_or_have_too_much_of_is_named(tmp_path: Path) -> None:
     case = zoo.ZOO["mixtral"]()
     case.model.save_pretrained(tmp_path, max_shard_size="40KB")  # type: ignore[operator]
-    model = born(lambda: zoo.ZOO["mixtral"]().model, draws=False)
+    model = built_empty(lambda: zoo.ZOO["mixtral"]().model, draws=False)
     index = tmp_path / "model.safetensors.index.json"
     shards = sorted(tmp_path.glob("*.safetensors"))
     whole = {file: file.read_bytes() for file in [index, *shards]}
@@ -210,13 +210,13 @@ def test_a_tied_weight_that_is_there_twice_must_be_the_same_twice(tmp_path: Path
     state = {name: t.clone() for name, t in case.model.state_dict().items()}
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file(state, file)
-    model = born(lambda: zoo.gpt2().model, draws=False)
+    model = built_empty(lambda: zoo.gpt2().model, draws=False)
     with fit_from(model, case, tmp_path):
         pass
     assert_same_model(model, case.model)
     state["lm_head.weight"][3, 4] += 1
     safetensors.torch.save_file(state, file)
-    model = born(lambda: zoo.gpt2().model, draws=False)
+    model = built_empty(lambda: zoo.gpt2().model, draws=False)
     with pytest.raises(
         UsageError, match=r"lm_head\.weight.* are one weight in the model, and .* holds different values"
     ):

@@ -14,7 +14,7 @@ from torch import nn
 import memfit
 from equivalence import plans, zoo
 from equivalence.compare import same_bits
-from equivalence.test_birth import assert_same_model, born, fit_from
+from equivalence.test_deferred import assert_same_model, built_empty, fit_from
 from equivalence.with_memfit import profile_by_name
 from memfit.core.errors import StoreError, UsageError
 from memfit.core.plan import Plan
@@ -120,7 +120,7 @@ _TOKENS = torch.arange(24).view(2, 12)
 
 
 def _fit_net(weights: Path) -> nn.Module:
-    model = born(_Net)
+    model = built_empty(_Net)
     with memfit.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), _mean, _TOKENS, weights=weights):
         pass
     return model
@@ -210,5 +210,5 @@ def test_a_transformers_model_takes_the_files_of_older_versions(tmp_path: Path) 
     case = zoo.gpt2()
     torch.save(case.model.transformer.state_dict(), tmp_path / "pytorch_model.bin")  # type: ignore[union-attr,operator]
     ours = zoo.gpt2()
-    with fit_from(born(lambda: zoo.gpt2().model), ours, tmp_path) as job:
+    with fit_from(built_empty(lambda: zoo.gpt2().model), ours, tmp_path) as job:
         assert job.evaluate(case.batch(0)).loss == pytest.approx(case.loss(case.model.eval(), case.batch(0)).item())

@@ -1,4 +1,4 @@
-"""A model whose training state is several times the limit trains in bf16 from birth, below it, as seen by another process."""
+"""A model whose training state is several times the limit trains in bf16, built empty, below it, as seen by another process."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def resident_bytes() -> int:
 def train_flat(
     variant: str, steps: int, directory: Path, *, masters: str | None = None
 ) -> tuple[list[Footprint], list[int]]:
-    """Trains the zoo's GPT-2 and looks after each step; in bf16, with masters "whole" or "split", it is born empty."""
+    """Trains the zoo's GPT-2 and looks after each step; in bf16, with masters "whole" or "split", it is built empty."""
     allocator = install()
     case = zoo.ZOO["gpt2"]()
     chosen = plans.BY_NAME[variant]

@@ -81,12 +81,12 @@ def test_everything_is_back_when_the_disk_refuses(tmp_path: Path, monkeypatch: p
 
 def test_weights_that_were_never_made_are_left_to_others(tmp_path: Path) -> None:
     model = _model()
-    unborn = memfit.empty(lambda: nn.Linear(300, 200)).weight
-    assert isinstance(unborn, nn.Parameter)
+    deferred = memfit.empty(lambda: nn.Linear(300, 200)).weight
+    assert isinstance(deferred, nn.Parameter)
     before = _bits(model)
     with WeightsAside(model.parameters(), tmp_path) as aside:
-        aside.bring([unborn, *model.parameters()])
+        aside.bring([deferred, *model.parameters()])
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     with WeightsAside(model.parameters(), tmp_path) as aside:
-        aside.forget([unborn])
+        aside.forget([deferred])
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -5,7 +5,7 @@ limit (`fit`), or what memory they would take (`profile`); models built without 
 weights (`empty`); forward passes with weights that stream (`infer`).
 """
 
-from memfit.api.birth import empty
+from memfit.api.empty_model import empty
 from memfit.api.fit import fit, profile
 from memfit.api.loader import ResumableLoader
 from memfit.job.inference import Inference, infer

@@ -96,7 +96,7 @@ class Origin:
             parameter: any; its own bytes, wherever they are, are given up.
 
         Returns:
-            Whether it is one of those that were born here, and has no values now.
+            True if it is one of the deferred weights made here, and has no values now.
         """
         if id(parameter) in self._keys:
             return True

@@ -22,7 +22,7 @@ from memfit.deferred import recording as recorder
 from memfit.tensors.guard import is_away
 
 
-def born(build: Callable[[], nn.Module], *, draws: bool = True) -> nn.Module:
+def built_empty(build: Callable[[], nn.Module], *, draws: bool = True) -> nn.Module:
     """Built empty, down to the smallest parameter."""
     return build_empty(build, draws=draws, least_bytes=1)
 
@@ -62,7 +62,7 @@ def deferral(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_model_built_empty_gets_the_bits_and_leaves_the_generator_of_plain_building(name: str) -> None:
     plain = zoo.ZOO[name]().model
     after = torch.get_rng_state()
-    ours = born(lambda: zoo.ZOO[name]().model)
+    ours = built_empty(lambda: zoo.ZOO[name]().model)
     assert torch.equal(torch.get_rng_state(), after)
     assert all(is_away(p) for p in ours.parameters())
     bring_all(ours)
@@ -109,7 +109,7 @@ def odd() -> Odd:
 def test_initialisations_of_every_kind_are_played_again_exactly() -> None:
     plain = odd()
     after = torch.get_rng_state()
-    ours: Any = born(odd)
+    ours: Any = built_empty(odd)
     assert isinstance(ours, Odd)
     assert torch.equal(torch.get_rng_state(), after)
     assert (ours.norm, ours.rates) == (plain.norm, plain.rates)
@@ -169,7 +169,7 @@ def test_a_model_built_empty_trains_as_a_plain_one_bit_for_bit(name: str, plan: 
     def build() -> zoo.Case:
         case = zoo.ZOO[name]()
         if not cases:
-            case = replace(case, model=born(lambda: zoo.ZOO[name]().model))
+            case = replace(case, model=built_empty(lambda: zoo.ZOO[name]().model))
         cases.append(case)
         return case
 
@@ -196,11 +196,11 @@ def test_the_base_models_prefix_is_added_or_left_out_as_from_pretrained_does(tmp
     config = case.model.config
     case.model.transformer.save_pretrained(tmp_path / "base")  # type: ignore[union-attr,operator]
     case.model.save_pretrained(tmp_path / "head")  # type: ignore[operator]
-    with_head = born(lambda: GPT2LMHeadModel(config), draws=False)  # type: ignore[arg-type]
+    with_head = built_empty(lambda: GPT2LMHeadModel(config), draws=False)  # type: ignore[arg-type]
     with fit_from(with_head, case, tmp_path / "base"):
         pass
     assert_same_model(with_head, GPT2LMHeadModel.from_pretrained(tmp_path / "base"))
-    base = born(lambda: GPT2Model(config), draws=False)  # type: ignore[arg-type]
+    base = built_empty(lambda: GPT2Model(config), draws=False)  # type: ignore[arg-type]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch["input_ids"]).last_hidden_state.square().mean()
@@ -217,7 +217,7 @@ def test_saved_buffers_are_loaded_and_other_floats_convert(tmp_path: Path) -> No
     state = {name: torch.randn(t.shape).to(t.dtype) for name, t in case.model.state_dict().items()}
     half = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in state.items()}
     safetensors.torch.save_file(half | {"spare": torch.zeros(2)}, tmp_path / "model.safetensors")
-    model = born(lambda: zoo.ZOO["batch-norm"]().model, draws=False)
+    model = built_empty(lambda: zoo.ZOO["batch-norm"]().model, draws=False)
     with pytest.warns(UserWarning, match="1 tensors of the weight files have no place in the model: .spare."):
         job = fit_from(model, case, tmp_path)
     job.close()
@@ -240,7 +240,7 @@ def test_files_that_do_not_fit_the_model_are_refused_before_anything_changes(tmp
     import safetensors.torch
 
     case = zoo.ZOO["sequential"]()
-    model = born(lambda: zoo.ZOO["sequential"]().model, draws=False)
+    model = built_empty(lambda: zoo.ZOO["sequential"]().model, draws=False)
     state = dict(case.model.state_dict())
     name = next(iter(state))
     with pytest.raises(StoreError, match="does not exist"):
@@ -279,7 +279,7 @@ def test_optimizer_states_go_into_a_model_built_empty_and_training_goes_on(
     expected = [job.step(case.batch(step)).loss for step in (1, 2)]
     job.close()
 
-    model = born(lambda: zoo.gpt2().model, draws=False)
+    model = built_empty(lambda: zoo.gpt2().model, draws=False)
     ours = torch.optim.AdamW(model.parameters())
     if way == "load_state_dict":
         from memfit.job.loading import load
@@ -322,7 +322,7 @@ def test_a_saved_job_goes_into_a_model_built_empty_through_fit_and_not_through_l
     with fit_case(case) as job:
         job.step(case.batch(0))
         job.save(tmp_path / "saved")
-    model = born(lambda: zoo.ZOO["mixtral"]().model)
+    model = built_empty(lambda: zoo.ZOO["mixtral"]().model)
     with pytest.raises(UsageError, match=r"built by memfit\.empty.*memfit\.fit\(weights="):
         load(tmp_path / "saved", model)
     with fit_from(model, case, tmp_path / "saved"):

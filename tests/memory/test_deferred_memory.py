@@ -1,4 +1,4 @@
-"""What being born in pieces costs: the process's peak while a model that would fill it several times is built, filled or loaded, and moved to disk."""
+"""Memory of deferred weights: the process's peak while a model that would fill it several times is built, filled or loaded, and moved to disk."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def measure(how):
     print(json.dumps({{"above": peak - base, "loss": first, "sample": sample}}))
 
 meter = prepare_process()
-model, job = begin(2, "born")  # libraries, threads and code are there from here on
+model, job = begin(2, "built")  # libraries, threads and code are there from here on
 job.step(torch.ones(2, width))
 job.close(restore=False)
 del model, job
@@ -108,10 +108,10 @@ def test_a_model_is_born_and_loaded_within_its_largest_block_and_64_mib(tmp_path
     save(tmp_path)
     allowed = LAYER_BYTES + OVERHEAD_BYTES
     assert 3 * allowed < LAYERS * LAYER_BYTES  # the whole model would be seen
-    born, loaded = run(tmp_path, "born", "files")
-    assert born["above"] <= allowed, f"{born['above'] / MIB:.1f} MiB above the base"
+    built, loaded = run(tmp_path, "built", "files")
+    assert built["above"] <= allowed, f"{built['above'] / MIB:.1f} MiB above the base"
     assert loaded["above"] <= allowed, f"{loaded['above'] / MIB:.1f} MiB above the base"
-    assert (born["loss"], born["sample"]) == (loaded["loss"], loaded["sample"])
+    assert (built["loss"], built["sample"]) == (loaded["loss"], loaded["sample"])
 
 
 @pytest.mark.slow

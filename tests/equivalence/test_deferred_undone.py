@@ -1,4 +1,4 @@
-"""A fit that is refused leaves a model that was born empty as it was: without the bytes of its weights, ready to be fitted otherwise."""
+"""A fit that is refused leaves a model that was built empty as it was: without the bytes of its weights, ready to be fitted otherwise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _fit(model: nn.Module, kind: str, directory: Path, *, microbatches: int) -> 
     )  # fmt: skip
 
 
-def _check_unborn(model: nn.Module) -> None:
+def _check_deferred(model: nn.Module) -> None:
     plain = _build()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert is_away(mine) == name.endswith("weight"), name
@@ -75,7 +75,7 @@ def test_a_batch_that_must_not_be_split_leaves_the_model_without_bytes(kind: str
     # Two blocks on their way home, and the pieces of one; never the eight of the model.
     assert allocator.stats().peak_bytes - before < 4 * LAYER_BYTES
     assert allocator.stats().live_bytes - before < LAYER_BYTES
-    _check_unborn(model)
+    _check_deferred(model)
     rows = torch.randn(4, WIDTH)
     trained: list[tuple[float, list[Tensor]]] = []
     for name, other in (("again", model), ("plain", _build())):
@@ -107,7 +107,7 @@ def test_a_disk_that_fails_while_weights_move_home_leaves_the_model_without_byte
     with pytest.raises(StoreError, match="the disk is full"):
         _fit(model, "fp32", tmp_path, microbatches=1)
     monkeypatch.undo()
-    _check_unborn(model)
+    _check_deferred(model)
     (tmp_path / "again").mkdir()
     with _fit(model, "fp32", tmp_path / "again", microbatches=1) as job:
         assert job.step(torch.randn(4, WIDTH)).is_finite

@@ -1,6 +1,6 @@
 """A model that is never whole in memory: built empty, trained in bf16 with fp32 masters on disk, saved, and run from the files.
 
-Run: python examples/born_in_pieces.py
+Run: python examples/empty_model.py
 """
 
 from __future__ import annotations
