@@ -17,7 +17,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Action
 from memfit.core.step import Step
 from memfit.engine.entered_calls import Listener, ServedCalls, StepCalls
-from memfit.engine.leaves import MicrobatchLeaves, watch_arrivals
+from memfit.engine.leaves import MicrobatchLeaves, watch_arrivals, watch_last
 from memfit.engine.measured_step import StepRecorder
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.run import StepRun
@@ -95,6 +95,10 @@ class Engine:
         self._ran_at = ""
         self._calls: ServedCalls | StepCalls = self._served()
         self._looks_away = False
+
+    def heed_hooks(self) -> None:
+        """Hooks on gradients were registered since: they run before gradients go home."""
+        watch_last(self._parts.blocks)
 
     @property
     def sites(self) -> tuple[Site, ...]:

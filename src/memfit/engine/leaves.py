@@ -85,6 +85,18 @@ def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> 
     ]
 
 
+def watch_last(blocks: Sequence[BlockWeights]) -> None:
+    """Puts what hands gradients on behind hooks that were registered after it: they may change a
+    gradient, which must be whole when it goes.
+    """
+    for slot in (slot for block in blocks for slot in block.slots):
+        with torch._C.DisableTorchFunctionSubclass():  # the weight may be away
+            hooks: Any = slot.parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Arrival)]:
+            # torch runs them in the order of insertion; of `OrderedDict.move_to_end` it knows nothing.
+            hooks[key] = hooks.pop(key)
+
+
 class _Arrival:
     def __init__(self, gradients: weakref.ref[GradientHomes], slot: ParameterSlot) -> None:
         self._gradients = gradients

@@ -22,6 +22,7 @@ from memfit.batches.alike import RowsAlike
 from memfit.batches.splitting import Trial, check_sum, compare_split, evaluating, rows_differ, trial_of, without_dropout
 from memfit.checkpoints.run_state import give_random, is_random_state, take_random
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError
+from memfit.core.numerics import NONADDITIVE
 from memfit.core.planning_state import trial
 from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.units import format_bytes
@@ -122,6 +123,25 @@ def check_split(assembly: Assembly, sample: Any) -> None:
         ),
     )
     assembly.planned = replace(assembly.planned, adds_up=True, is_unproven=not rows_differ(trial))
+
+
+def check_hooks(assembly: Assembly, batch: Any) -> None:
+    """Heeds hooks that were registered after `fit`; where the batch is cut, shows as `check_split`
+    that the program still adds up.
+
+    Raises:
+        UnsupportedError: it does not, or a hook is on a gradient; nothing was trained.
+    """
+    assembly.engine.heed_hooks()
+    if assembly.plan.microbatches == 1 or NONADDITIVE in assembly.setup.allow:
+        return
+    try:
+        with assembly.machine.phases("check"):
+            check_split(assembly, batch)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error}. A hook was registered after memfit.fit: take it off, or close the job and fit again with it"
+        ) from error
 
 
 @trial()

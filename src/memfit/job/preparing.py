@@ -22,6 +22,7 @@ from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.job.plan_checks import check_meaning
 from memfit.job.setup import Planned, Prepared, Setup
+from memfit.job.user_hooks import hooks_of, tell_hooks
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.check import check_step
@@ -119,15 +120,25 @@ class PreparedShapes:
         self._looking_away = looking_away
         self._known = {planned.signature: planned.prepared}
         self._modes = _modes(planned.setup.problem.model)
+        self._hooks = hooks_of(planned.setup.problem.model)
 
-    def note_modes(self) -> None:
-        """Forgets all where modules are in other modes (`model.train()` after a frozen start): that
-        is another program.
+    def note_program(self, check_hooks: Callable[[], None]) -> None:
+        """Forgets all where modules are in other modes (`model.train()` after a frozen start), or
+        hooks came or went: that is another program.
+
+        Args:
+            check_hooks: raises where the plan does not bear the hooks that are there now. Asked
+                again until it does not raise.
         """
-        modes = _modes(self._planned.setup.problem.model)
-        if modes != self._modes:
+        model = self._planned.setup.problem.model
+        modes, hooks = _modes(model), hooks_of(model)
+        if hooks != self._hooks:
+            check_hooks()
+        if (modes, hooks) != (self._modes, self._hooks):
             self._known.clear()
-            self._modes = modes
+            self._modes, before = modes, self._hooks
+            self._hooks = hooks
+            tell_hooks(model, before, "a step was planned anew, as they were registered after fit", stacklevel=5)
 
     def prepare(self, batch: Any) -> Prepared:
         """Returns what depends on the batch's shapes, planned for when they come.

@@ -17,7 +17,7 @@ from memfit.core.errors import LimitBreachError, MemfitWarning, UnsupportedError
 from memfit.engine.loss_scaling import LossScaler
 from memfit.job.assembly import Assembly, assemble
 from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
-from memfit.job.forward_passes import check_first
+from memfit.job.forward_passes import check_first, check_hooks
 from memfit.job.interrupts import Interrupts
 from memfit.job.results import StepResult
 from memfit.job.setup import Planned, Replan
@@ -67,7 +67,7 @@ class StepRunner:
         assembly = self.assembly
         assembly.check_unchanged()
         assembly.checkpointer.check_registered()
-        assembly.shapes.note_modes()
+        assembly.shapes.note_program(lambda: check_hooks(assembly, batch))
         assembly.keep_changes()
         assembly.checkpointer.commit_if_due()
         replan = assembly.planned.replan

@@ -10,7 +10,7 @@ import functools
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -27,31 +27,52 @@ _NOT_OF_USERS = (
 )
 
 
-def tell_hooks(model: nn.Module) -> None:
+def tell_hooks(
+    model: nn.Module, told: Collection[tuple[str, object]] = (), when: str = "memfit.fit planned", stacklevel: int = 3
+) -> None:
     """Warns of hooks of the user's program on the model that ran while a plan was made.
 
     Those of installed packages are theirs to know.
+
+    Args:
+        model: any.
+        told: those that are known, as `hooks_of` gives them.
+        when: they ran, in words.
+        stacklevel: of the warning.
     """
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         for code in _codes(module):
-            if "is_planning" not in code.co_names:
+            if "is_planning" not in code.co_names and (name, code) not in told:
                 where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 found.setdefault(f"{code.co_name} ({where}), on {name or 'the model'!r}")
     for name, parameter in model.named_parameters():
         for code in _codes_of(hook for hooks in gradient_hooks(parameter) for hook in hooks):
-            if "is_planning" not in code.co_names:
+            if "is_planning" not in code.co_names and (name, code) not in told:
                 where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 found.setdefault(f"{code.co_name} ({where}), on {name!r}")
     if found:
         names = list(found)
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         warnings.warn(
-            f"hooks of yours also ran while memfit.fit planned: {'; '.join(names[:2])}{more}. They met tensors without values, or rows of the sample; what they "
+            f"hooks of yours also ran while {when}: {'; '.join(names[:2])}{more}. They met tensors without values, or rows of the sample; what they "
             "count or log is not of training. `if memfit.is_planning(): return` leaves them out where they change nothing, and ends this message",
             MemfitWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
+
+
+def hooks_of(model: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Returns the hooks of the user's program on modules and on gradients, by name and code.
+
+    Equal as long as the same code hooks the same places: a hook may be taken off and put on again.
+    """
+    found: list[tuple[str, object]] = []
+    for name, module in model.named_modules():
+        found += ((name, code) for code in _codes(module))
+    for name, parameter in model.named_parameters():
+        found += ((name, _code(hook) or type(hook)) for hooks in gradient_hooks(parameter) for hook in hooks)
+    return tuple(found)
 
 
 def _codes(module: nn.Module) -> Iterator[CodeType]:
@@ -90,6 +111,7 @@ def _code(hook: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
+@functools.lru_cache(maxsize=256)
 def _is_of_users(file: str) -> bool:
     if file.startswith("<"):
         return file == "<stdin>"
