@@ -58,9 +58,9 @@ def test_another_shape_leaves_the_reserve_of_a_process_free_as_the_sample_does(m
         other = {name: torch.cat([tensor] * 2) for name, tensor in TOWER.batch(0).items()}
         machine, assembly = job._machine, job._assembly
         peak = prepare(assembly.setup, job.plan, other, adds_apart=False).timeline.peak_bytes
-        monkeypatch.setattr(machine, "armed_bytes", peak + machine.reserve_bytes() - 1)
+        monkeypatch.setattr(machine.hard_limit, "armed_bytes", peak + machine.reserve_bytes() - 1)
         with pytest.raises(DoesNotFitError, match="a batch of 128 rows"):
             job.step(other)
-        monkeypatch.setattr(machine, "armed_bytes", peak + machine.reserve_bytes())
+        monkeypatch.setattr(machine.hard_limit, "armed_bytes", peak + machine.reserve_bytes())
         assert job.step(other).rows == 128
         monkeypatch.undo()
