@@ -80,6 +80,7 @@ def test_reads_and_writes_of_the_same_bytes_keep_their_order_without_waits(
     assert torch.equal(bytes_view(found[1], 0, NBYTES), second)
 
 
+@pytest.mark.latest
 def test_a_write_does_not_make_the_caller_wait_for_the_device(
     device: torch.device, staged: tuple[DiskHome, Staging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
