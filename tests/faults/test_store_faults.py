@@ -275,7 +275,7 @@ def test_a_disk_that_is_really_full_is_told_at_creation_and_in_scratch(small_dis
         scratch.get(extent, memory).wait()
         assert bytes(memory.view()) == content
     with pytest.raises(StoreError, match="cannot probe the disk"):
-        probe_disk(small_disk)
+        probe_disk(small_disk, seconds=0.1, file_bytes=64 * MIB)
 
 
 def test_a_file_size_limit_is_told(tmp_path: Path) -> None:

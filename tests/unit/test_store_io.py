@@ -694,17 +694,12 @@ def test_scratch_stays_under_its_limit(tmp_path: Path, io: DiskIO) -> None:
         assert scratch.statistics().file_bytes == MIB
 
 
-def test_the_probe_reports_what_it_tried_and_leaves_nothing(tmp_path: Path) -> None:
-    speed = probe_disk(tmp_path, seconds=0.05, file_bytes=8 * MIB, pieces_bytes=(MIB, 2 * MIB), thread_counts=(1, 2))
+def test_the_probe_measures_both_directions_and_leaves_nothing(tmp_path: Path) -> None:
+    speed = probe_disk(tmp_path, seconds=0.05, file_bytes=8 * MIB)
     assert list(tmp_path.iterdir()) == []
-    assert {(trial.piece_bytes, trial.threads) for trial in speed.trials} == {
-        (piece, threads) for piece in (MIB, 2 * MIB) for threads in (1, 2)
-    }
-    best = next(t for t in speed.trials if (t.piece_bytes, t.threads) == (speed.piece_bytes, speed.read_threads))
-    assert speed.read_bytes_per_s == best.read_bytes_per_s > 0
-    assert min(speed.write_bytes_per_s, speed.both_read_bytes_per_s, speed.both_write_bytes_per_s) > 0
-    assert speed.probed_bytes == 8 * MIB
+    # Slower than memory, faster than a floppy disk.
+    assert all(1e5 < rate < 1e12 for rate in (speed.read_bytes_per_s, speed.write_bytes_per_s))
     with pytest.raises(UsageError):
-        probe_disk(tmp_path, seconds=0)
+        probe_disk(tmp_path, seconds=0, file_bytes=8 * MIB)
     with pytest.raises(StoreError, match="no such directory"):
-        probe_disk(tmp_path / "none")
+        probe_disk(tmp_path / "none", seconds=0.05, file_bytes=8 * MIB)

@@ -22,11 +22,10 @@ from memfit.homes.state_codecs import probe_codecs
 from memfit.job.machine import Machine
 from memfit.optimizers.elsewhere import probe_updates
 from memfit.store import probe_disk
-from memfit.store.io import DEFAULT_PIECE_BYTES, DEFAULT_THREADS
 from memfit.verification.meters import AcceleratorMeter
 
 _HOST = torch.device("cpu")
-_PROBE_DISK_S = 0.3
+_PROBE_DISK_S = 0.2
 _PROBE_FILE_BYTES = 64 * MIB
 _PROBE_SIZE = 768
 # On an accelerator two such matrices take 45 MiB: they are made under the armed limit, inside the
@@ -57,13 +56,7 @@ def probe(
     """
     where = disk_directory(directory)
     # With the threads and pieces that homes have: what others would reach prices no plan.
-    speed = probe_disk(
-        where,
-        seconds=_PROBE_DISK_S,
-        file_bytes=_PROBE_FILE_BYTES,
-        pieces_bytes=(DEFAULT_PIECE_BYTES,),
-        thread_counts=(DEFAULT_THREADS,),
-    )
+    disk = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
     free = shutil.disk_usage(where).free
     accelerator = devices.of(machine.device) if devices.is_accelerator(machine.device) else None
     host: dict[Tier, TierSpec] = {}
@@ -93,7 +86,7 @@ def probe(
             **host,
             Tier.DISK: TierSpec(
                 nbytes=free if disk_limit is None else min(free, disk_limit),
-                link=Link(read_bytes_per_s=speed.read_bytes_per_s, write_bytes_per_s=speed.write_bytes_per_s),
+                link=disk,
             ),
         },
         bf16_flops_per_s=bf16_flops_per_s,

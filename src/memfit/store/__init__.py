@@ -14,7 +14,7 @@ from memfit.store.file_operations import FileHandle, FileOperations, open_file
 from memfit.store.io import DiskIO, IOStatistics, IOTraffic
 from memfit.store.memory_ranges import Memory, aligned_memory, memory_of_storage, memory_of_tensor
 from memfit.store.placement import RegionSpec, store_bytes
-from memfit.store.probe import DiskSpeed, probe_disk
+from memfit.store.probe import probe_disk
 from memfit.store.region import PieceDamage, Region
 from memfit.store.scratch import Extent, ScratchFile, ScratchStatistics
 from memfit.store.tensor_tables import TensorPlace, dtype_name
@@ -24,7 +24,6 @@ __all__ = [
     "BlockReport",
     "CommittedStore",
     "DiskIO",
-    "DiskSpeed",
     "DiskStore",
     "DiskTransfer",
     "Durability",
