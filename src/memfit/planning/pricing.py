@@ -19,6 +19,7 @@ from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.shape import describe_step
+from memfit.core.step import Step
 from memfit.core.tiers import Tier, is_processor
 from memfit.planning.bounds import commit_seconds, compute_seconds, update_seconds
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
@@ -115,18 +116,9 @@ class PlanQuestion:
     def build(self, priced: PricedCandidate) -> BuiltCandidate:
         """Builds the step of a candidate, lowers it and predicts it."""
         plan = priced.candidate.plan
-        schedule = build_step(plan, self.profile, clips_norm=self.clips_norm)
-        step = lower(
-            schedule,
-            plan,
-            self.profile,
-            staging_bytes=self.staging_bytes,
-            commits=self.commits,
-            device=self.hardware.device,
-        )
-        found = appraise(step, self.hardware)
+        found = appraise(self.lower(plan), self.hardware)
         if plan.microbatches > 1 and self.checked_rows:
-            found = _with_peak(found, Tier.DEVICE, max(found.peak_bytes, self._check_bytes(plan, self.profile)))
+            found = _with_peak(found, Tier.DEVICE, max(found.peak_bytes, self._check_bytes(plan)))
         if self.scheme is not None:
             beside = found.peaks.get(Tier.DISK, 0)
             in_all = disk_bytes_with_store(plan, self.profile, beside, self.scheme)
@@ -139,11 +131,23 @@ class PlanQuestion:
             fits_elsewhere=elsewhere,
         )
 
-    def _check_bytes(self, plan: Plan, profile: Profile) -> int:
+    def lower(self, plan: Plan, *, is_itemized: bool = False) -> Step:
+        """Builds the step of a plan and lowers it."""
+        return lower(
+            build_step(plan, self.profile, clips_norm=self.clips_norm),
+            plan,
+            self.profile,
+            staging_bytes=self.staging_bytes,
+            commits=self.commits,
+            device=self.hardware.device,
+            is_itemized=is_itemized,
+        )
+
+    def _check_bytes(self, plan: Plan) -> int:
         key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters)
         if key not in self.checks:
             self.checks[key] = bytes_of_check(
-                plan, profile, self.checked_rows, staging_bytes=self.staging_bytes, device=self.hardware.device
+                plan, self.profile, self.checked_rows, staging_bytes=self.staging_bytes, device=self.hardware.device
             )
         return self.checks[key]
 

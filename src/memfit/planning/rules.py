@@ -39,8 +39,6 @@ from memfit.planning.refusals import Refusal
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
-from memfit.scheduling.build import build_step
-from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
 )
@@ -132,20 +130,11 @@ def _answer(question: PlanQuestion) -> PlanChoice:
         built += _search_leanest(waiting, built, question)
         raise _does_not_fit(built, question)
     best = min(fitting, key=lambda b: (b.weighed_s, b.priced.index))
-    plan = best.priced.candidate.plan
-    schedule = build_step(plan, question.profile, clips_norm=question.clips_norm)
-    step = lower(
-        schedule,
-        plan,
-        question.profile,
-        staging_bytes=question.staging_bytes,
-        commits=question.commits,
-        device=question.hardware.device,
-    )
+    step = question.lower(best.priced.candidate.plan)
     return PlanChoice(
         name=best.priced.candidate.name,
-        plan=plan,
-        schedule=schedule,
+        plan=best.priced.candidate.plan,
+        schedule=step.schedule,
         timeline=predict(step, question.hardware),
         front=pareto_front(built, best),
         reason=give_reason(built, best, question.budget),
@@ -238,16 +227,7 @@ def _does_not_fit(built: list[BuiltCandidate], question: PlanQuestion) -> DoesNo
         advice.insert(0, "more host memory or disk")
     if Tier.DISK not in question.tiers:
         advice.insert(0, "the disk as a tier")
-    plan, profile = leanest.priced.candidate.plan, question.profile
-    schedule = build_step(plan, profile, clips_norm=question.clips_norm)
-    step = lower(
-        schedule,
-        plan,
-        profile,
-        staging_bytes=question.staging_bytes,
-        device=question.hardware.device,
-        is_itemized=True,
-    )
+    step = question.lower(leanest.priced.candidate.plan, is_itemized=True)
     report = peak_report(step, rows=6)
     checked = leanest.cost.peak_bytes - peaks(step)[Tier.DEVICE]
     if checked > 0:
