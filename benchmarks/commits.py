@@ -42,14 +42,14 @@ def transfer(store: DiskStore, memory: Memory) -> list[str]:
     for name in names:
         region = store.region(name)
         is_first = region.step is None
-        tickets = [] if is_first else [region.read(0, BLOCK_BYTES, memory)]
-        tickets.append(
+        transfers = [] if is_first else [region.read(0, BLOCK_BYTES, memory)]
+        transfers.append(
             region.write(
                 0, BLOCK_BYTES, memory.narrow(BLOCK_BYTES, BLOCK_BYTES), slot="current" if is_first else "spare"
             )
         )
-        for ticket in tickets:
-            ticket.wait()
+        for transfer in transfers:
+            transfer.wait()
         flips += [] if is_first else [name]
     return flips
 
@@ -83,9 +83,9 @@ def journaled(place: Path, names: list[str], io: DiskIO) -> CommittedStore:
     )
 
 
-def wait_for(tickets: Iterable[DiskTransfer]) -> None:
-    for ticket in list(tickets):
-        ticket.wait()
+def wait_for(transfers: Iterable[DiskTransfer]) -> None:
+    for transfer in list(transfers):
+        transfer.wait()
 
 
 def step_of_journaled(

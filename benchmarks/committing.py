@@ -124,8 +124,8 @@ class Disk:
 
     def _move(self, act: Callable[..., Any]) -> float:
         began = time.perf_counter()
-        for ticket in [act(self._handle, at, self._memory) for at in range(0, _PROBE_BYTES, self._memory.nbytes)]:
-            ticket.wait()
+        for transfer in [act(self._handle, at, self._memory) for at in range(0, _PROBE_BYTES, self._memory.nbytes)]:
+            transfer.wait()
         return (time.perf_counter() - began) / _PROBE_BYTES
 
     def close(self) -> None:

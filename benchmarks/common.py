@@ -278,8 +278,8 @@ def disk_seconds(
     try:
         handle.allocate(0, file_requests * request)
         with DiskIO() as io:
-            for ticket in [io.write(handle, n * request, buffers["write"]) for n in range(file_requests)]:
-                ticket.wait()
+            for transfer in [io.write(handle, n * request, buffers["write"]) for n in range(file_requests)]:
+                transfer.wait()
             began = time.perf_counter()
             pending: dict[str, list[Any]] = {"read": [], "write": []}
             done = {"read": 0, "write": 0}

@@ -52,9 +52,6 @@ KEPT = {
     "verification/census.py: census": "the public name: job.census()",
     "job/job_facts.py: census": "the public name: job.census()",
     "job/step_runner.py: census": "the public name: job.census()",
-    "job/journaling.py: tickets": "a class of homes, a room that is not done yet",
-    "files/tensor_bytes.py: tickets": "a class of homes, a room that is not done yet",
-    "files/writer.py: tickets": "a class of homes, a room that is not done yet",
     "profiling/measuring.py: slope": "of a straight line through measurements",
 }
 """File and word, as "file: word" -> why the word stays there: a key on disk, a term of the field."""

@@ -267,13 +267,13 @@ class Bench:
     def update(self) -> Any:
         """Begins the update; the visit ends at once."""
         self.driver.begin_step()
-        ticket = self.worker.submit(self.block)
+        transfer = self.worker.submit(self.block)
         self.block.release()
-        return ticket
+        return transfer
 
-    def end(self, ticket: Any) -> torch.Tensor:
+    def end(self, transfer: Any) -> torch.Tensor:
         """The weight that the next kernel sees."""
-        ticket.wait()
+        transfer.wait()
         self.driver.end_step()
         self.block.fetch()
         self.block.wait()
@@ -417,7 +417,7 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
     """And one on the device does not."""
     log: list[str] = []
 
-    class Ticket:
+    class Update:
         def wait(self) -> None:
             log.append("updated")
 
@@ -429,7 +429,7 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
             clear=lambda block: log.append("clear"),
             here=SimpleNamespace(has=lambda block: False),
         )
-        updates: Any = SimpleNamespace(submit=lambda *_, **__: Ticket())
+        updates: Any = SimpleNamespace(submit=lambda *_, **__: Update())
         block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None)
         it = Settling([block], gradients, updates, [], log.append)
         it.update(0)

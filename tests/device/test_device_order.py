@@ -237,9 +237,9 @@ def test_a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory(
     home = MemoryHome(nbytes, tier=Tier.HOST, device=device, stream=torch.Stream(device))
     home.write(0, nbytes, torch.ones(nbytes // 4, device=device).untyped_storage()).wait()
     into: Any = torch.empty(nbytes // 4, device=device)
-    ticket = home.read(0, nbytes, into.untyped_storage())
+    transfer = home.read(0, nbytes, into.untyped_storage())
     with within():
-        del into, ticket
+        del into, transfer
     mine = torch.full((nbytes // 4,), 7.0, device=device)
     torch.accelerator.synchronize(device)
     assert mine.sum().item() == 7 * (nbytes // 4)

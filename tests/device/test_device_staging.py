@@ -64,7 +64,7 @@ def test_reads_and_writes_of_the_same_bytes_keep_their_order_without_waits(
     monkeypatch.setattr(Region, "read", told)
     first, second = filled(device, 1), filled(device, 2)
     found = [new_storage(NBYTES, device) for _ in range(2)]
-    tickets = [
+    transfers = [
         home.write(0, NBYTES, first.untyped_storage()),
         home.read(0, NBYTES, found[0]),
         home.write(0, NBYTES, second.untyped_storage()),
@@ -73,8 +73,8 @@ def test_reads_and_writes_of_the_same_bytes_keep_their_order_without_waits(
     # A read that overtakes the write begins at once: it is given the time to.
     has_overtaken = began.wait(0.5)
     opened.set()
-    for ticket in tickets:
-        ticket.wait()
+    for transfer in transfers:
+        transfer.wait()
     assert not has_overtaken
     assert torch.equal(bytes_view(found[0], 0, NBYTES), first)
     assert torch.equal(bytes_view(found[1], 0, NBYTES), second)
@@ -122,9 +122,9 @@ def test_a_read_that_is_dropped_keeps_its_memory_until_the_copy_is_done(
     home, staging = staged
     wanted = filled(device, 4)
     home.write(0, NBYTES, wanted.untyped_storage()).wait()
-    ticket = home.read(0, NBYTES, new_storage(NBYTES, device))
-    ticket.join()  # type: ignore[attr-defined]
-    del ticket
+    transfer = home.read(0, NBYTES, new_storage(NBYTES, device))
+    transfer.join()  # type: ignore[attr-defined]
+    del transfer
     others = [torch.full((NBYTES,), 7, dtype=torch.uint8, device=device) for _ in range(4)]
     staging.close()
     assert all(bool((other == 7).all()) for other in others)
@@ -140,9 +140,9 @@ def test_what_the_disk_could_not_do_is_told_to_who_waits(
         raise memfit.StoreError("the disk is full")
 
     monkeypatch.setattr(Region, "write", fails)
-    ticket = home.write(0, NBYTES, values.untyped_storage())
+    transfer = home.write(0, NBYTES, values.untyped_storage())
     with pytest.raises(memfit.StoreError, match="the disk is full"):
-        ticket.wait()
+        transfer.wait()
     monkeypatch.undo()
     home.write(0, NBYTES, values.untyped_storage()).wait()  # the next one goes through
     back = new_storage(NBYTES, device)

@@ -22,7 +22,7 @@ from memfit import devices
 from memfit.core.plan import BlockPlan, Order, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.homes import DONE, DiskHome, MemoryHome, Tickets, TransferHandle
+from memfit.homes import DONE, DiskHome, MemoryHome, TransferGroup, TransferHandle
 from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import bytes_view
 
@@ -66,12 +66,12 @@ def test_a_copy_to_the_device_is_behind_what_used_the_memory_and_before_what_rea
     home.close()
 
 
-def test_memory_under_a_copy_goes_with_its_ticket(device: torch.device) -> None:
+def test_memory_under_a_copy_goes_with_its_transfer(device: torch.device) -> None:
     home, made = host_home(device), numbers(3, device)
-    ticket = home.write(0, NBYTES, made.untyped_storage())
+    transfer = home.write(0, NBYTES, made.untyped_storage())
     del made
-    ticket.wait()
-    del ticket
+    transfer.wait()
+    del transfer
     other = numbers(9, device)  # may be the same memory
     torch.accelerator.synchronize(device)
     assert held(home) == [3.0]
@@ -81,10 +81,10 @@ def test_memory_under_a_copy_goes_with_its_ticket(device: torch.device) -> None:
 
 def test_pinned_memory_is_given_up_when_its_copies_are_done(device: torch.device) -> None:
     home, made = host_home(device), numbers(3, device)
-    ticket = home.write(0, NBYTES, made.untyped_storage())
+    transfer = home.write(0, NBYTES, made.untyped_storage())
     home.close()
     assert held(home) == [3.0]
-    ticket.wait()
+    transfer.wait()
 
 
 def test_a_copy_leaves_the_threads_stream_and_device_as_they_were(device: torch.device) -> None:
@@ -134,7 +134,7 @@ def test_all_transfers_are_waited_for_though_one_fails(device: torch.device) -> 
     home, made = host_home(device), numbers(3, device)
     room = torch.zeros_like(made)
     home.write(0, NBYTES, made.untyped_storage()).wait()
-    together = Tickets([Failing("the first"), home.read(0, NBYTES, room.untyped_storage()), Failing("the last")])
+    together = TransferGroup([Failing("the first"), home.read(0, NBYTES, room.untyped_storage()), Failing("the last")])
     with pytest.raises(memfit.StoreError, match="the first"):
         together.wait()
     assert torch.equal(room, made)
@@ -234,12 +234,12 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     class Noted:
-        def __init__(self, ticket: TransferHandle, says: str) -> None:
-            self._ticket, self._says = ticket, says
+        def __init__(self, transfer: TransferHandle, says: str) -> None:
+            self._transfer, self._says = transfer, says
 
         def wait(self) -> None:
             self._says = ""
-            self._ticket.wait()
+            self._transfer.wait()
 
         def __del__(self) -> None:
             if self._says:
@@ -249,8 +249,12 @@ def unawaited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         plain: Callable[..., TransferHandle] = getattr(kind, name)
 
         def noted(home: Any, offset: int, nbytes: int, *more: Any) -> TransferHandle:
-            ticket = plain(home, offset, nbytes, *more)
-            return ticket if ticket is DONE else Noted(ticket, f"{kind.__name__}.{name} of {nbytes} bytes at {offset}")
+            transfer = plain(home, offset, nbytes, *more)
+            return (
+                transfer
+                if transfer is DONE
+                else Noted(transfer, f"{kind.__name__}.{name} of {nbytes} bytes at {offset}")
+            )
 
         monkeypatch.setattr(kind, name, noted)
 

@@ -75,8 +75,8 @@ def test_staging_copies_behind_compute_and_before_it(device: torch.device, tmp_p
         made.fill_(5)
         rooms = [numbers(7, device), numbers(8, device)]
         used = [room * 2 for room in rooms]
-        for ticket in [rest.begin_read(room.untyped_storage()) for rest, room in zip(rests, rooms, strict=True)]:
-            ticket.wait()
+        for transfer in [rest.begin_read(room.untyped_storage()) for rest, room in zip(rests, rooms, strict=True)]:
+            transfer.wait()
         assert [room.sum().item() for room in (*rooms, *used)] == [v * NUMBERS for v in (3, 11, 14, 16)]
 
 
@@ -382,11 +382,11 @@ def test_an_update_changes_nothing_before_its_gate_opens() -> None:
     pieces: Any = Pieces()
     block: Any = SimpleNamespace(index=0, device=torch.device("cpu"), updates_on_host=False)
     worker, gate = UpdateWorker(pieces), Gate()
-    ticket = worker.submit(block, gate)
+    transfer = worker.submit(block, gate)
     assert began.wait(10)  # what it reads comes meanwhile
     assert not applied.wait(0.1)
     gate.open()
-    ticket.wait()
+    transfer.wait()
     assert applied.is_set()
     worker.close()
 

@@ -32,7 +32,7 @@ from equivalence.saved_harness import (
 from memfit.activations import Offloader
 from memfit.core.errors import StoreError
 from memfit.core.tiers import Tier
-from memfit.homes import ByteHome, Staging, Then, TransferHandle
+from memfit.homes import ByteHome, Staging, TransferHandle, TransferThen
 from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
 from memfit.store import DiskIO, ScratchFile
 
@@ -292,9 +292,9 @@ def test_a_staged_store_brings_back_what_it_was_given_through_one_buffer_a_direc
         rests.append(OffloadedStorage(pool, tensor.clone().untyped_storage()))
         rests[-1].wait()
     backs = [torch.UntypedStorage(tensor.nbytes) for tensor in tensors]
-    tickets = [rest.begin_read(back) for rest, back in zip(rests, backs, strict=True)]
-    for tensor, back, ticket in zip(tensors, backs, tickets, strict=True):
-        ticket.wait()
+    transfers = [rest.begin_read(back) for rest, back in zip(rests, backs, strict=True)]
+    for tensor, back, transfer in zip(tensors, backs, transfers, strict=True):
+        transfer.wait()
         assert torch.equal(torch.empty(0).set_(back, 0, tensor.shape), tensor)  # type: ignore[call-overload]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("memfit-staging")]
     assert len(threads) == 2
@@ -316,7 +316,7 @@ class FailingHome(ByteHome):
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         handle = self._home.write(offset, nbytes, source, source_offset)
-        return handle if self._fails_at != "write" else Then(handle, self._fail_to_write)
+        return handle if self._fails_at != "write" else TransferThen(handle, self._fail_to_write)
 
     def _fail_to_write(self) -> None:
         raise StoreError("the disk is full")

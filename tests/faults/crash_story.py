@@ -100,14 +100,14 @@ class Story:
 
     def write(self, store: CommittedStore, step: int) -> None:
         """The new versions of a step, in parts, written to their end."""
-        tickets = []
+        transfers = []
         for name in self.changes(step):
             content = self.content(step, name)
             cuts = self.cuts(step, len(content))
             for start, end in itertools.pairwise(cuts):
-                tickets.append(store.region(name).write(start, end - start, filled(content[start:end])))
-        for ticket in tickets:
-            ticket.wait()
+                transfers.append(store.region(name).write(start, end - start, filled(content[start:end])))
+        for transfer in transfers:
+            transfer.wait()
 
     def step(self, store: CommittedStore, step: int, disk: RecordedDisk | None = None) -> bool:
         """A whole step; True if it was committed."""

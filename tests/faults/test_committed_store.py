@@ -228,11 +228,11 @@ def test_any_flipped_bit_of_what_is_committed_names_file_block_and_tensor(tmp_pa
             with CommittedStore.open(
                 source, verify=False, verify_visits=True, io=io, operations=WithoutSyncs()
             ) as store:
-                ticket = store.region(name).read(0, nbytes, aligned_memory(nbytes))
+                transfer = store.region(name).read(0, nbytes, aligned_memory(nbytes))
                 with pytest.raises(
                     StoreError, match=rf"block '{name}' .*checksum [0-9a-f]{{8}}, and [0-9a-f]{{8}} was"
                 ):
-                    ticket.wait()
+                    transfer.wait()
                 store.region(name).read(0, nbytes, aligned_memory(nbytes), verify=False).wait()
                 with pytest.raises(StoreError, match="is damaged"):
                     store.read_tensor(name, f"{name}.w")

@@ -373,14 +373,14 @@ def test_a_write_that_fails_in_the_middle_leaves_the_committed_step_whole(
         region.write(0, 300_000, filled(old))
         store.commit(1, ["B0/weight"])
         broken.break_from("pwrite", number, after_calls=2)
-        ticket = region.write(0, 300_000, filled(new))
+        transfer = region.write(0, 300_000, filled(new))
         with pytest.raises(
             StoreError, match=rf"write B0/weight \(bytes .* of the file\) at .*homes-0\.bin.*{advice}"
         ) as e:
-            ticket.wait()
+            transfer.wait()
         assert e.value.errno == number
         with pytest.raises(StoreError, match="could not write"):
-            ticket.wait()
+            transfer.wait()
         broken.mend()
         with pytest.raises(StoreError, match="could not write B0/weight"):
             region.read(100, 10, aligned_memory(10), slot="spare")
@@ -544,8 +544,8 @@ memory = aligned_memory(200_000)
 step = 0
 while True:
     memory.view()[:] = bytes([step % 251]) * 200_000
-    for ticket in [store.region(name).write(0, 200_000, memory) for name in names]:
-        ticket.wait()
+    for transfer in [store.region(name).write(0, 200_000, memory) for name in names]:
+        transfer.wait()
     store.commit(step, names)
     if step == 3:
         print("ready", flush=True)

@@ -92,16 +92,16 @@ def test_each_block_is_updated_whole_in_order_or_fails_alone(
     pieces = RecordedPieces(lengths, troubles)
     worker = worker_of(pieces)
     failed: set[int] = set()
-    tickets = deque[tuple[int, Any]]()
+    transfers = deque[tuple[int, Any]]()
     for b in range(len(lengths)):
         try:
-            tickets.append((b, worker.submit(block(b), is_beside=is_beside)))
+            transfers.append((b, worker.submit(block(b), is_beside=is_beside)))
         except Trouble:
             assert not is_beside
             failed.add(b)
-    for b, ticket in tickets:
+    for b, transfer in transfers:
         try:
-            ticket.wait()
+            transfer.wait()
         except Trouble:
             failed.add(b)
     worker.close()
@@ -113,7 +113,7 @@ def test_each_block_is_updated_whole_in_order_or_fails_alone(
         if b not in failed:
             assert applied == list(range(length)) == left
         clean = [p for p in applied if (APPLY, b, p) not in troubles]
-        assert left == clean, "whatever began to leave is waited for before the ticket ends"
+        assert left == clean, "whatever began to leave is waited for before the transfer ends"
     begun = [(b, p) for act, b, p in log if act == BEGIN]
     assert begun == sorted(begun), "pieces come in the order of blocks"
     under_way = 0
@@ -129,12 +129,12 @@ def test_nothing_is_changed_behind_a_gate_and_a_shut_one_fails(lengths: tuple[in
     pieces = RecordedPieces(lengths)
     worker = worker_of(pieces)
     gates = [Gate() for _ in lengths]
-    tickets = [worker.submit(block(b), gate) for b, gate in enumerate(gates)]
+    transfers = [worker.submit(block(b), gate) for b, gate in enumerate(gates)]
     opened = min(opened, len(lengths))
     for b in range(opened):
         assert not any(act == APPLY and block >= b for act, block, _ in pieces.log)
         gates[b].open()
-        tickets[b].wait()
+        transfers[b].wait()
         assert [p for act, block, p in pieces.log if act == APPLY and block == b] == list(range(lengths[b]))
     for gate in gates:
         gate.shut(Trouble("given up"))
@@ -142,7 +142,7 @@ def test_nothing_is_changed_behind_a_gate_and_a_shut_one_fails(lengths: tuple[in
     for b in range(opened, len(lengths)):
         if lengths[b]:
             with pytest.raises(Trouble, match="given up"):
-                tickets[b].wait()
+                transfers[b].wait()
     assert not any(act == APPLY and block >= opened for act, block, _ in pieces.log)
 
 

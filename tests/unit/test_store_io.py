@@ -192,9 +192,9 @@ def test_many_unaligned_writes_at_once_keep_each_others_bytes(tmp_path: Path) ->
         handle = make_file(tmp_path / "data", 256 * KIB)
         content = random.Random(1).randbytes(256 * KIB - 5)
         memory, cuts = filled(content), [*range(0, len(content), 1999), len(content)]
-        tickets = [io.write(handle, start, memory.narrow(start, end - start)) for start, end in pairwise(cuts)]
-        for ticket in tickets:
-            ticket.wait()
+        transfers = [io.write(handle, start, memory.narrow(start, end - start)) for start, end in pairwise(cuts)]
+        for transfer in transfers:
+            transfer.wait()
         assert (tmp_path / "data").read_bytes()[: len(content)] == content
         handle.close()
 
@@ -258,13 +258,13 @@ def test_counters_add_up_by_purpose(tmp_path: Path, io: DiskIO) -> None:
     handle.close()
 
 
-def test_a_ticket_tells_its_length_and_time_and_an_empty_one_ends_too(tmp_path: Path, io: DiskIO) -> None:
+def test_a_transfer_tells_its_length_and_time_and_an_empty_one_ends_too(tmp_path: Path, io: DiskIO) -> None:
     handle = make_file(tmp_path / "data", MIB)
-    ticket = io.write(handle, 0, aligned_memory(MIB))
-    ticket.wait()
-    assert ticket.done()
-    assert ticket.nbytes == MIB
-    assert ticket.seconds > 0
+    transfer = io.write(handle, 0, aligned_memory(MIB))
+    transfer.wait()
+    assert transfer.done()
+    assert transfer.nbytes == MIB
+    assert transfer.seconds > 0
     empty = io.read(handle, 0, aligned_memory(0))
     empty.wait()
     assert empty.seconds == 0
@@ -309,7 +309,7 @@ def test_a_read_after_a_write_waits_for_it(tmp_path: Path) -> None:
         handle.close()
 
 
-def test_cancelling_ends_a_ticket_and_the_threads_go_on(tmp_path: Path) -> None:
+def test_cancelling_ends_a_transfer_and_the_threads_go_on(tmp_path: Path) -> None:
     gate = Gate()
     with DiskIO(read_threads=1, write_threads=1, piece_bytes=64 * KIB) as io:
         gate.opened.set()
@@ -325,9 +325,9 @@ def test_cancelling_ends_a_ticket_and_the_threads_go_on(tmp_path: Path) -> None:
         assert not first.done(), "a piece is still under way, so its memory is still in use"
         assert not second.cancel()
         gate.opened.set()
-        for ticket in (first, second):
+        for transfer in (first, second):
             with pytest.raises(StoreError, match="cancelled"):
-                ticket.wait()
+                transfer.wait()
         third.wait()
         assert not third.cancel()
         assert len(gate.order) == 1 + 4
@@ -335,7 +335,7 @@ def test_cancelling_ends_a_ticket_and_the_threads_go_on(tmp_path: Path) -> None:
         handle.close()
 
 
-def test_long_rows_of_cancelled_tickets_that_wait_for_each_other_end(tmp_path: Path) -> None:
+def test_long_rows_of_cancelled_transfers_that_wait_for_each_other_end(tmp_path: Path) -> None:
     gate = Gate()
     with DiskIO() as io:
         gate.opened.set()
@@ -346,16 +346,16 @@ def test_long_rows_of_cancelled_tickets_that_wait_for_each_other_end(tmp_path: P
         for number in range(3000):
             start = io.read if number % 2 else io.write
             row.append(start(handle, 0, memory, after=(row[-1],)))
-        for ticket in row[1:]:
-            ticket.cancel()
+        for transfer in row[1:]:
+            transfer.cancel()
         gate.opened.set()
-        for ticket in row:
-            ticket.join()
+        for transfer in row:
+            transfer.join()
         assert row[0].failure is None
         handle.close()
 
 
-def test_memory_and_file_are_held_until_the_ticket_is_done_and_not_longer(tmp_path: Path) -> None:
+def test_memory_and_file_are_held_until_the_transfer_is_done_and_not_longer(tmp_path: Path) -> None:
     gate = Gate()
     with DiskIO() as io:
         gate.opened.set()
@@ -363,14 +363,14 @@ def test_memory_and_file_are_held_until_the_ticket_is_done_and_not_longer(tmp_pa
         gate.opened.clear()
         storage = torch.zeros(16 * KIB).untyped_storage()
         alive = weakref.ref(storage)
-        ticket = io.write(handle, 0, memory_of_storage(storage))
+        transfer = io.write(handle, 0, memory_of_storage(storage))
         del storage
         assert alive() is not None
         descriptor = handle.descriptor
         handle.close()
         os.fstat(descriptor)  # Closing is deferred: the number cannot be given to another file under the write.
         gate.opened.set()
-        ticket.wait()
+        transfer.wait()
         assert alive() is None
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
@@ -383,10 +383,10 @@ def test_closing_brings_transfers_to_their_end_and_leaves_no_thread_and_no_descr
     io = DiskIO(read_threads=2, write_threads=3)
     assert len(threads_of_memfit()) == before + 5
     handle = make_file(tmp_path / "data", 8 * MIB)
-    tickets = [io.write(handle, number * MIB, aligned_memory(MIB)) for number in range(8)]
+    transfers = [io.write(handle, number * MIB, aligned_memory(MIB)) for number in range(8)]
     io.close()
     io.close()
-    assert all(ticket.done() and ticket.failure is None for ticket in tickets)
+    assert all(transfer.done() and transfer.failure is None for transfer in transfers)
     handle.close()
     assert len(threads_of_memfit()) == before
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
@@ -412,7 +412,7 @@ def test_dropping_the_object_ends_its_threads_without_a_garbage_collection(tmp_p
         gc.enable()
 
 
-@pytest.mark.parametrize("ending", ["pass", "del store, tickets; sys.exit(0)"])
+@pytest.mark.parametrize("ending", ["pass", "del store, transfers; sys.exit(0)"])
 def test_the_interpreter_exits_with_transfers_under_way(tmp_path: Path, ending: str) -> None:
     script = f"""
 import sys
@@ -420,7 +420,7 @@ from memfit.store import DiskIO, DiskStore, RegionSpec, aligned_memory
 store = DiskStore.create({str(tmp_path / "s")!r}, {{"a": RegionSpec(nbytes=32 << 20)}}, identity={{}}, durable=False)
 io = DiskIO()
 memory = aligned_memory(1 << 20)
-tickets = [store.region("a").write(n << 20, 1 << 20, memory, slot="current") for n in range(32)]
+transfers = [store.region("a").write(n << 20, 1 << 20, memory, slot="current") for n in range(32)]
 {ending}
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
@@ -485,8 +485,8 @@ def test_transfers_of_one_region_happen_in_the_order_asked_for(tmp_path: Path) -
             region.write(0, MIB, filled(bytes([number]) * MIB), slot="current")
             memory = aligned_memory(MIB)
             reads.append((number, memory, region.read(0, MIB, memory)))
-        for number, memory, ticket in reads:
-            ticket.wait()
+        for number, memory, transfer in reads:
+            transfer.wait()
             assert bytes(memory.view()) == bytes([number]) * MIB
 
 

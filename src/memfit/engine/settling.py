@@ -13,7 +13,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Accumulate, Clear, Commit
 from memfit.core.step import UpdatePlace
 from memfit.homes.gradients import GradientHomes
-from memfit.homes.home import DONE, Tickets, TransferHandle
+from memfit.homes.home import DONE, TransferGroup, TransferHandle
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
 
@@ -93,9 +93,9 @@ class Settling:
 
     def wait(self, b: int) -> None:
         """Returns when the block's update is through, if one is under way."""
-        ticket = self._updating.pop(b, None)
-        if ticket is not None:
-            ticket.wait()
+        handle = self._updating.pop(b, None)
+        if handle is not None:
+            handle.wait()
 
     def wait_for_device(self, b: int) -> None:
         """Returns when the block's update is through with what the block has on the device: at once for one on the host, which works at the homes."""
@@ -133,7 +133,7 @@ class Settling:
         """After an error: ends the updates that are under way and gives up the gradients on the device. Errors of updates are reported."""
         updating, self._updating = self._updating, {}
         try:
-            Tickets(list(updating.values())).wait()
+            TransferGroup(list(updating.values())).wait()
         except Exception as error:  # noqa: BLE001, reported beside the first error
             self._depart(f"an update failed as well: {error!r}")
         if self._gradients is not None:

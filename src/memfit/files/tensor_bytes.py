@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from memfit.homes.home import DONE, ByteHome, Tickets, TransferHandle
+from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle
 from memfit.tensors.trees import new_storage, typed_view
 
 # What is read at once of a tensor whose memory order is not row-major, where its slices are
@@ -151,9 +151,9 @@ class JoinedSource:
                 begin += length
         except BaseException:
             # nothing may be on its way into memory that the caller gives up
-            Tickets(transfers).wait()
+            TransferGroup(transfers).wait()
             raise
-        return transfers[0] if len(transfers) == 1 else Tickets(transfers)
+        return transfers[0] if len(transfers) == 1 else TransferGroup(transfers)
 
 
 def row_major_parts(tensor: torch.Tensor, first: int, count: int) -> Iterator[tuple[torch.Tensor, int]]:

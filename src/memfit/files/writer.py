@@ -16,7 +16,7 @@ import torch
 from memfit.core.errors import StoreError
 from memfit.core.units import MIB, round_up
 from memfit.files.tensor_bytes import TensorSource
-from memfit.homes.home import DONE, Tickets, TransferHandle
+from memfit.homes.home import DONE, TransferGroup, TransferHandle
 from memfit.store import FileOperations, aligned_memory, memory_of_storage, open_file
 from memfit.store.memory_ranges import ALIGNMENT_BYTES
 from memfit.store.os_errors import explain
@@ -135,6 +135,6 @@ class _Filling:
                     break
                 self._waiting.popleft()
         except BaseException:
-            Tickets(transfers).wait()
+            TransferGroup(transfers).wait()
             raise
-        return Tickets(transfers)
+        return TransferGroup(transfers)

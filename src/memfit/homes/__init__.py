@@ -1,13 +1,23 @@
 """Homes: the places where bytes rest between visits.
 
-In: byte ranges of storages. Out: tickets of transfers that have begun. A home knows bytes, not
+In: byte ranges of storages. Out: handles of transfers that have begun. A home knows bytes, not
 tensors: blocks, gradients and states lay their tensors out in it by `core.layout`. `MemoryHome`
 rests in device or host memory, `DiskHome` in a region of the store.
 """
 
 from memfit.homes.disk import DiskHome
-from memfit.homes.home import DONE, ByteHome, Then, Tickets, TransferHandle, write_tensor
+from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen, write_tensor
 from memfit.homes.memory import MemoryHome
 from memfit.homes.staging import Staging
 
-__all__ = ["DONE", "ByteHome", "DiskHome", "MemoryHome", "Staging", "Then", "Tickets", "TransferHandle", "write_tensor"]
+__all__ = [
+    "DONE",
+    "ByteHome",
+    "DiskHome",
+    "MemoryHome",
+    "Staging",
+    "TransferGroup",
+    "TransferHandle",
+    "TransferThen",
+    "write_tensor",
+]

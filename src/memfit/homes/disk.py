@@ -12,7 +12,7 @@ import torch
 from memfit.core.layout import ALIGNMENT_BYTES
 from memfit.core.tiers import Tier
 from memfit.core.units import round_up
-from memfit.homes.home import DONE, ByteHome, Then, TransferHandle
+from memfit.homes.home import DONE, ByteHome, TransferHandle, TransferThen
 from memfit.homes.staging import Staged, Staging
 from memfit.store import Memory, Region, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
@@ -84,9 +84,11 @@ class DiskHome(ByteHome):
         region, staging = self._region, self._staging
         if staging is None:
             staged = new_storage(nbytes)
-            ticket = region.read(offset, nbytes, memory_of_storage(staged))
+            handle = region.read(offset, nbytes, memory_of_storage(staged))
             # Copied on the current stream: kernels enqueued after the wait see the bytes.
-            return Then(ticket, lambda: bytes_view(into, into_offset, nbytes).copy_(bytes_view(staged, 0, nbytes)))
+            return TransferThen(
+                handle, lambda: bytes_view(into, into_offset, nbytes).copy_(bytes_view(staged, 0, nbytes))
+            )
         return self._stage(
             offset,
             nbytes,

@@ -25,7 +25,7 @@ from memfit.core.hardware import TierSpec
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.homes.disk import DiskHome
-from memfit.homes.home import ByteHome, Tickets
+from memfit.homes.home import ByteHome, TransferGroup
 from memfit.homes.memory import MemoryHome
 from memfit.homes.offloaded import HomePool, HostPool, ScratchPool
 from memfit.homes.regions import RegionStore, WorkingStore
@@ -326,4 +326,4 @@ def _blank(home: DiskHome) -> None:
     """
     zeros = torch.zeros(min(_BLANK_BYTES, home.nbytes), dtype=torch.uint8).untyped_storage()
     starts = range(0, home.nbytes, _BLANK_BYTES)
-    Tickets([home.write(start, min(_BLANK_BYTES, home.nbytes - start), zeros) for start in starts]).wait()
+    TransferGroup([home.write(start, min(_BLANK_BYTES, home.nbytes - start), zeros) for start in starts]).wait()

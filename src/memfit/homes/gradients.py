@@ -26,7 +26,7 @@ import torch
 from memfit.core.layout import PIECE_ELEMENTS
 from memfit.homes.device_gradients import DeviceGradients, dense_gradient, flat_gradient
 from memfit.homes.gradient_scale import GradientScale
-from memfit.homes.home import ByteHome, Tickets, TransferHandle
+from memfit.homes.home import ByteHome, TransferGroup, TransferHandle
 from memfit.homes.weights import BlockWeights, ParameterSlot, begin_write_masters
 from memfit.tensors.trees import typed_view
 
@@ -130,7 +130,7 @@ class GradientHomes:
         if home is None:
             return
         self.wait()
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         for slot in block.slots:
             gradient = self.here.of(slot)
             if gradient is None:
@@ -145,9 +145,9 @@ class GradientHomes:
                 self._norms[slot.name] = torch.linalg.vector_norm(gradient)
             if self._keeps_peaks and gradient.numel():
                 self._peaks[slot.name] = torch.linalg.vector_norm(gradient, math.inf)
-            tickets += begin_write_masters(home, slot, gradient)
+            handles += begin_write_masters(home, slot, gradient)
             self._held.add(slot.name)
-        self._leaving = Tickets(tickets)
+        self._leaving = TransferGroup(handles)
 
     def wait(self) -> None:
         """Waits until every gradient that left is home."""

@@ -1,4 +1,25 @@
-"""Protocol of homes, and handles of their transfers."""
+"""Protocol of homes, and handles of their transfers.
+
+[Note: transfer handles]
+Whatever begins a transfer returns a `TransferHandle`, which is waited for once, by `wait`, before
+its memory is used or freed; an error of the transfer is raised there and nowhere else. All classes
+of handles derive from it:
+
+| class                | of                                                 | `wait` returns when        |
+|----------------------|----------------------------------------------------|----------------------------|
+| `CompletedTransfer`  | nothing (`DONE`)                                   | at once                    |
+| `TransferGroup`      | several transfers                                  | all have ended             |
+| `TransferThen`       | a transfer, and what is done with its bytes        | that is done               |
+| `memory.StreamCopy`  | a copy on a stream                                 | the current stream is      |
+|                      |                                                    | ordered behind it          |
+| `memory.HostCopy`    | a copy from an accelerator to the host             | its bytes are there        |
+| `staging.Staged`     | a range between an accelerator and a file          | see there, by direction    |
+| `updates.UpdateHandle` | an update                                        | new weights are home       |
+| `updates.Gate`       | nothing: somebody opens it                         | it was opened              |
+
+A store's `DiskTransfer` and an offloaded storage's handles have the same `wait`; the rooms that they
+are in do not know this one, or are known by it only.
+"""
 
 from __future__ import annotations
 
@@ -11,61 +32,61 @@ from memfit.core.tiers import Tier
 
 
 class TransferHandle(Protocol):
-    """A transfer that has begun."""
+    """A transfer that has begun. See [Note: transfer handles]."""
 
     def wait(self) -> None:
         """Returns when it is complete; raises what went wrong."""
         ...
 
 
-class Done:
+class CompletedTransfer(TransferHandle):
     """A transfer that is complete already."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
 
 
-DONE = Done()
+DONE = CompletedTransfer()
 
 
-class Tickets:
+class TransferGroup(TransferHandle):
     """Several transfers as one."""
 
-    def __init__(self, tickets: Sequence[TransferHandle]) -> None:
-        self._tickets = tuple(tickets)
+    def __init__(self, handles: Sequence[TransferHandle]) -> None:
+        self._handles = tuple(handles)
 
     def wait(self) -> None:
         """Waits for all, even if one fails: no transfer may still touch memory that is about to be
         freed. Then raises the first error.
         """
         first: Exception | None = None
-        for ticket in self._tickets:
+        for handle in self._handles:
             try:
-                ticket.wait()
+                handle.wait()
             except Exception as error:  # noqa: BLE001, raised below, once nothing is under way any more
                 first = first or error
-        self._tickets = ()
+        self._handles = ()
         if first is not None:
             raise first
 
 
-class Then:
+class TransferThen(TransferHandle):
     """A transfer, and what is done with its bytes when it is complete, once.
 
     Args:
-        ticket: the transfer.
+        handle: the transfer.
         act: keeps what it works on alive until then.
     """
 
-    def __init__(self, ticket: TransferHandle, act: Callable[[], object]) -> None:
-        self._left: tuple[TransferHandle, Callable[[], object]] | None = ticket, act
+    def __init__(self, handle: TransferHandle, act: Callable[[], object]) -> None:
+        self._left: tuple[TransferHandle, Callable[[], object]] | None = handle, act
 
     def wait(self) -> None:
         """Waits, then acts and lets go of both; nothing the second time."""
         left, self._left = self._left, None
         if left is not None:
-            ticket, act = left
-            ticket.wait()
+            handle, act = left
+            handle.wait()
             act()
 
 
@@ -114,14 +135,14 @@ class ByteHome(Protocol):
         return None
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
-        """Begins to copy a range of the home into a storage, which must live until the ticket is
+        """Begins to copy a range of the home into a storage, which must live until the handle is
         done.
         """
         ...
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of a storage into the home; the storage must live and stay
-        unchanged until the ticket is done.
+        unchanged until the handle is done.
         """
         ...
 

@@ -8,11 +8,11 @@ import torch
 
 from memfit import devices
 from memfit.core.tiers import Tier, updates_in_place
-from memfit.homes.home import DONE, ByteHome, Done, Then, TransferHandle
+from memfit.homes.home import DONE, ByteHome, CompletedTransfer, TransferHandle, TransferThen
 from memfit.tensors.trees import bytes_view, new_storage
 
 
-class CopyTicket:
+class StreamCopy(TransferHandle):
     """A copy on a side stream. `wait` orders the current stream behind it; the host does not block.
 
     Args:
@@ -48,7 +48,7 @@ class CopyTicket:
                     bytes_view(storage, 0, storage.nbytes()).record_stream(self._stream)
 
 
-class LandingTicket:
+class HostCopy(TransferHandle):
     """A copy from an accelerator that the host is about to read: `wait` returns when the bytes are
     there.
 
@@ -56,7 +56,7 @@ class LandingTicket:
         copy: what is under way.
     """
 
-    def __init__(self, copy: CopyTicket) -> None:
+    def __init__(self, copy: StreamCopy) -> None:
         self.copy = copy
 
     def wait(self) -> None:
@@ -116,15 +116,15 @@ class MemoryHome(ByteHome):
         if self._is_beside and to.device.type == "cpu":
             # Between two places of the host: when it is waited for, since a copy of the stream into
             # the home may be under way until then.
-            return Then(DONE, partial(to.copy_, source))
+            return TransferThen(DONE, partial(to.copy_, source))
         copy = self._copy(to, source)
-        return LandingTicket(copy) if isinstance(copy, CopyTicket) and to.device.type == "cpu" else copy
+        return HostCopy(copy) if isinstance(copy, StreamCopy) and to.device.type == "cpu" else copy
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`."""
         return self._copy(bytes_view(self._storage, offset, nbytes), bytes_view(source, source_offset, nbytes))
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> CopyTicket | Done:
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> StreamCopy | CompletedTransfer:
         if self._stream is None:
             to.copy_(source)
             return DONE
@@ -136,10 +136,10 @@ class MemoryHome(ByteHome):
         with device.on(self._stream):
             to.copy_(source, non_blocking=True)
             event = self._stream.record_event()
-        # The ticket keeps both storages alive until the compute stream is ordered behind the copy:
+        # The handle keeps both storages alive until the compute stream is ordered behind the copy:
         # the caching allocator, which knows only the compute stream, cannot hand the memory out
         # before.
-        return CopyTicket(self._stream, event, to.untyped_storage(), source.untyped_storage())
+        return StreamCopy(self._stream, event, to.untyped_storage(), source.untyped_storage())
 
     def close(self) -> None:
         """Unpins the memory; the bytes are freed with the object."""

@@ -261,7 +261,7 @@ class _StagedScratchHome(_ScratchHome):
             written.call_when_ended(lambda: [extent.give_back() for extent in extents.values()])
 
 
-class _Left:
+class _Left(TransferHandle):
     """Handle whose wait ends when the bytes have left the device."""
 
     __slots__ = ("_staged",)

@@ -20,7 +20,7 @@ import torch
 from memfit.core.layout import flat_layout
 from memfit.core.state_formats import StateFormat, StateMoment, moment_of, records_of
 from memfit.core.tiers import Tier
-from memfit.homes.home import DONE, ByteHome, Tickets, TransferHandle, write_tensor
+from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, write_tensor
 from memfit.homes.state_codecs import StateCodec, codec_of
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import StateTensor
@@ -183,13 +183,13 @@ class BlockStates:
         """
         device = slot.parameter.device if device is None else device
         tensors: dict[str, torch.Tensor] = {}
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         if self.exists(slot.name):
             for state in self.slots[slot.name]:
-                tensor, ticket = self._bring(state, first, count, device)
+                tensor, handle = self._bring(state, first, count, device)
                 tensors[state.key] = tensor
-                tickets.append(ticket)
-        return StatePiece(self, slot, first, count, tensors, Tickets(tickets))
+                handles.append(handle)
+        return StatePiece(self, slot, first, count, tensors, TransferGroup(handles))
 
     def _bring(
         self, state: StateSlot, first: int, count: int, device: torch.device
@@ -221,7 +221,7 @@ class BlockStates:
             device: device of the values; None: the weights' device.
         """
         device = slot.parameter.device if device is None else device
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         for state in self.slots[slot.name]:
             value = values.get(state.key)
             if value is None:
@@ -240,8 +240,8 @@ class BlockStates:
             else:
                 dense = value.contiguous()
             if resting is None:
-                tickets.append(write_tensor(self.home, offset, dense))
-        return tickets
+                handles.append(write_tensor(self.home, offset, dense))
+        return handles
 
     def keep_numbers(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
         """Stores the numbers of a parameter's state (after its last piece)."""
@@ -285,7 +285,7 @@ class BlockStates:
                 flat[state.key] = dense.copy_(value).as_strided((slot.numel,), (1,))
             else:
                 flat[state.key] = value
-        Tickets(self.write(slot, 0, slot.numel, flat)).wait()
+        TransferGroup(self.write(slot, 0, slot.numel, flat)).wait()
         self.keep_numbers(slot, {k: v for k, v in values.items() if k not in flat})
 
 

@@ -13,7 +13,7 @@ import torch
 
 from memfit import devices
 from memfit.core.layout import MOVED_PIECES
-from memfit.homes.memory import CopyTicket
+from memfit.homes.memory import StreamCopy
 from memfit.tensors.trees import new_storage
 
 
@@ -22,7 +22,7 @@ class RingPiece:
     """A storage, and the copy that used it last."""
 
     storage: torch.UntypedStorage
-    busy: CopyTicket | None = None
+    busy: StreamCopy | None = None
 
 
 class PinnedRing:

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from memfit.core.tiers import Tier
-from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
+from memfit.homes import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen
 from memfit.homes.weights import BlockWeights, master_pieces
 from memfit.tensors.trees import new_storage, typed_view
 
@@ -53,7 +53,7 @@ class RoundedMasters(ByteHome):
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         here = self._block.arrived_storage
         if here is not None and here.device.type != into.device.type:
             here = None  # the host updates: what visits the device is not its to read
@@ -67,14 +67,14 @@ class RoundedMasters(ByteHome):
             if at_home is not None:
                 # In place, when it is waited for: until then copies into the home may be under way.
                 resting = typed_view(at_home, slot.offset_bytes + size * first, slot.dtype, (count,))
-                tickets.append(Then(DONE, partial(target.copy_, resting)))
+                handles.append(TransferThen(DONE, partial(target.copy_, resting)))
                 continue
             staged = new_storage(size * count, into.device)
             coming = self._weights.read(slot.offset_bytes + size * first, size * count, staged)
-            Tickets(tickets[:-1]).wait()  # two pieces are staged at most
+            TransferGroup(handles[:-1]).wait()  # two pieces are staged at most
             weight = typed_view(staged, 0, slot.dtype, (count,))
-            tickets = [*tickets[-1:], Then(coming, partial(target.copy_, weight))]
-        return Tickets(tickets) if tickets else DONE
+            handles = [*handles[-1:], TransferThen(coming, partial(target.copy_, weight))]
+        return TransferGroup(handles) if handles else DONE
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Does nothing: the writer writes the weights."""

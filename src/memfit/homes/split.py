@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memfit.core.layout import split_layout
 from memfit.core.tiers import Tier
-from memfit.homes import DONE, ByteHome, Then, Tickets, TransferHandle
+from memfit.homes import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen
 from memfit.homes.weights import BlockWeights, ParameterSlot, master_pieces
 from memfit.tensors.trees import new_storage, typed_view
 
@@ -176,17 +176,17 @@ class SplitMasters(ByteHome):
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`."""
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         for slot, first, count, at in master_pieces(self._block, offset, nbytes):
             place = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
                 size = slot.dtype.itemsize
-                tickets.append(self.rest.read(place[0] + size * first, size * count, into, into_offset + at))
+                handles.append(self.rest.read(place[0] + size * first, size * count, into, into_offset + at))
                 continue
             target = typed_view(into, into_offset + at, slot.master_dtype, (count,))
-            Tickets(tickets[:-1]).wait()
-            tickets = [*tickets[-1:], self._read(slot, place, first, count, target)]
-        return Tickets(tickets) if tickets else DONE
+            TransferGroup(handles[:-1]).wait()
+            handles = [*handles[-1:], self._read(slot, place, first, count, target)]
+        return TransferGroup(handles) if handles else DONE
 
     def _read(
         self, slot: ParameterSlot, place: tuple[int, int], first: int, count: int, into: Tensor
@@ -211,22 +211,22 @@ class SplitMasters(ByteHome):
             weight = typed_view(storage, 0, slot.dtype, (count,))
         parts = weight, typed_view(difference, 0, torch.int16, (count,)), typed_view(mark, 0, torch.uint8, (packed,))
         # The weight must not change before this is waited for.
-        return Then(Tickets(coming), partial(join, *parts, into, skip=skip))
+        return TransferThen(TransferGroup(coming), partial(join, *parts, into, skip=skip))
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`. The writer writes the weights themselves."""
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         for slot, first, count, at in master_pieces(self._block, offset, nbytes):
             differences, marks = self._places[slot.name]
             if slot.dtype == slot.master_dtype:
                 size = slot.dtype.itemsize
-                tickets.append(self.rest.write(differences + size * first, size * count, source, source_offset + at))
+                handles.append(self.rest.write(differences + size * first, size * count, source, source_offset + at))
                 continue
             assert first % 8 == 0 and (count % 8 == 0 or first + count == slot.numel)
             difference, mark = split(typed_view(source, source_offset + at, slot.master_dtype, (count,)))
-            Tickets(tickets).wait()
-            tickets = [
+            TransferGroup(handles).wait()
+            handles = [
                 self.rest.write(differences + 2 * first, 2 * count, difference.untyped_storage()),
                 self.rest.write(marks + first // 8, mark.numel(), mark.untyped_storage()),
             ]
-        return Tickets(tickets) if tickets else DONE
+        return TransferGroup(handles) if handles else DONE

@@ -1,13 +1,13 @@
 """Staging between an accelerator and files: pinned pieces of host memory, and a thread for each
 direction.
 
-In: functions that move a range between a file and host memory. Out: tickets. Homes on disk and
+In: functions that move a range between a file and host memory. Out: handles. Homes on disk and
 offloaded activations share one `Staging`.
 
 [Note: staging]
 A transfer is cut into pieces. Inward, the file's threads fill a piece, and the copy stream takes it
 to the device; outward the copy stream fills one, and the file's threads write it. A piece is used
-again when its copy (inward: an event) or its write (outward: a ticket) is done, so that while one
+again when its copy (inward: an event) or its write (outward: a handle) is done, so that while one
 is copied the other is filled. Nobody but the two threads waits for the disk: a caller's wait ends
 when the last copy is *enqueued*, and orders the current stream behind it.
 
@@ -31,7 +31,7 @@ import torch
 from memfit import devices
 from memfit.core.layout import STAGING_PIECE_BYTES, STAGING_PIECES
 from memfit.homes.home import TransferHandle
-from memfit.homes.memory import CopyTicket
+from memfit.homes.memory import StreamCopy
 from memfit.store import Memory, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
 
@@ -41,10 +41,10 @@ from memory.
 """
 
 
-class Staged:
+class Staged(TransferHandle):
     """A transfer by way of the staging, asked for, under way or done.
 
-    Inward it is a `Ticket`: after `wait` the current stream is ordered behind the copies. Outward
+    Inward it is a `TransferHandle`: after `wait` the current stream is ordered behind the copies. Outward
     `wait` returns when the file has everything.
     """
 
@@ -53,7 +53,7 @@ class Staged:
         self._ended = threading.Event()
         self._left = threading.Event()
         self._error: BaseException | None = None
-        self._copy: CopyTicket | None = None
+        self._copy: StreamCopy | None = None
         self._lock = threading.RLock()  # a finalizer may ask inside of it
         self._acts: list[Callable[[], object]] = []
 
@@ -72,7 +72,7 @@ class Staged:
         """True if it has ended: nothing more of it will be requested of the file."""
         return self._ended.is_set()
 
-    def end(self, copy: CopyTicket | None = None, error: BaseException | None = None) -> None:
+    def end(self, copy: StreamCopy | None = None, error: BaseException | None = None) -> None:
         """Ends the transfer; called by the thread."""
         with self._lock:
             self._copy, self._error, self.after = copy, error, ()
@@ -146,7 +146,7 @@ class Staging:
     def bring(
         self, move: Move, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0, after: Sequence[Staged] = ()
     ) -> Staged:
-        """Begins to bring a file's range into a storage, which must live until the ticket was
+        """Begins to bring a file's range into a storage, which must live until the handle was
         waited for.
 
         Args:
@@ -173,7 +173,7 @@ class Staging:
         after: Sequence[Staged] = (),
     ) -> Staged:
         """Begins to take a range of a storage to a file; the storage must live and stay unchanged
-        until the ticket has left.
+        until the handle has left.
 
         Args:
             move: writes to the file.
@@ -212,7 +212,7 @@ class Staging:
         into: torch.UntypedStorage,
         into_offset: int,
         ready: torch.Event | None,
-    ) -> CopyTicket | None:
+    ) -> StreamCopy | None:
         coming: deque[tuple[_Piece, int, int, TransferHandle]] = deque()
         left = deque(pieces.cut(nbytes))
         event: torch.Event | None = None
@@ -222,8 +222,8 @@ class Staging:
                     offset, count = left.popleft()
                     piece = pieces.next()  # its last copy is done
                     coming.append((piece, offset, count, move(offset, count, piece.memory(count))))
-                piece, offset, count, ticket = coming[0]
-                ticket.wait()
+                piece, offset, count, handle = coming[0]
+                handle.wait()
                 coming.popleft()
                 # Behind what was enqueued when it was asked for: kernels may still read this memory
                 # as what it was before.
@@ -231,11 +231,11 @@ class Staging:
                 piece.busy = event
         finally:
             # After an error: nothing may still be written into a piece that is used again.
-            for *_, ticket in coming:
-                _quietly(ticket)
+            for *_, handle in coming:
+                _quietly(handle)
         if self._stream is None or event is None:
             return None
-        return CopyTicket(self._stream, event, into)
+        return StreamCopy(self._stream, event, into)
 
     def _take(
         self,
@@ -247,7 +247,7 @@ class Staging:
         ready: torch.Event | None,
         staged: Staged,
     ) -> None:
-        tickets: list[TransferHandle] = []
+        handles: list[TransferHandle] = []
         try:
             for offset, count in pieces.cut(nbytes):
                 piece = pieces.next()  # its last write is done
@@ -255,15 +255,15 @@ class Staging:
                 event = self._copy(piece.bytes(count), bytes_view(source, source_offset + offset, count), ready)
                 if event is not None:
                     event.synchronize()
-                piece.busy = ticket = move(offset, count, piece.memory(count))
-                tickets.append(ticket)
+                piece.busy = handle = move(offset, count, piece.memory(count))
+                handles.append(handle)
             del source  # whoever waits lets the last reference go, and its memory with it
             staged.leave()
         finally:
-            for ticket in tickets:
-                _quietly(ticket)
-        for ticket in tickets:
-            ticket.wait()
+            for handle in handles:
+                _quietly(handle)
+        for handle in handles:
+            handle.wait()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> torch.Event | None:
         if self._stream is None or ready is None:
@@ -392,15 +392,15 @@ def _serve(jobs: queue.SimpleQueue[tuple[Staged, Callable[[_Pieces], None]] | No
                 older.join()
             with torch.no_grad():
                 run(pieces)
-        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
+        except BaseException as error:  # noqa: BLE001, raised where the handle is waited for
             staged.end(error=error)
         del staged, run
 
 
-def _quietly(ticket: TransferHandle) -> None:
+def _quietly(handle: TransferHandle) -> None:
     """Waits; what went wrong is another's to tell."""
     try:
-        ticket.wait()
+        handle.wait()
     except Exception:  # noqa: BLE001, see above
         return
 

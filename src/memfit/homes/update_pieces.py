@@ -17,7 +17,7 @@ from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.tiers import Tier
 from memfit.homes.gradients import GradientHomes, GradientPiece
 from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
-from memfit.homes.memory import CopyTicket, LandingTicket
+from memfit.homes.memory import HostCopy, StreamCopy
 from memfit.homes.optimizer_states import BlockStates, StatePiece
 from memfit.homes.pinned_ring import PinnedRing, RingPiece
 from memfit.homes.weights import BlockWeights, ParameterSlot
@@ -136,7 +136,7 @@ class PieceUpdates:
         if block.updates_on_host and home.tier is Tier.DEVICE and not block.has_masters:
             moved = self._take(nbytes)
             ready = home.read(offset, nbytes, moved.storage)
-            assert isinstance(ready, LandingTicket)
+            assert isinstance(ready, HostCopy)
             moved.busy = ready.copy
             return typed_view(moved.storage, 0, slot.master_dtype, (piece.count,)), ready, moved
         weight = torch.empty(piece.count, dtype=slot.master_dtype, device=device)
@@ -241,7 +241,7 @@ def _send(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor, moved: 
     """Begins to copy a new piece of a weight at home on the device from pinned memory."""
     assert block.home is not None
     leaving = _write(block.home, piece.slot.offset_bytes, piece, weight)
-    assert isinstance(leaving, CopyTicket)
+    assert isinstance(leaving, StreamCopy)
     moved.busy = leaving
     return leaving
 

@@ -7,7 +7,7 @@ one block to the next.
 
 [Note: threads of an update]
 The worker touches a block's weights, gradients and states only between `submit` and the end of its
-ticket; the engine frees or fetches that block only after waiting for the ticket. Autograd meanwhile
+handle; the engine frees or fetches that block only after waiting for the handle. Autograd meanwhile
 works on blocks below. Elementwise updates give the same bits on any number of threads, so the
 worker computes on one and leaves the others to backward; updates that need whole parameters (they
 contain reductions) run with the main thread's count, because the order of a reduction follows it.
@@ -21,7 +21,7 @@ for the update: the gradient's copy home, the visit that came from the weight's 
 read the weights. The host waits for it before it changes a byte, and the stream on which new
 weights go up waits for it too: that stream is one of the updates' own, so that nothing of the
 backward below is waited for. A weight that comes down is read by the host when its copy is done,
-not when a stream is ordered behind it. Whoever waits for the update's ticket is ordered behind what
+not when a stream is ordered behind it. Whoever waits for the update's handle is ordered behind what
 went up. Pinned pieces are used again when their copies are done (`homes.pinned_ring`). In between
 the device goes on: visits of such a block end, and its device gradients go, without waiting for the
 update.
@@ -39,13 +39,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from memfit import devices
-from memfit.homes.home import DONE, Tickets, TransferHandle
+from memfit.homes.home import DONE, TransferGroup, TransferHandle
 from memfit.homes.update_pieces import Coming, PieceUpdates
 from memfit.homes.weights import BlockWeights
 
 
-class Gate:
-    """A ticket that others wait for until it is opened, or shut for good."""
+class Gate(TransferHandle):
+    """A handle that others wait for until it is opened, or shut for good."""
 
     def __init__(self) -> None:
         self._decided = threading.Event()
@@ -68,7 +68,7 @@ class Gate:
             raise self._error
 
 
-class UpdateTicket:
+class UpdateHandle(TransferHandle):
     """The update of one block, under way."""
 
     def __init__(self) -> None:
@@ -148,21 +148,21 @@ class UpdateWorker:
             self._host_stream = devices.of(block.device).new_stream(block.device)
         job = _SubmittedUpdate(self._pieces, block, after, self._host_stream)
         if not job.is_left:
-            job.ticket.finish()
-            return job.ticket
+            job.handle.finish()
+            return job.handle
         self.updated_blocks.append(block.index)
         if not is_beside:
             with torch.no_grad():
                 _Line(lambda: None).run(job)
-            job.ticket.wait()
-            return job.ticket
+            job.handle.wait()
+            return job.handle
         if self._thread is None:
             self._thread = _start_worker(self._jobs)
             # A worker that is dropped without `close` ends its thread as well: the thread refers to
             # the queue only.
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
-        return job.ticket
+        return job.handle
 
     def close(self) -> None:
         """Ends the thread after the updates that were submitted."""
@@ -182,7 +182,7 @@ class _SubmittedUpdate:
         after: TransferHandle,
         host_stream: torch.Stream | None = None,
     ) -> None:
-        self.ticket = UpdateTicket()
+        self.handle = UpdateHandle()
         self._pieces = pieces
         self._block = block
         self._after = after
@@ -219,7 +219,7 @@ class _SubmittedUpdate:
                     # kernels still read there.
                     self._stream.wait_event(self._behind)
                 coming = self._pieces.begin(self._block, self._left.popleft())
-        except BaseException as error:  # noqa: BLE001, raised where the ticket is waited for
+        except BaseException as error:  # noqa: BLE001, raised where the handle is waited for
             self._end(error)
             return None
         self._begun += 1
@@ -227,7 +227,7 @@ class _SubmittedUpdate:
 
     def apply(self, coming: Coming) -> None:
         """Updates a piece that was begun, in order. Does nothing after an error."""
-        if self.ticket.is_done:
+        if self.handle.is_done:
             return
         try:
             with self._in_order():
@@ -238,7 +238,7 @@ class _SubmittedUpdate:
                     self._behind.synchronize()
                 # The piece before goes home and the next ones come while this one is computed.
                 before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
-                Tickets(before).wait()
+                TransferGroup(before).wait()
         except BaseException as error:  # noqa: BLE001, as above
             self._end(error)
             return
@@ -248,21 +248,21 @@ class _SubmittedUpdate:
         """Ends the update if nothing of it is left: not in `apply`, whose frame holds memory that
         whoever waits would still find alive.
         """
-        if not self._left and not self._begun and not self.ticket.is_done:
+        if not self._left and not self._begun and not self.handle.is_done:
             self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
         self._left.clear()
         try:
             with self._in_order():
-                Tickets(self._leaving).wait()
+                TransferGroup(self._leaving).wait()
         except BaseException as other:  # noqa: BLE001, as above
             error = error or other
         self._leaving = []
         sent = None
         if self._behind is not None and self._stream is not None:
             sent = self._block.device, self._stream.record_event()
-        self.ticket.finish(error, sent)
+        self.handle.finish(error, sent)
 
 
 class _Line:

@@ -30,7 +30,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.layout import PIECE_ELEMENTS, flat_layout
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.tiers import Tier
-from memfit.homes.home import ByteHome, Tickets, TransferHandle, write_tensor
+from memfit.homes.home import ByteHome, TransferGroup, TransferHandle, write_tensor
 from memfit.tensors.guard import mark_away, mark_present
 from memfit.tensors.trees import new_storage, typed_view
 from memfit.tensors.untouched import Kept, changed_attribute, keep_attributes, put_back, refused_change
@@ -440,7 +440,7 @@ def write_masters(home: ByteHome, slot: ParameterSlot, values: torch.Tensor) -> 
     where dtype or memory order differ.
     """
     dense = values if tuple(values.stride()) == slot.stride else _dense_copy(values, slot.stride, values.dtype)
-    Tickets(begin_write_masters(home, slot, dense)).wait()
+    TransferGroup(begin_write_masters(home, slot, dense)).wait()
 
 
 def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor) -> list[TransferHandle]:
@@ -449,13 +449,13 @@ def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor
     """
     if dense.dtype == slot.master_dtype:
         return [write_tensor(home, slot.master_offset_bytes, dense)]
-    tickets: list[TransferHandle] = []
+    handles: list[TransferHandle] = []
     flat, size = dense.as_strided((slot.numel,), (1,)), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
-        Tickets(tickets).wait()
-        tickets = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
-    return tickets
+        TransferGroup(handles).wait()
+        handles = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
+    return handles
 
 
 def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> None:

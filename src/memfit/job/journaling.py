@@ -38,7 +38,7 @@ from memfit.checkpoints.run_state import part
 from memfit.core.errors import MemfitWarning, StoreError, UnsupportedError
 from memfit.engine.housing import House
 from memfit.engine.work import Outcome
-from memfit.homes import Tickets
+from memfit.homes import TransferGroup
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.updates import Gate, UpdateWorker
 from memfit.optimizers import OptimizerDriver
@@ -214,9 +214,9 @@ class StepJournal:
         try:
             # All at once: while the blocks of a turn are committed, what the next ones need comes.
             updates = [[self._updates.submit(b, gate) for b in turn] for turn, gate in zip(turns, gates, strict=True)]
-            for turn, gate, tickets in zip(turns, gates, updates, strict=True):
+            for turn, gate, handles in zip(turns, gates, updates, strict=True):
                 gate.open()
-                Tickets(tickets).wait()
+                TransferGroup(handles).wait()
                 self.keep([block.index for block in turn])
         finally:
             for gate in gates:
