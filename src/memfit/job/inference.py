@@ -1,7 +1,7 @@
 """`infer`: forward passes and generation with a model that may be larger than memory.
 
-In: a model, or a directory with one. Out: a context inside which the model's own `forward` and
-`generate` work, with weights that stream from disk.
+In: a model, or a directory with one. Out: a context in which the model's own `forward` and
+`generate` work, with weights streamed from disk.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _ON_DISK = BlockPlan(weight_home=Tier.DISK)
 
 
 class Inference:
-    """A model whose weights stream; see `infer`.
+    """Session of inference with streamed weights; see `infer`.
 
     Attributes:
         model: call it, or its `generate`.
-        weight_bytes: the most that weights take on the device at any time: those of two successive
-            calls, and those that stay.
-        cache_limit_bytes: what caches of keys and values may take on the device before their layers
-            go home; None: as much as they need.
+        weight_bytes: peak bytes of weights on the device: those of two successive calls, and those
+            that stay.
+        cache_limit_bytes: bytes that KV caches may take on the device before their layers are
+            offloaded; None: no limit.
     """
 
     def __reduce__(self) -> NoReturn:
@@ -81,15 +81,15 @@ class Inference:
         self._caches = caches
 
     def together(self, requests: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs several requests side by side, so that weights travel once for all of them: all pass
-        a block before any is at the next.
+        """Runs several requests concurrently, so that weights are read once for all of them: all
+        pass a block before any enters the next.
 
             answers = session.together([lambda p=p: session.model.generate(p, max_new_tokens=50) for
             p in prompts])
 
-        Each request computes what it computes alone, bit for bit, whatever the shapes of the others
-        (no padding). Requests that draw random numbers: with more than one, the m-th draws as
-        `memfit.microbatch_streams(len(requests))` has it, or from the seed that it sets itself.
+        Each request computes the same as alone, bit for bit, whatever the shapes of the others (no
+        padding). If several requests draw random numbers, the m-th uses stream m of
+        `memfit.microbatch_streams(len(requests))`, or the seed that it sets itself.
 
         Memory: the weights of two successive blocks; the activations of one request inside a block,
         and of all at its entry; the caches of all.
@@ -98,18 +98,18 @@ class Inference:
             requests: functions without arguments that call the model.
 
         Returns:
-            What they return, in their order.
+            Their results, in order.
 
         Raises:
-            Whatever a request raises: the others end with it.
+            Any error of a request, which ends the others too.
         """
         types = ("cpu", self._machine.device.type) if devices.is_accelerator(self._machine.device) else ("cpu",)
         return self._weights.together(list(requests), device_types=types, modules=ModuleNotes(self.model))
 
     @property
     def cache_bytes_per_token(self) -> int | None:
-        """Bytes that keys and values of one token of one row take in all layers, by the
-        configuration of a transformers model; None where it does not say.
+        """Bytes of keys and values of one token of one row in all layers, from the configuration of
+        a transformers model; None if that does not say.
 
         An encoder's tokens take as much as the decoder's in the layers that look at them. Models
         that keep less for some layers (sliding windows) take less.
@@ -118,14 +118,12 @@ class Inference:
 
     @property
     def cache_peak_bytes(self) -> int | None:
-        """The most that caches took on the device so far, where they are counted
-        (`cache_limit_bytes`).
-        """
+        """Peak bytes of caches on the device so far, if they are counted (`cache_limit_bytes`)."""
         return None if self._caches is None else self._caches.peak_bytes
 
     @property
     def cache_moved_bytes(self) -> tuple[int, int]:
-        """(read, written) bytes of caches that went home and came back."""
+        """(read, written) bytes of caches that were offloaded and reloaded."""
         return (0, 0) if self._caches is None else (self._caches.moved_bytes[0], self._caches.moved_bytes[1])
 
     @property
@@ -137,7 +135,7 @@ class Inference:
 
     @property
     def read_bytes(self) -> int:
-        """Read from disk so far."""
+        """Bytes read from disk so far."""
         return sum(self._house.bytes_moved[0].values())
 
 
@@ -152,46 +150,48 @@ def infer(
     directory: str | Path | None = None,
     enforce: bool = True,
 ) -> Iterator[Inference]:
-    """Gives a context for forward passes and generation in constant memory: weights come from disk,
-    block by block, and two blocks are here at most.
+    """Context for forward passes and generation in constant memory: weights are read from disk
+    block by block, and at most two blocks are on the device.
 
         with memfit.infer("path/of/a/model", limit="1GiB") as session:
             tokens = session.model.generate(prompt, max_new_tokens=50)
 
-    Inside, gradients are off and the model is in evaluation mode. What it computes is what it
-    computes plainly, bit for bit. Weights travel once a forward pass, for all rows of a batch, and
-    for all requests of `session.together`. Activations are the program's own and count. Caches of
-    keys and values (transformers' dynamic ones) are on the device up to `cache_limit`; beyond it
-    their layers go home, to disk or to host memory beside a GPU, and come with their turn.
+    Inside, gradients are off and the model is in evaluation mode. Results equal plain PyTorch's bit
+    for bit. Weights are read once for each forward pass, for all rows of a batch and all requests
+    of `session.together`. Activations are the program's own and count against the limit. KV caches
+    (transformers' dynamic ones) are on the device up to `cache_limit`; beyond it their layers are
+    offloaded, to disk or to host memory beside a GPU, and reloaded when they are used.
 
-    Memory: the weights of two successive blocks, and those that no module's call brackets;
-    activations; caches up to their limit, at least those of two layers. The same at any depth.
+    Memory: the weights of two successive blocks, and those that are read outside of all calls;
+    activations; caches up to their limit, at least those of two layers. Independent of the model's
+    depth.
 
     Args:
-        model: a module, in memory or built by `memfit.empty`; or a directory as `save_pretrained`
-            writes it, whose model is built without its weights.
-        limit: as in `memfit.fit`. None: nothing is enforced, and weights stream all the same.
-        weights: files to take the weights from, as in `memfit.fit`; for a directory as `model`,
-            that one.
+        model: a module, in memory or built by `memfit.empty`; or a directory written by
+            `save_pretrained`, whose model is built without its weights.
+        limit: as in `memfit.fit`. None: nothing is enforced; weights are streamed nevertheless.
+        weights: files to read the weights from, as in `memfit.fit`; by default the directory given
+            as `model`.
         blocks: names or modules that are to be the blocks.
-        cache_limit: bytes of keys and values on the device. None: under a limit half of what it
-            leaves beside weights, process and reserve (the other half is for activations); without
-            one all of them. `session.cache_bytes_per_token` is their price.
+        cache_limit: bytes of keys and values on the device. None: half of what the limit leaves
+            beside weights, process and reserve (the other half is for activations); without a
+            limit, no bound. `session.cache_bytes_per_token` tells the bytes of a token.
         directory: where homes on disk are made; temporary by default. They take the model's bytes
             once.
         enforce: True arms the limit in the allocator, so that passing it is an error at the
             allocation. False: it is only reported.
 
     Yields:
-        The session. At the end a model that was in memory is there again; the weights of one that
-        was not are gone with their homes.
+        The session. At its end a model that was in memory is restored; the weights of one that was
+        not are deleted with their homes.
 
     Raises:
-        DoesNotFitError: two blocks, or `cache_limit` beside them, do not fit. LimitBreachError:
-            activations passed the limit. UsageError: arguments; an
-        unknown layout of files. AwayError: the model reads a weight outside of the call of its
-            block: name the module that reads it in `blocks=`.
-        StoreError: the disk.
+        DoesNotFitError: two blocks, or `cache_limit` beside them, do not fit.
+        LimitBreachError: activations passed the limit.
+        UsageError: an argument is invalid, or the layout of the files is unknown.
+        AwayError: the model reads a weight outside of the call of its block; name the module that
+            reads it in `blocks=`.
+        StoreError: the disk failed.
     """
     was_whole = isinstance(model, nn.Module) and not any(is_away(p) for p in model.parameters())
     if not isinstance(model, nn.Module):
@@ -244,12 +244,12 @@ def stream(
     cache_limit: int | None,
     directory: str | Path | None,
 ) -> Iterator[Inference]:
-    """Forward passes of the user's own inside the limit: evaluation mode, no gradients, weights
-    streamed, interrupts between two visits.
+    """Context for forward passes of the user's own inside the limit: evaluation mode, no gradients,
+    streamed weights, interrupts between two visits.
 
     Raises:
-        LimitBreachError: the limit. DoesNotFitError: `cache_limit` is more than weights leave of
-            it.
+        LimitBreachError: the limit was hit.
+        DoesNotFitError: `cache_limit` is more than the weights leave of it.
     """
     travelling = sum(block.nbytes for block in blocks if block.travels)
     resident = sum(block.nbytes for block in blocks) - travelling
@@ -282,7 +282,7 @@ def stream(
 
 
 def _cache_rests(machine: Machine, directory: str | Path | None, stack: ExitStack) -> HomePool:
-    """Host memory beside a device, else a scratch file."""
+    """Makes homes for offloaded caches: in host memory beside a device, else in a scratch file."""
     if machine.has_host:
         side = devices.of(machine.device).new_stream(machine.device) if devices.is_accelerator(machine.device) else None
         host = HostPool(machine.device, stream=side, ledger=machine.host_ledger)
@@ -320,9 +320,7 @@ def _breach_text(
 
 
 def _way_out(missing: int | None, limit: int | None, caches: OffloadedCaches | None) -> str:
-    """Says what would have let the allocation pass that was refused, in figures where they are
-    known.
-    """
+    """Says what would have let the refused allocation pass, in figures if they are known."""
     ways = ["Try fewer rows or tokens at a time"]
     can_shrink = caches is not None and caches.here_bytes > caches.least_bytes
     if missing is None or limit is None:
@@ -349,7 +347,7 @@ def _cache_bytes_per_token(model: Any) -> int | None:
 
 
 def most_weights(sites: Sequence[Site], parts: Sequence[BlockWeights], stays: Collection[int]) -> int:
-    """Bytes of the blocks that stay, and of the two calls that need most together.
+    """Returns the bytes of the blocks that stay and of the two successive calls that need most.
 
     Args:
         sites: the call sites.

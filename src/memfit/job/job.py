@@ -1,4 +1,4 @@
-"""A job: a model in training inside its limit."""
+"""Job: a model in training inside its memory limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job(JobFacts):
     Memory: what the plan says; see `plan`, `predicted_peak_bytes` and `proof()`.
 
     Attributes:
-        extra: what a save was given along that `fit(resume=...)` went on from.
+        extra: the `extra` of the save that `fit(resume=...)` continued from.
     """
 
     def __init__(self, runner: StepRunner, extra: Mapping[str, Any] | None = None) -> None:
@@ -50,31 +50,32 @@ class Job(JobFacts):
     # --- training --------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepResult:
-        """Makes forward, backward and update on one batch.
+        """Runs forward, backward and update on one batch.
 
         Args:
-            batch: as the sample; other shapes are planned for when they come (some tenths of a
-                second each time a new shape appears). One with fewer rows than the plan has
-                microbatches is cut into as many as it has rows.
+            batch: a batch like the sample. A new shape is planned for when it first appears, which
+                takes some tenths of a second. A batch with fewer rows than the plan has
+                microbatches is cut into single rows.
 
         Returns:
-            The loss and what was measured.
+            The loss, and what was measured in the step.
 
         Raises:
-            LimitBreachError: the limit was hit; says where, and whether the step can be repeated.
-            DoesNotFitError: a batch of another shape does not fit under the plan, or, with
-                `on_breach="replan"`, under any; the job goes on.
-            UsageError: the batch, the loss, or the job is closed.
+            LimitBreachError: the limit was hit; the message says where, and whether the step can be
+                repeated.
+            DoesNotFitError: a batch of another shape does not fit under the plan or, with
+                `on_breach="replan"`, under any plan. The job remains usable.
+            UsageError: the batch or the loss is invalid, or the job is closed.
             TornStepError: an earlier step was interrupted while it updated in place.
-            KeyboardInterrupt: at the next action; a second Ctrl-C at once.
+            KeyboardInterrupt: after Ctrl-C, at the next action; after a second one, at once.
         """
         with self._runner.interrupts.held():
             self._check_usable()
             return self._runner.step(batch)
 
     def evaluate(self, batch: Any) -> EvaluateResult:
-        """Computes the loss of a batch, forward only, in evaluation mode (`model.eval()` for the
-        time), weights streamed as in a step.
+        """Computes the loss of a batch without backward, in evaluation mode (the mode is restored
+        afterwards), with weights streamed as in a step.
         """
         assembly = self._check_usable()
         assembly.keep_changes()
@@ -84,27 +85,27 @@ class Job(JobFacts):
 
     @contextmanager
     def inference(self, *, cache_limit: int | str | None = None) -> Iterator[Inference]:
-        """Lets the model's own `forward` and `generate` be called: no gradients, evaluation mode,
-        weights streamed.
+        """Context in which the model's own `forward` and `generate` can be called: without
+        gradients, in evaluation mode, with streamed weights.
 
-        Two blocks at a time are here, beside those that live on the device.
+        Two blocks at a time are on the device, beside those at home there.
 
             with job.inference():
                 tokens = model.generate(prompt, max_new_tokens=50)
 
-        Activations are the program's own; the limit holds. What is changed in weights inside is
+        Activations are the program's own and count against the limit. Changes of weights inside are
         lost.
 
         Args:
             cache_limit: as in `memfit.infer`.
 
         Yields:
-            What `memfit.infer` yields: the model, `together` for several requests, the caches'
-                figures.
+            The session, as of `memfit.infer`.
 
         Raises:
-            LimitBreachError: the limit; the job goes on. UsageError: the job is closed.
-                TornStepError: the weights are no step's.
+            LimitBreachError: the limit was hit; the job remains usable.
+            UsageError: the job is closed.
+            TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
         assembly.keep_changes()
@@ -130,18 +131,17 @@ class Job(JobFacts):
 
     @contextmanager
     def weights(self, *blocks: str) -> Iterator[None]:
-        """Brings blocks (all without arguments) to the device for as long as the context lasts.
+        """Context in which blocks (all, without arguments) are on the device. Changes of weights
+        inside are kept.
 
-        What is changed inside is kept.
-
-        Under a plan that computes in bf16 these are the bf16 weights; the masters of those that are
-        changed become what they were changed to.
+        Under a plan that computes in bf16 these are the bf16 weights; the master of a changed
+        weight becomes its new value.
 
         Args:
             blocks: names of blocks (`job.block_names`) or of parameters.
 
         Raises:
-            UsageError: an unknown name.
+            UsageError: a name is unknown.
         """
         assembly = self._check_open()
         assembly.keep_changes()
@@ -165,44 +165,43 @@ class Job(JobFacts):
     # --- commits ---------------------------------------------------------------------------------
 
     def register(self, name: str, thing: Any, *, is_new: bool = False) -> None:
-        """Makes the state of an object part of every commit, and gives it back what it was where a
-        run goes on.
+        """Makes the state of an object part of every commit, and restores it if a run is resumed.
 
-        Schedulers, averages, loaders, samplers: whatever has `state_dict` and `load_state_dict`;
-        and random generators of torch, NumPy and Python (the default ones of all three belong to
-        every commit without being asked). The state of what gives batches (it can be iterated) and
-        of generators is noted when a method of the job returns, that of everything else when the
-        next step begins (docs/store.md). Nothing is pickled: a state is made of numbers, texts,
-        tensors and containers of them. Where a run goes on, the default generators stand at the
-        run's position again when this returns, whatever was drawn since `fit`: a loader that makes
-        its iterator to take its state draws.
+        Accepts objects with `state_dict` and `load_state_dict` (schedulers, averages, loaders,
+        samplers), and random generators of torch, NumPy and Python (the default ones of all three
+        belong to every commit anyway). The state of iterables, which give batches, and of
+        generators is taken when a method of the job returns, that of all others when the next step
+        begins (docs/store.md). Nothing is pickled: a state is made of numbers, texts, tensors and
+        containers of them. In a resumed run, the default generators are at the run's position again
+        when this returns, even if numbers were drawn since `fit`, as by a loader that makes its
+        iterator to read its state.
 
-        Memory: three times the tensors of its state, for a moment, at each commit.
+        Memory: three times the tensors of its state at each commit, temporarily.
 
         Args:
-            name: to find it again by, in the run that goes on.
-            thing: the object, ready: register a scheduler after it is built. None: the state that
-                the run has under this name is given up.
-            is_new: it joins a run that went on without it.
+            name: identifies the object in a resumed run.
+            thing: the object, completely built. None: the run's state under this name is dropped.
+            is_new: adds the object to a resumed run that did not have it.
 
         Raises:
-            UsageError: no `store=`; a name that is taken, or that the run does not know; an object
-                without a state.
-            UnsupportedError: a state that cannot be kept.
-            StoreError: a state that the object does not take.
+            UsageError: there is no `store=`, the name is taken or unknown to the run, or the object
+                has no state.
+            UnsupportedError: the state cannot be saved.
+            StoreError: the object does not accept its state.
         """
         self._check_open().checkpointer.register(name, thing, is_new=is_new)
 
     def commit(self) -> None:
-        """Commits the step that was made last now, with everything as it stands, at the end of a
-        loop's body.
+        """Commits the last step now, with everything registered in its present state. Call it at
+        the end of a loop's body.
 
         Without it a step is committed when the next one begins, or by `close`.
 
         Raises:
-            UsageError: no `store=`.
-            StoreError: the disk; the commit before is whole and this may be repeated.
-            TornStepError: the weights are no step's.
+            UsageError: there is no `store=`.
+            StoreError: the disk failed; the previous commit is intact, and the call may be
+                repeated.
+            TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
         assembly.keep_changes()
@@ -218,22 +217,23 @@ class Job(JobFacts):
         max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
         extra: Mapping[str, Any] | None = None,
     ) -> SaveResult:
-        """Saves weights, optimizer and the run's place as safetensors and JSON.
+        """Saves weights, optimizer and training position as safetensors and JSON.
 
         See `saving.save_job`.
 
         Memory: two pieces of 8 MiB.
 
         Args:
-            directory: replaced in one step, when all is written; an interrupted save leaves the old
-                one. Files of others in it stay.
-            max_shard_bytes: of one file of weights.
-            extra: kept along and given back by `loading.load`: numbers, texts, lists, dictionaries
-                (a scheduler's `state_dict()`, say).
+            directory: its save is replaced atomically when all is written; an interrupted save
+                leaves the old one. Other files in it stay.
+            max_shard_bytes: largest size of a file of weights.
+            extra: JSON-like values that are saved too (numbers, strings, lists, dictionaries, such
+                as a scheduler's `state_dict()`) and returned by `load`.
 
         Raises:
-            StoreError: the disk. UsageError: the directory, or the job is closed. TornStepError:
-                the weights are no step's.
+            StoreError: the disk failed.
+            UsageError: the directory cannot be used, or the job is closed.
+            TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
         assembly.keep_changes()
@@ -257,70 +257,70 @@ class Job(JobFacts):
             )
 
     def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
-        """Takes the weights of files, and where `save` wrote them all that continues a run: it goes
-        on from there.
+        """Loads weights from files, and the training state too if `save` wrote them.
 
-        That is the optimizer's states and settings, the loss scale, the count of steps, random
-        numbers. All is compared with the model and the optimizer before anything is changed.
+        The training state is the optimizer's states and settings, the loss scale, the number of
+        steps, and random generators. All of it is compared with the model and the optimizer before
+        anything is changed.
 
         Memory: one parameter, in its master's dtype; its states; a piece of 8 MiB.
 
         Args:
-            source: what `fit(weights=...)` takes.
-            restore_random: torch's default generators, and the noise of stochastic rounding, go on
-                where they were; only with a save.
+            source: as in `fit(weights=...)`.
+            restore_random: restores torch's default generators and the noise of stochastic
+                rounding, if the source is a save.
 
         Returns:
-            The steps and the `extra` of a save; else the steps made so far, and nothing.
+            The steps and the `extra` of the save; without a save the steps so far and None.
 
         Raises:
-            StoreError: a file that is missing or damaged.
-            UsageError: files that do not fit; a job with `store=`, which has its own. Where it
-                ended in its middle, later calls raise TornStepError.
+            StoreError: a file is missing or damaged.
+            UsageError: the files do not fit the model or the optimizer, or the job has a `store=`.
+            TornStepError: raised by later calls if loading was interrupted midway.
         """
         return load_into_job(source, self._check_loadable(), restore_random=restore_random)
 
     def load_states(self, directory: str | Path, *, restore_random: bool = True) -> LoadResult:
-        """As `load`, without the weights: they are the job's, by `memfit.fit(weights=directory)`,
-        say.
+        """Loads the training state of a save without its weights, which the job has already (by
+        `memfit.fit(weights=directory)`, for example). See `load`.
 
         Args:
-            directory: that `save` wrote.
-            restore_random: torch's default generators, and the noise of stochastic rounding, go on
-                where they were.
+            directory: written by `save`.
+            restore_random: restores torch's default generators and the noise of stochastic
+                rounding.
 
         Raises:
-            StoreError: a file that is missing, damaged or not memfit's.
-            UsageError: an optimizer that the save does not fit (nothing was changed then).
+            StoreError: a file is missing, damaged or not memfit's.
+            UsageError: the save does not fit the optimizer; nothing was changed.
         """
         return load_states(directory, self._check_loadable(), restore_random=restore_random)
 
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self, *, restore: bool | None = None, commit: bool = True) -> None:
-        """Gives the user an ordinary, complete model and optimizer back, where they fit.
+        """Makes the model and the optimizer ordinary and complete again, if they fit in memory.
 
-        Temporary files are deleted, a `store=` stays.
+        Temporary files are deleted; a `store=` stays.
 
-        Weights that computed in bf16 come back as their fp32 masters, whatever the dtype in which
-        the model came.
+        Weights that computed in bf16 become their fp32 masters, whatever the dtype of the model
+        before `fit`.
 
-        Memory: all weights and optimizer states at once, on the model's device; the limit is off
-        from here on.
+        Memory: all weights and optimizer states at once, on the model's device; the limit no longer
+        applies.
 
         Args:
-            restore: True gives everything back, whatever it takes. False gives nothing back:
-                weights that are away are gone with their files (save before), or stay in the store
-                alone. None: everything, but a model that was never whole in memory (`memfit.empty`)
-                only where that stays under the limit.
-            commit: with `store=`, the last step is committed first. Leaving the context by an error
-                does not: nobody knows what was done after the step.
+            restore: True restores everything, whatever memory it takes. False restores nothing:
+                weights that are away are lost with their files (save before), or stay in the store
+                only. None: restores everything, but a model that was never whole in memory
+                (`memfit.empty`) only if it fits under the limit.
+            commit: with `store=`, commits the last step first. Leaving the context by an error does
+                not commit, since what the loop did after the step is unknown.
 
         Raises:
-            DoesNotFitError: such a model is larger than the limit, and it was not said what is to
-                become of it. Nothing is lost: the job goes on.
+            DoesNotFitError: with `restore=None`, a model built by `memfit.empty` is larger than the
+                limit. Nothing is lost; the job remains usable.
             StoreError: something could not be read, or files could not be removed. What could be
-                read is given back; repeat `close` when the disk is there again, or give the rest up
+                read is restored; repeat `close` when the disk works again, or drop the remainder
                 with `restore=False`.
         """
         assembly = self._assembly

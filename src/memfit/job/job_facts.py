@@ -1,6 +1,6 @@
-"""Facts of a job that can be read: its plan, its profile and schedule, what was measured.
+"""Facts of a job: its plan, profile, schedule and measurements.
 
-In: the steps of a job. Out: values and reports; nothing is changed.
+In: the job's step runner. Out: values and reports; nothing is changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class JobFacts:
     """Facts of a job.
 
     Args:
-        runner: its steps.
+        runner: makes the job's steps.
 
     Attributes:
         loss_scaler: the dynamic loss scale of a plan that computes in fp16; part of every commit.
@@ -61,7 +61,7 @@ class JobFacts:
         return f"<memfit.Job at step {self.steps}; plan: {plan}; {proof}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: where it stands, why this plan, and the proof so far."""
+        """Shows in a notebook the steps so far, the reason of the plan, and the proof."""
         facts = [
             ("steps", str(self.steps)),
             ("state", "closed" if self._is_closed else "live"),
@@ -74,15 +74,15 @@ class JobFacts:
 
     @property
     def plan(self) -> Plan:
-        """The decisions: given, the run's own, or the fastest that fit.
+        """The plan: given, the run's own, or the fastest that fits.
 
-        Another one where `on_breach="replan"` made it.
+        Changes if `on_breach="replan"` makes another.
         """
         return self._assembly.plan
 
     @property
     def reason(self) -> str:
-        """Reason of this plan, and what it does to the numbers."""
+        """Reason of the plan, and its effect on the numbers."""
         planned = self._assembly.planned
         return f"{planned.reason} {planned.numerics.sentence()}"
 
@@ -111,7 +111,7 @@ class JobFacts:
 
     @property
     def schedule(self) -> Schedule:
-        """The step as data; `.text()` prints it."""
+        """The step as a list of actions; `.text()` returns it as text."""
         return self._assembly.planned.prepared.step.schedule
 
     # --- the run ---------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class JobFacts:
 
     @property
     def commits(self) -> CommitReport | None:
-        """Cost and promise of committing; None without `store=`."""
+        """State and cost of committing; None without `store=`."""
         return self._assembly.checkpointer.report()
 
     @property
@@ -136,8 +136,8 @@ class JobFacts:
         return self._assembly.house.bytes_moved
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Copies a parameter's gradient of the last step (`fit(keep_gradients=True)`); None if it
-        received none.
+        """Copies a parameter's gradient of the last step (needs `fit(keep_gradients=True)`); None
+        if it got none.
         """
         assembly = self._check_open()
         if not assembly.setup.keeps_gradients:
@@ -151,7 +151,7 @@ class JobFacts:
         """Returns the limit, the predicted peak, and the measured peak over all phases so far.
 
         Args:
-            before_bytes: a peak that was measured before `fit`, to be covered too.
+            before_bytes: a peak that was measured before `fit`, to be included.
         """
         return Proof(
             limit_bytes=self._machine.limits.device_bytes,
@@ -165,7 +165,8 @@ class JobFacts:
         """Reports what lives from step to step: tensors that survive and who holds them, callbacks
         that keep too much alive.
 
-        Prints as text; `.warn()` warns. Live bytes and blocks are noted at each step's end. While
-        they are flat this takes milliseconds; else seconds, and it may run the garbage collector.
+        Prints as text; `.warn()` warns. Live bytes and blocks are recorded at the end of each step.
+        The call takes milliseconds while they are constant; otherwise seconds, and it may run the
+        garbage collector.
         """
         return self._runner.census()
