@@ -17,8 +17,8 @@ of handles derive from it:
 | `updates.UpdateHandle` | an update                                        | new weights are home       |
 | `updates.Gate`       | nothing: somebody opens it                         | it was opened              |
 
-A store's `DiskTransfer` and an offloaded storage's handles have the same `wait`; the rooms that they
-are in do not know this one, or are known by it only.
+A store's `DiskTransfer` and an offloaded storage's handles have the same `wait`; the rooms that
+they are in do not know this one, or are known by it only.
 """
 
 from __future__ import annotations

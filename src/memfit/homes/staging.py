@@ -44,8 +44,8 @@ from memory.
 class Staged(TransferHandle):
     """A transfer by way of the staging, asked for, under way or done.
 
-    Inward it is a `TransferHandle`: after `wait` the current stream is ordered behind the copies. Outward
-    `wait` returns when the file has everything.
+    Inward it is a `TransferHandle`: after `wait` the current stream is ordered behind the copies.
+    Outward `wait` returns when the file has everything.
     """
 
     def __init__(self, after: Sequence[Staged]) -> None:
