@@ -1,6 +1,8 @@
-"""The calls of autograd of one run: tails that run back at once, the joint backward from their cuts, losses that run back whole.
+"""The calls of autograd of one run: tails that run back at once, the joint backward from their
+cuts, losses that run back whole.
 
-In: losses with their factors. Out: gradients on the parameters; hooks tell the run meanwhile which call autograd has come to.
+In: losses with their factors. Out: gradients on the parameters; hooks tell the run meanwhile which
+call autograd has come to.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class BackwardPasses:
         return self.tail is not None and call >= self.tail
 
     def begin_tail(self, microbatch: int) -> None:
-        """What the microbatch makes from here on is the tail, also where its first call is left out."""
+        """What the microbatch makes from here on is the tail, also where its first call is left
+        out.
+        """
         self._tail_began.setdefault(microbatch, sequence_number())
 
     def watch_cut(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -77,7 +81,8 @@ class BackwardPasses:
     def run_whole(self, seeds: Seeds) -> None:
         """One backward of the sum of these losses."""
         if len(seeds.losses) > 1 and self._has_accelerator:
-            # All roots must lie in the accelerator's queue. See crossing.py, [Note: one ready queue].
+            # All roots must lie in the accelerator's queue. See crossing.py, [Note: one ready
+            # queue].
             pairs = zip(seeds.losses, seeds.factors, strict=True)
             starts = [start for loss, factor in pairs for start in differentiate_on_host(loss, factor)]
             seeds.losses.clear()
@@ -98,7 +103,9 @@ class BackwardPasses:
 
     @contextmanager
     def _absent_weights_told(self) -> Iterator[None]:
-        """Says in words what torch says of a storage without bytes. See `engine.side_tensors`, [Note: side tensors]."""
+        """Says in words what torch says of a storage without bytes. See `engine.side_tensors`,
+        [Note: side tensors].
+        """
         try:
             yield
         except RuntimeError as error:

@@ -1,16 +1,21 @@
 """Microbatches as coroutines: the user's loss runs unmodified and pauses at segment entries.
 
-In: a function that computes one microbatch's loss. Out: a `Coroutine` that runs to the next pause each time it is resumed.
+In: a function that computes one microbatch's loss. Out: a `Coroutine` that runs to the next pause
+each time it is resumed.
 
 [Note: what belongs to a coroutine]
-A paused microbatch leaves thread-wide switches behind that another must not see: grad mode, autocast, saved-tensor hooks, dispatch and
-torch-function modes, attention-kernel flags, random streams. `ThreadState.capture` takes them off the thread at a pause and `install` puts
-them back at a resume. Context variables travel with the greenlet (`gr_context`). Inference mode and functorch levels cannot be moved (they are
-scoped to the C++ stack), so a segment entered under them does not pause: it runs on, which is correct and only costs a visit.
+A paused microbatch leaves thread-wide switches behind that another must not see: grad mode,
+autocast, saved-tensor hooks, dispatch and torch-function modes, attention-kernel flags, random
+streams. `ThreadState.capture` takes them off the thread at a pause and `install` puts them back at
+a resume. Context variables travel with the greenlet (`gr_context`). Inference mode and functorch
+levels cannot be moved (they are scoped to the C++ stack), so a segment entered under them does not
+pause: it runs on, which is correct and only costs a visit.
 
 [Note: autocast's cache]
-Within `torch.autocast`, a weight is cast once and the cast kept until the context ends. Microbatches that take turns inside their contexts would share the
-cast, and their gradients would add up in its narrow dtype before they reach the weight. So the cache is emptied whenever they change turns.
+Within `torch.autocast`, a weight is cast once and the cast kept until the context ends.
+Microbatches that take turns inside their contexts would share the cast, and their gradients would
+add up in its narrow dtype before they reach the weight. So the cache is emptied whenever they
+change turns.
 """
 
 from __future__ import annotations
@@ -81,7 +86,8 @@ class Coroutine:
 
     Attributes:
         microbatch: its index.
-        call: index of the call at whose entry it is paused; None before the start, and after the end.
+        call: index of the call at whose entry it is paused; None before the start, and after the
+            end.
         loss: what the user's function returned, once finished.
         is_finished: the function has returned.
         position: index of the first call that it has not made yet.
@@ -146,7 +152,9 @@ class Coroutine:
             torch.clear_autocast_cache()
 
     def pause(self, call: int) -> None:
-        """Called inside the coroutine, at the entry of `call`: control goes back to who resumed it."""
+        """Called inside the coroutine, at the entry of `call`: control goes back to who
+        resumed it.
+        """
         self.call = call
         parent = self._greenlet.parent
         assert parent is not None

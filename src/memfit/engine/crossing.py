@@ -1,13 +1,17 @@
-"""Losses that leave the accelerator: the processor's part of each microbatch runs back before the joint backward.
+"""Losses that leave the accelerator: the processor's part of each microbatch runs back before the
+joint backward.
 
-In: a microbatch's loss. Out: the edges at which gradients enter the accelerator, and these gradients.
+In: a microbatch's loss. Out: the edges at which gradients enter the accelerator, and these
+gradients.
 
 [Note: one ready queue]
-That one backward visits blocks in the reverse order of the forward rests on autograd's choice of the latest-made ready node (engine.py, [Note: who drives
-whom]). It chooses within one queue. Nodes of the processor have a queue of their own in the caller's thread: there the roots of several losses on the CPU
-would be handed over one by one, while the device's thread already takes whatever is ready, an earlier microbatch's first block if need be. Gradients would
-reach blocks that have been left, and been updated. So all roots of a joint backward lie on the accelerator. A detour over the processor in the middle of the
-graph has the same effect, cannot be cut off, and is refused.
+That one backward visits blocks in the reverse order of the forward rests on autograd's choice of
+the latest-made ready node (engine.py, [Note: who drives whom]). It chooses within one queue. Nodes
+of the processor have a queue of their own in the caller's thread: there the roots of several losses
+on the CPU would be handed over one by one, while the device's thread already takes whatever is
+ready, an earlier microbatch's first block if need be. Gradients would reach blocks that have been
+left, and been updated. So all roots of a joint backward lie on the accelerator. A detour over the
+processor in the middle of the graph has the same effect, cannot be cut off, and is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ def differentiate_on_host(loss: torch.Tensor, factor: torch.Tensor | None) -> tu
         factor: what the loss is multiplied with before it is differentiated (0-d), or None for 1.
 
     Returns:
-        The edges into the accelerator that received a gradient; the loss itself, with its factor, where it lies there.
+        The edges into the accelerator that received a gradient; the loss itself, with its factor,
+        where it lies there.
 
     Raises:
         UnsupportedError: Parameters on the processor take part.
@@ -63,7 +68,8 @@ def differentiate_on_host(loss: torch.Tensor, factor: torch.Tensor | None) -> tu
 
 
 def refuse_detours(roots: Iterable[Any]) -> None:
-    """Walks a graph, some microseconds a node, and refuses nodes of the processor in it. See [Note: one ready queue].
+    """Walks a graph, some microseconds a node, and refuses nodes of the processor in it. See [Note:
+    one ready queue].
 
     Args:
         roots: nodes on the accelerator.

@@ -1,7 +1,8 @@
 """The engine: does what a lowered step says, with the user's model and autograd.
 
-In: a step, the blocks with their homes, the call sites. Out: gradients and updates, exactly as plain PyTorch makes them. What one run is, and who drives it,
-says `engine.run`; calls outside of any step are served.
+In: a step, the blocks with their homes, the call sites. Out: gradients and updates, exactly as
+plain PyTorch makes them. What one run is, and who drives it, says `engine.run`; calls outside of
+any step are served.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Engine:
         observe: Callable[[Action], None] | None = None,
     ) -> None:
         adds_apart = gradients is not None and gradients.here.adds_apart
-        # What the schedule did not foresee; its `append` is shared, because a method of the engine would be a cycle.
+        # What the schedule did not foresee; its `append` is shared, because a method of the engine
+        # would be a cycle.
         departures: list[str] = []
         settling = Settling(blocks, gradients, updates, parameter_order, departures.append)
         self._parts = EngineParts(
@@ -114,7 +116,8 @@ class Engine:
         """Does a step from its first operation to its last.
 
         Raises:
-            Whatever the user's code or a transfer raised; the coroutines are ended, and blocks and gradients are as `StepRun.recover` leaves them.
+            Whatever the user's code or a transfer raised; the coroutines are ended, and blocks and
+            gradients are as `StepRun.recover` leaves them.
         """
         self._serial += 1
         self._parts.departures.clear()
@@ -144,7 +147,9 @@ class Engine:
             run.outcome.departures = list(self._parts.departures)
 
     def evaluate(self, step: Step, work: StepInput) -> list[Any]:
-        """Does a forward-only step and gives what the user's function returned, a microbatch each."""
+        """Does a forward-only step and gives what the user's function returned, a microbatch
+        each.
+        """
         results: dict[int, Any] = {}
         plain = work.run
 
@@ -165,7 +170,9 @@ class Engine:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """What the model is called for inside is no business of the engine's: a trace, on stand-ins for the weights."""
+        """What the model is called for inside is no business of the engine's: a trace, on stand-ins
+        for the weights.
+        """
         self._looks_away = True
         try:
             yield
@@ -178,7 +185,8 @@ class Engine:
         while self._arrivals:
             self._arrivals.pop().remove()
 
-    # --- calls ------------------------------------------------------------------------------------------------------------------
+    # --- calls
+    # ------------------------------------------------------------------------------------------------------------------
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `CallObserver`."""
@@ -195,7 +203,8 @@ class Engine:
         """A call runs again inside backward: its sites are passed through, nothing pauses.
 
         Args:
-            blocks: whose weights it reads. They are away still where a gradient came by a side door of a later call of the segment, before any output's.
+            blocks: whose weights it reads. They are away still where a gradient came by a side door
+                of a later call of the segment, before any output's.
         """
         calls = self._calls
         calls.ensure(blocks)

@@ -1,6 +1,8 @@
-"""Calls of the user's code as they begin and end: which call of the trace each one is, and what has to be there for it.
+"""Calls of the user's code as they begin and end: which call of the trace each one is, and what has
+to be there for it.
 
-In: sites that are entered and left. Out: weights that are here, frames that manage what is saved, hooks that tell when a call's backward begins.
+In: sites that are entered and left. Out: weights that are here, frames that manage what is saved,
+hooks that tell when a call's backward begins.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ class Listener:
     serial: int
 
     def watch(self, output: Any, call: int | None, microbatch: int, site: int) -> list[torch.Tensor]:
-        """Has autograd tell when the call's backward begins: before the node of any of its outputs runs.
+        """Has autograd tell when the call's backward begins: before the node of any of its outputs
+        runs.
 
-        Hooks on nodes, not on tensors: a tensor that is changed in place later gets another node, and hooks registered on the tensor object would
-        follow it or stay by rules of their own. Of a view that is changed later, only the base's node may be left in the graph.
+        Hooks on nodes, not on tensors: a tensor that is changed in place later gets another node,
+        and hooks registered on the tensor object would follow it or stay by rules of their own. Of
+        a view that is changed later, only the base's node may be left in the graph.
 
         Returns:
             The outputs that need a gradient, and their bases.
@@ -87,7 +91,8 @@ class _OpenCall:
 
 
 class ServedCalls:
-    """Calls outside of any step: weights come when a call begins, and go when it is over and no backward needs them.
+    """Calls outside of any step: weights come when a call begins, and go when it is over and no
+    backward needs them.
 
     Args:
         parts: of the engine.
@@ -139,7 +144,8 @@ class StepCalls:
 
     Attributes:
         running: the coroutine whose code runs now.
-        recomputing: how many calls are running again inside backward: their sites are passed through, nothing pauses.
+        recomputing: how many calls are running again inside backward: their sites are passed
+            through, nothing pauses.
     """
 
     def __init__(
@@ -255,7 +261,9 @@ class StepCalls:
         return self._leaves.enter(self._parts.sites[site].blocks) if self._leaves is not None else []
 
     def _next_call(self, coroutine: Coroutine, name: str) -> int | None:
-        """Which call of the trace this is: the next one of this site, at or after the microbatch's position."""
+        """Which call of the trace this is: the next one of this site, at or after the microbatch's
+        position.
+        """
         calls = self._schedule.calls
         return next((call for call in range(coroutine.position, len(calls)) if calls[call].site == name), None)
 

@@ -1,13 +1,15 @@
 """Housing: every tensor that outlives a block gets its home, as the plan says.
 
-In: a plan, the blocks, the optimizer's state layouts, a table of factories of homes (`homes.factories`). Out: a `House`: weights moved in, gradient homes,
-state homes. What is committed, and when, is decided elsewhere (`checkpoints`).
+In: a plan, the blocks, the optimizer's state layouts, a table of factories of homes
+(`homes.factories`). Out: a `House`: weights moved in, gradient homes, state homes. What is
+committed, and when, is decided elsewhere (`checkpoints`).
 
 [Note: what an atomic step changes]
-With `is_atomic` a region on disk has two slots. Reads give the committed version, writes go to the other slot, and `commit` flips all that were
-written at once. So a version must be whole, alignment between tensors included: a region that is filled in part would go on being written in place.
-Changes that are made between two steps (`job.weights()`, `load_state_dict`) are a version as well; `keep_changes` commits them under the
-step's own number before anything reads them.
+With `is_atomic` a region on disk has two slots. Reads give the committed version, writes go to the
+other slot, and `commit` flips all that were written at once. So a version must be whole, alignment
+between tensors included: a region that is filled in part would go on being written in place.
+Changes that are made between two steps (`job.weights()`, `load_state_dict`) are a version as well;
+`keep_changes` commits them under the step's own number before anything reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from memfit.tensors.trees import bytes_view
 class House:
     """All homes of a job.
 
-    Memory: what the plan puts on the device and the host, and what the factories of other tiers stage with.
+    Memory: what the plan puts on the device and the host, and what the factories of other tiers
+    stage with.
 
     Args:
         plan: the decisions.
@@ -99,7 +102,9 @@ class House:
             raise
 
     def _wanted(self, block: BlockWeights) -> Iterator[HomeRequest]:
-        """All homes that the plan asks for a block. Gradients that rest on the device stay on `.grad`."""
+        """All homes that the plan asks for a block. Gradients that rest on the device stay on
+        `.grad`.
+        """
         homes, states, name = self.plan.block(block.name), self.states.get(block.index), block.name
         versioned = self.plan.is_atomic
         ends = tuple(slot.offset_bytes + slot.nbytes for slot in block.slots)
@@ -148,11 +153,13 @@ class House:
         """Moves the weights home and makes homes for the states.
 
         Args:
-            bring: gives a parameter that has no bytes here (put aside, or never made) its values; called for one at a time.
+            bring: gives a parameter that has no bytes here (put aside, or never made) its values;
+                called for one at a time.
             take_back: see `BlockWeights.move_out`; for the block that a failure met half-way.
 
         Raises:
-            StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes the model whole again.
+            StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes
+                the model whole again.
         """
         # What leaves the device goes first: it makes room for what stays.
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home.traits.is_device):
@@ -183,16 +190,19 @@ class House:
         has_weights: Callable[[str], bool],
         step: int,
     ) -> None:
-        """As `move_in`, with the values that the given store has; those that the parameters have are given up.
+        """As `move_in`, with the values that the given store has; those that the parameters have
+        are given up.
 
         Args:
             load: fills a home in memory with the bytes of a region; homes on disk have them.
             forget: is told of parameters whose own values are not asked for any more.
-            has_weights: the store has the current weights of the block of this name, not only its masters.
+            has_weights: the store has the current weights of the block of this name, not only its
+                masters.
             step: that the values are of.
 
         Raises:
-            StoreError: the disk. torch.OutOfMemoryError: the limit. Blocks that were reached have the store's values then, the others their own.
+            StoreError: the disk. torch.OutOfMemoryError: the limit. Blocks that were reached have
+                the store's values then, the others their own.
         """
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home.traits.is_device):
             home, masters = self._weight_homes(block)
@@ -262,7 +272,9 @@ class House:
         self._publish(self.step + 1)
 
     def keep_changes(self) -> None:
-        """What was written between two steps becomes current. See [Note: what an atomic step changes]."""
+        """What was written between two steps becomes current. See [Note: what an atomic step
+        changes].
+        """
         if any(home.is_dirty for _, home in self.placed.values()):
             self._publish(self.step)
 
@@ -281,7 +293,8 @@ class House:
         """A step did not come to its end: what it wrote into spare slots is not a version.
 
         Returns:
-            True if its version is the current one all the same: an interrupt came after the instant of the commit.
+            True if its version is the current one all the same: an interrupt came after the instant
+            of the commit.
         """
         self._begin_versions()
         found = (factory.published_since(self.step) for factory in self._factories.values())
@@ -299,7 +312,9 @@ class House:
 
     @property
     def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(read, written) bytes of the disk, and of other tiers that count them, since the beginning, by purpose."""
+        """(read, written) bytes of the disk, and of other tiers that count them, since the
+        beginning, by purpose.
+        """
         moved: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         for factory in self._factories.values():
             for total, part in zip(moved, factory.bytes_moved, strict=True):
@@ -307,14 +322,16 @@ class House:
         return dict(moved[0]), dict(moved[1])
 
     def close(self) -> None:
-        """Ends all transfers and frees all homes; temporary files are deleted. Weights must have moved out before. May be repeated.
+        """Ends all transfers and frees all homes; temporary files are deleted. Weights must have
+        moved out before. May be repeated.
 
         Raises:
             StoreError: files could not be removed. Everything else is freed even so.
         """
         self.placed.clear()
         with ExitStack() as stack:
-            # Files first: what passes through memory of the host on its way to them has ended before that is freed.
+            # Files first: what passes through memory of the host on its way to them has ended
+            # before that is freed.
             for factory in self._factories.values():
                 stack.callback(factory.close)
 
@@ -322,7 +339,9 @@ class House:
 def _undo_move(
     block: BlockWeights, home: ByteHome, take_back: Callable[[str, torch.nn.Parameter], bool] | None
 ) -> None:
-    """Brings back the parameters that had left when a move failed half-way; the others have not been touched."""
+    """Brings back the parameters that had left when a move failed half-way; the others have not
+    been touched.
+    """
     if block.home is not None:
         return  # it has moved: `give_back` knows it
     for slot in block.slots:

@@ -1,10 +1,13 @@
 """Floating inputs of low-precision modules.
 
-In: a model that computes in another dtype than its batches are of. Out: its own forward, and those of its layers, get floating arguments in that dtype.
+In: a model that computes in another dtype than its batches are of. Out: its own forward, and those
+of its layers, get floating arguments in that dtype.
 
-The rule is that of `torch.distributed.fsdp.fully_shard` with `MixedPrecisionPolicy(cast_forward_inputs=True)` on each layer and on the whole model:
-floating tensors among the positional and keyword arguments are cast, in whatever containers; integers stay, and so do buffers and what a module makes
-itself. The batch that the loss function sees is as the user gave it.
+The rule is that of `torch.distributed.fsdp.fully_shard` with
+`MixedPrecisionPolicy(cast_forward_inputs=True)` on each layer and on the whole model: floating
+tensors among the positional and keyword arguments are cast, in whatever containers; integers stay,
+and so do buffers and what a module makes itself. The batch that the loss function sees is as the
+user gave it.
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ from memfit.core.precision import ComputeDtype
 
 
 def cast_dtype(compute: ComputeDtype) -> torch.dtype | None:
-    """Dtype of the weights that compute, where a plan says one: what the model and its layers get is cast to it."""
+    """Dtype of the weights that compute, where a plan says one: what the model and its layers get
+    is cast to it.
+    """
     return None if compute.weight_dtype is None else getattr(torch, compute.weight_dtype)
 
 
 @contextmanager
 def casting_inputs(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
-    """While it lasts, these modules get their floating arguments in `dtype`; None changes nothing."""
+    """While it lasts, these modules get their floating arguments in `dtype`; None changes
+    nothing.
+    """
     cast = None if dtype is None else _Cast(dtype)
     handles = [m.register_forward_pre_hook(cast, with_kwargs=True) for m in modules] if cast is not None else []
     try:

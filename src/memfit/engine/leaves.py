@@ -1,13 +1,17 @@
 """Leaves of a microbatch: each meets a low-precision weight through a leaf of its own.
 
-In: the model, its blocks and their gradient homes. Out: modules that hold fresh leaves over the same storages while a call runs.
+In: the model, its blocks and their gradient homes. Out: modules that hold fresh leaves over the
+same storages while a call runs.
 
 [Note: leaves of a microbatch]
-Where microbatches run interleaved, one backward covers all of them, and autograd adds what reaches a weight before the weight's own node runs: in the
-weight's dtype, which loses digits with every microbatch (bf16: 6e-3 of the sum at 32 microbatches). So while a call runs, its modules hold leaves made for
-this call of this microbatch. What a leaf received is whole when its node runs, and goes to the weight's sum in the master's dtype (`homes.gradients`) before
-the next microbatch's comes. Uses within one call still add in the weight's dtype; a weight that several calls use adds call by call in the
-master's. Microbatches that run one after the other need none of this: each has a backward of its own.
+Where microbatches run interleaved, one backward covers all of them, and autograd adds what reaches
+a weight before the weight's own node runs: in the weight's dtype, which loses digits with every
+microbatch (bf16: 6e-3 of the sum at 32 microbatches). So while a call runs, its modules hold leaves
+made for this call of this microbatch. What a leaf received is whole when its node runs, and goes to
+the weight's sum in the master's dtype (`homes.gradients`) before the next microbatch's comes. Uses
+within one call still add in the weight's dtype; a weight that several calls use adds call by call
+in the master's. Microbatches that run one after the other need none of this: each has a backward of
+its own.
 """
 
 from __future__ import annotations
@@ -75,7 +79,9 @@ class MicrobatchLeaves:
 
 
 def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> list[Any]:
-    """Has every weight that trains hand its gradient on as soon as it is whole. Returns handles to `remove`."""
+    """Has every weight that trains hand its gradient on as soon as it is whole. Returns handles to
+    `remove`.
+    """
     reference = weakref.ref(gradients)
     return [
         slot.parameter.register_post_accumulate_grad_hook(_Arrival(reference, slot))
@@ -93,7 +99,8 @@ def watch_last(blocks: Sequence[BlockWeights]) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # the weight may be away
             hooks: Any = slot.parameter._post_accumulate_grad_hooks or {}
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Arrival)]:
-            # torch runs them in the order of insertion; of `OrderedDict.move_to_end` it knows nothing.
+            # torch runs them in the order of insertion; of `OrderedDict.move_to_end` it knows
+            # nothing.
             hooks[key] = hooks.pop(key)
 
 
@@ -118,7 +125,9 @@ def _leaf_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 class _HandOn:
-    """A leaf's gradient becomes the parameter's, whose hooks (the user's, and `_Arrival`) run as they would without leaves."""
+    """A leaf's gradient becomes the parameter's, whose hooks (the user's, and `_Arrival`) run as
+    they would without leaves.
+    """
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         self._parameter = parameter

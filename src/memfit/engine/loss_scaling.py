@@ -1,16 +1,23 @@
-"""fp16: the forward under autocast or on fp16 weights, and the scale that keeps small gradients above fp16's smallest number.
+"""fp16: the forward under autocast or on fp16 weights, and the scale that keeps small gradients
+above fp16's smallest number.
 
-In: what a step found of its gradients. Out: the scale of the next one. Scale, check and skip are actions of the schedule (`core.schedule`).
+In: what a step found of its gradients. Out: the scale of the next one. Scale, check and skip are
+actions of the schedule (`core.schedule`).
 
 [Note: fp16 as GradScaler does it]
-The contract is `torch.amp.GradScaler` with `torch.autocast(dtype=torch.float16)` around the loss function, on the same microbatches: weights and masters are one
-and stay in fp32; losses are multiplied with the scale; when all gradients are complete and scaled back, the update is made if they are finite, and skipped whole
-if one is not. No update begins before that is known, so that a skipped step changes nothing: neither weights nor states nor step counts, and neither the
-optimizer's hooks nor its schedulers hear of it. Scales are powers of two with torch's factors, so that scaling and unscaling round nothing, wherever they are
-done: unscaling is part of the update's pieces. (With a scale that is none, the norm to clip by is off by a rounding: it is taken of scaled gradients.)
-With fp16 weights (`ComputeDtype.FLOAT16_WEIGHTS`) there is no autocast: weights are rounded from fp32 masters, and the contract is GradScaler over an optimizer of
-the masters, whose gradients are sums in fp32 of the microbatches' fp16 ones. A skipped step changes neither masters nor weights.
-Autocast's cache of casted weights is off: it would keep an fp16 copy of every weight until the forward ends.
+The contract is `torch.amp.GradScaler` with `torch.autocast(dtype=torch.float16)` around the loss
+function, on the same microbatches: weights and masters are one and stay in fp32; losses are
+multiplied with the scale; when all gradients are complete and scaled back, the update is made if
+they are finite, and skipped whole if one is not. No update begins before that is known, so that a
+skipped step changes nothing: neither weights nor states nor step counts, and neither the
+optimizer's hooks nor its schedulers hear of it. Scales are powers of two with torch's factors, so
+that scaling and unscaling round nothing, wherever they are done: unscaling is part of the update's
+pieces. (With a scale that is none, the norm to clip by is off by a rounding: it is taken of scaled
+gradients.) With fp16 weights (`ComputeDtype.FLOAT16_WEIGHTS`) there is no autocast: weights are
+rounded from fp32 masters, and the contract is GradScaler over an optimizer of the masters, whose
+gradients are sums in fp32 of the microbatches' fp16 ones. A skipped step changes neither masters
+nor weights. Autocast's cache of casted weights is off: it would keep an fp16 copy of every weight
+until the forward ends.
 """
 
 from __future__ import annotations
@@ -30,7 +37,8 @@ Loss = Callable[[nn.Module, Any], Any]
 
 
 class LossScaler:
-    """The dynamic loss scale: halved when a gradient overflows, doubled after 2000 steps without. The rules and defaults of `torch.amp.GradScaler`.
+    """The dynamic loss scale: halved when a gradient overflows, doubled after 2000 steps without.
+    The rules and defaults of `torch.amp.GradScaler`.
 
     Args:
         init_scale: of the first step.
@@ -63,13 +71,18 @@ class LossScaler:
         self._before = None
 
     def forget_update(self) -> None:
-        """The step did not come to its end: the scale is that of before. Nothing if there was no `update`."""
+        """The step did not come to its end: the scale is that of before. Nothing if there was no
+        `update`.
+        """
         if self._before is not None:
             self.scale, self.skipped, self._growth_tracker = self._before
             self._before = None
 
     def update(self, *, has_overflowed: bool) -> None:
-        """After a step. Source: `torch._amp_update_scale_` (aten/src/ATen/native/cuda/AmpKernels.cu): the scale does not grow past fp32's largest number."""
+        """After a step. Source: `torch._amp_update_scale_`
+        (aten/src/ATen/native/cuda/AmpKernels.cu): the scale does not grow past fp32's largest
+        number.
+        """
         self._before = (self.scale, self.skipped, self._growth_tracker)
         if has_overflowed:
             self.skipped += 1

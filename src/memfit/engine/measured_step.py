@@ -39,10 +39,11 @@ class _Open:
 
 
 class StepRecorder:
-    """Measures one run by the host's clock, and by a meter of the device's bytes where there is one.
+    """Measures one run by the host's clock, and by a meter of the device's bytes where there is
+    one.
 
-    Work that goes on beside the host (streams, the disk, updates) is in the interval of whoever waits for it. Categories of bytes are not known:
-    `Moment.by_category` stays empty.
+    Work that goes on beside the host (streams, the disk, updates) is in the interval of whoever
+    waits for it. Categories of bytes are not known: `Moment.by_category` stays empty.
 
     Args:
         meter: None: bytes are 0.

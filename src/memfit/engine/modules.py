@@ -1,13 +1,17 @@
-"""What a model writes on its own modules while it runs, kept apart for microbatches that run interleaved.
+"""What a model writes on its own modules while it runs, kept apart for microbatches that run
+interleaved.
 
-In: a model. Out: `ModuleNotes`, which a coroutine takes with it at a pause and brings back when it goes on.
+In: a model. Out: `ModuleNotes`, which a coroutine takes with it at a pause and brings back when it
+goes on.
 
 [Note: notes on modules]
-Some models keep things on themselves during a forward: outputs that their own hooks capture, a position, a cache. Run one after the other, microbatches
-overwrite these in turn; interleaved, they would mix them up. So at a pause, attributes that differ from those of before the resume are taken off and
-belong to the microbatch; lists, dictionaries and sets are taken with their content. So are modules' modes (`train`, `eval`). Parameters, buffers and submodules
-are no notes, nor are other switches, numbers and functions (a flag that hooks have been installed must hold for all). After the step the notes of the last
-microbatch stay, as after a plain loop.
+Some models keep things on themselves during a forward: outputs that their own hooks capture, a
+position, a cache. Run one after the other, microbatches overwrite these in turn; interleaved, they
+would mix them up. So at a pause, attributes that differ from those of before the resume are taken
+off and belong to the microbatch; lists, dictionaries and sets are taken with their content. So are
+modules' modes (`train`, `eval`). Parameters, buffers and submodules are no notes, nor are other
+switches, numbers and functions (a flag that hooks have been installed must hold for all). After the
+step the notes of the last microbatch stay, as after a plain loop.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ Notes = dict[Place, Any]
 class ModuleNotes:
     """The notes of one model.
 
-    The first run of a schedule looks at every attribute of every module at every pause and learns which ones are written; later runs look at those.
+    The first run of a schedule looks at every attribute of every module at every pause and learns
+    which ones are written; later runs look at those.
 
     Memory: references to what is noted, shallow copies of noted containers.
     """
@@ -112,7 +117,9 @@ def _noted(name: str, value: Any) -> Any:
 
 
 def _is_flag(value: Any) -> bool:
-    """A value of no microbatch in particular: a switch, a counter, a function that was put in place once."""
+    """A value of no microbatch in particular: a switch, a counter, a function that was put in place
+    once.
+    """
     return (
         value is _ABSENT
         or value is None

@@ -1,6 +1,7 @@
 """Frames of the calls whose backward is still to come, and which of them autograd is in.
 
-In: frames as calls begin, backwards as they begin. Out: frames that have let go of everything when their backward is over.
+In: frames as calls begin, backwards as they begin. Out: frames that have let go of everything when
+their backward is over.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class OpenFrames:
     def end_pass(self, microbatches: Collection[int]) -> None:
         """A whole backward is over: nothing of these microbatches can be asked for any more.
 
-        A backward that the schedule passes is not over by that: where calls left the traced order, its gradient may still come.
+        A backward that the schedule passes is not over by that: where calls left the traced order,
+        its gradient may still come.
         """
         self.leave()
         for key in [key for key in self._frames if key[1] in microbatches]:

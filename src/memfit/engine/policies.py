@@ -63,7 +63,8 @@ class CallFrames:
         """Before a step.
 
         Args:
-            plan: of the step: the job's, cut into fewer microbatches where the batch has fewer rows.
+            plan: of the step: the job's, cut into fewer microbatches where the batch has fewer
+                rows.
             calls: as traced for this batch.
             staying: tensors that are there anyway: buffers and the batch.
 
@@ -83,7 +84,9 @@ class CallFrames:
         self._staying = self._weights | {t.untyped_storage()._cdata for t in staying}
 
     def watching(self) -> AbstractContextManager[None]:
-        """What a microbatch's forward runs in: what is not simply kept has to know of changes in place."""
+        """What a microbatch's forward runs in: what is not simply kept has to know of changes in
+        place.
+        """
         manages = any(not self._plan.call(call.index).saved.policy.keeps_all for call in self._calls)
         return self._writes.watching() if manages else nullcontext()
 
@@ -128,7 +131,9 @@ class CallFrames:
 
 
 class _RunAgain:
-    """Runs a module with the engine's hooks passing through. Holds the engine weakly: frames live in autograd's graph."""
+    """Runs a module with the engine's hooks passing through. Holds the engine weakly: frames live
+    in autograd's graph.
+    """
 
     def __init__(self, site: Site, engine: weakref.ref[Engine]) -> None:
         self._module = site.module
@@ -139,7 +144,8 @@ class _RunAgain:
         engine = self._engine()
         assert engine is not None, "a call is recomputed after its engine has gone"
         with engine.recomputing(self._blocks):
-            # Not `module(...)`: a subclass's `__call__` (transformers' layers checkpoint themselves there) is outside of the hooks.
+            # Not `module(...)`: a subclass's `__call__` (transformers' layers checkpoint themselves
+            # there) is outside of the hooks.
             return torch.nn.Module.__call__(self._module, *args, **kwargs)
 
 

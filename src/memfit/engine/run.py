@@ -1,19 +1,24 @@
 """One run of a step: its operations in order, what they wait for, what they do.
 
-In: a lowered step, the engine's parts, the user's code. Out: an `Outcome`; departures from the list, in words.
+In: a lowered step, the engine's parts, the user's code. Out: an `Outcome`; departures from the
+list, in words.
 
 [Note: who drives whom]
-Forward: the run resumes a microbatch's coroutine (`forward C5 m0`); user code runs until it is about to enter the next segment, pauses there, and
-the run goes on to the next operation. Backward: autograd drives. It runs the latest-made node first, hence call after call in reverse order and, within
-a call, microbatches in the order opposite to forward. When the first gradient reaches an output of call c of microbatch m, the hook of that
-output *advances* the list to `backward Cc m`: every operation before it (accumulate, update, release, fetch) is done first. At that moment
-nothing of a later-made call is left to run, so what came before is complete. Only what the list says is done, in its order; a call or gradient that
-it does not foresee is served (weights fetched and waited for on the spot), counted as a departure and reported.
+Forward: the run resumes a microbatch's coroutine (`forward C5 m0`); user code runs until it is
+about to enter the next segment, pauses there, and the run goes on to the next operation. Backward:
+autograd drives. It runs the latest-made node first, hence call after call in reverse order and,
+within a call, microbatches in the order opposite to forward. When the first gradient reaches an
+output of call c of microbatch m, the hook of that output *advances* the list to `backward Cc m`:
+every operation before it (accumulate, update, release, fetch) is done first. At that moment nothing
+of a later-made call is left to run, so what came before is complete. Only what the list says is
+done, in its order; a call or gradient that it does not foresee is served (weights fetched and
+waited for on the spot), counted as a departure and reported.
 
 [Note: who waits]
-The host waits for the tokens that an operation names, and for no others: before it is done for `waits` and `after`, at its end for `waits_after`. Two are
-waited for as late as may be within their operation: weights of a forward by the call that reads them, reloaded tensors by whoever unpacks them. What is served
-on demand is waited for beside the list.
+The host waits for the tokens that an operation names, and for no others: before it is done for
+`waits` and `after`, at its end for `waits_after`. Two are waited for as late as may be within their
+operation: weights of a forward by the call that reads them, reloaded tensors by whoever unpacks
+them. What is served on demand is waited for beside the list.
 """
 
 from __future__ import annotations
@@ -142,7 +147,9 @@ class StepRun:
             parts.notes.enter(self._coroutines[self._schedule.microbatches - 1].notes)
 
     def recover(self) -> None:
-        """After an error: ends coroutines and updates, gives back visits and gradients. The first error is already on its way."""
+        """After an error: ends coroutines and updates, gives back visits and gradients. The first
+        error is already on its way.
+        """
         parts = self._parts
         self._gates.shut()
         for coroutine in self._coroutines.values():
@@ -158,7 +165,9 @@ class StepRun:
             block.release()
 
     def forget(self) -> None:
-        """Nothing of the user's is held any more: an error's traceback may hold the run for long."""
+        """Nothing of the user's is held any more: an error's traceback may hold the run for
+        long.
+        """
         self.phase = EnginePhase.IDLE
         if self._parts.gradients is not None:
             self._parts.gradients.is_receiving = False
@@ -167,7 +176,8 @@ class StepRun:
         self._passes.forget()
         self.calls.running = None
 
-    # --- operations -------------------------------------------------------------------------------------------------------------
+    # --- operations
+    # -------------------------------------------------------------------------------------------------------------
 
     def _do(self, operation: Operation) -> None:
         action = operation.action
@@ -243,7 +253,8 @@ class StepRun:
                 if not self.outcome.is_skipped and work.begin_updates is not None:
                     work.begin_updates()
 
-    # --- waiting, see [Note: who waits] -----------------------------------------------------------------------------------------
+    # --- waiting, see [Note: who waits]
+    # -----------------------------------------------------------------------------------------
 
     def _wait(self, tokens: Iterable[Token]) -> None:
         for token in tokens:
@@ -266,14 +277,19 @@ class StepRun:
             case "keep":
                 pass  # a gate: the update's own thread waits for it
             case _:
-                pass  # the frames wait for what they move: a drop for its offload, an unpacking for its reload
+                # the frames wait for what they move: a drop for its offload, an unpacking for its
+                # reload
+                pass
 
     def _end_compute(self) -> None:
-        """A forward or backward has ended: gradients that left before it have no bytes on the device any more."""
+        """A forward or backward has ended: gradients that left before it have no bytes on the
+        device any more.
+        """
         owed, self._owed = self._owed, ()
         self._wait(owed)
 
-    # --- forward ----------------------------------------------------------------------------------------------------------------
+    # --- forward
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _start(self, m: int) -> None:
         work = self._work
@@ -304,7 +320,8 @@ class StepRun:
             self.calls.resume(coroutine)
         self._end_compute()
 
-    # --- backward ---------------------------------------------------------------------------------------------------------------
+    # --- backward
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _seed(self, first: int, last: int) -> None:
         microbatches = range(first, last + 1)
@@ -329,7 +346,9 @@ class StepRun:
             self._run_joint()
 
     def _run_joint(self) -> None:
-        """One backward from the cuts of all microbatches; nothing where no gradient reached a cut."""
+        """One backward from the cuts of all microbatches; nothing where no gradient reached a
+        cut.
+        """
         if not self._passes.has_cuts:
             return
         self.phase = EnginePhase.BACKWARD

@@ -1,13 +1,17 @@
 """Where backward begins: each microbatch's loss, and what it is multiplied with.
 
-In: what the user's function returned. Out: scalar losses and their factors; the result is the weighted mean of the whole batch.
+In: what the user's function returned. Out: scalar losses and their factors; the result is the
+weighted mean of the whole batch.
 
 [Note: counts that come late]
-A loss that returns (sum, count) is divided by the total of the counts, which is known when the last microbatch has run forward. Where all of them begin
-backward together, that is in time, and the gradient is that of `sum / total`. Where one goes back before the next has run (one after the other, or a tail
-at once), its sum begins with a power of two near the inverse of the total, guessed from the first count, so that fp16 sees gradients of the usual size and
-nothing is rounded; what is missing, guess over total, multiplies the finished gradients on their way to the update, with what unscales and clips them.
-No update begins before the last microbatch went back. These are the same sums with one rounding more: *reordered*.
+A loss that returns (sum, count) is divided by the total of the counts, which is known when the last
+microbatch has run forward. Where all of them begin backward together, that is in time, and the
+gradient is that of `sum / total`. Where one goes back before the next has run (one after the other,
+or a tail at once), its sum begins with a power of two near the inverse of the total, guessed from
+the first count, so that fp16 sees gradients of the usual size and nothing is rounded; what is
+missing, guess over total, multiplies the finished gradients on their way to the update, with what
+unscales and clips them. No update begins before the last microbatch went back. These are the same
+sums with one rounding more: *reordered*.
 """
 
 from __future__ import annotations
@@ -85,7 +89,9 @@ class Counts:
 
     @property
     def correction(self) -> float:
-        """What gradients are to be multiplied with, when all were counted: 1 where all began backward together."""
+        """What gradients are to be multiplied with, when all were counted: 1 where all began
+        backward together.
+        """
         assert self.is_complete and self._divisor is not None
         return self._divisor / self._total
 
@@ -132,7 +138,8 @@ def seed(
 def _factor(loss: torch.Tensor, share: float | None, scale: float | None) -> torch.Tensor | None:
     if share is None and scale is None:
         return None
-    # Each rounded before they are multiplied, as a loss that is multiplied with one and then with the other is differentiated.
+    # Each rounded before they are multiplied, as a loss that is multiplied with one and then with
+    # the other is differentiated.
     share_of, scale_of = (
         torch.tensor(1.0 if x is None else x, dtype=loss.dtype, device=loss.device) for x in (share, scale)
     )

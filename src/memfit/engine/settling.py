@@ -76,14 +76,17 @@ class Settling:
         self._gradients.wait()
         if self.skips:
             return
-        # A visit that nobody waited for, because its call was left out: what still arrives would overwrite what is updated in place.
+        # A visit that nobody waited for, because its call was left out: what still arrives would
+        # overwrite what is updated in place.
         block.wait()
         self._updating[b] = self._updates.submit(
             block, after, is_beside=after is not DONE or place is not UpdatePlace.AT_ONCE
         )
 
     def gather(self) -> bool:
-        """All gradients of the pass are at home, and no visit is under way; False if this step's updates do nothing."""
+        """All gradients of the pass are at home, and no visit is under way; False if this step's
+        updates do nothing.
+        """
         assert self._gradients is not None
         self._accumulate_late(self._blocks)
         for block in self._blocks:
@@ -98,12 +101,16 @@ class Settling:
             handle.wait()
 
     def wait_for_device(self, b: int) -> None:
-        """Returns when the block's update is through with what the block has on the device: at once for one on the host, which works at the homes."""
+        """Returns when the block's update is through with what the block has on the device: at once
+        for one on the host, which works at the homes.
+        """
         if not self._blocks[b].updates_on_host:
             self.wait(b)
 
     def multiply(self, factor: float) -> None:
-        """Gradients count as multiplied with this. See `engine.seeding`, [Note: counts that come late]."""
+        """Gradients count as multiplied with this. See `engine.seeding`, [Note: counts that come
+        late].
+        """
         assert self._gradients is not None
         if factor != 1.0:
             self._gradients.scaling.multiply(factor)
@@ -114,7 +121,9 @@ class Settling:
         self._gradients.scaling.unscale(scale)
 
     def check(self) -> bool:
-        """Whether all gradients of what is updated are finite; if not, updates do nothing until the next run."""
+        """Whether all gradients of what is updated are finite; if not, updates do nothing until the
+        next run.
+        """
         assert self._gradients is not None and self._updates is not None
         self._accumulate_late(self._blocks)
         self.skips = not self._gradients.is_finite(self._updates.trained)
@@ -130,7 +139,9 @@ class Settling:
         return norm
 
     def abandon(self) -> None:
-        """After an error: ends the updates that are under way and gives up the gradients on the device. Errors of updates are reported."""
+        """After an error: ends the updates that are under way and gives up the gradients on the
+        device. Errors of updates are reported.
+        """
         updating, self._updating = self._updating, {}
         try:
             TransferGroup(list(updating.values())).wait()
@@ -140,10 +151,11 @@ class Settling:
             self._gradients.here.drop(self._blocks)
 
     def _accumulate_late(self, blocks: Iterable[BlockWeights]) -> None:
-        """Takes gradients that came behind their block's own accumulate, by a further one: a step that left the traced order.
+        """Takes gradients that came behind their block's own accumulate, by a further one: a step
+        that left the traced order.
 
-        Gradients go home by accumulates and by nothing else. Whoever shares a home must hear of each: those of the schedule are known to all, and these are
-        told of as departures.
+        Gradients go home by accumulates and by nothing else. Whoever shares a home must hear of
+        each: those of the schedule are known to all, and these are told of as departures.
         """
         assert self._gradients is not None
         for block in blocks:
@@ -152,7 +164,9 @@ class Settling:
                 self.do(Accumulate(block.index))
 
     def _update_late(self) -> None:
-        """Gradients that arrived where the schedule had passed their block's update: a step that left the traced order."""
+        """Gradients that arrived where the schedule had passed their block's update: a step that
+        left the traced order.
+        """
         assert self._gradients is not None and self._updates is not None
         for block in self._blocks:
             if not self._gradients.here.has(block):

@@ -1,4 +1,5 @@
-"""Tensors that a call leaves on its modules beside what it returns: a router's loss, a feature kept for later.
+"""Tensors that a call leaves on its modules beside what it returns: a router's loss, a feature kept
+for later.
 
 In: sites. Out: those with a gradient that the call has just made.
 
@@ -34,7 +35,9 @@ class SideTensors:
         self._attributes = [[vars(module) for module in site.module.modules()] for site in sites]
 
     def made_since(self, site: int, number: int) -> list[torch.Tensor]:
-        """Returns the tensors on the site's modules whose node was made since the thread's sequence number was `number`."""
+        """Returns the tensors on the site's modules whose node was made since the thread's sequence
+        number was `number`.
+        """
         return [
             tensor
             for attributes in self._attributes[site]

@@ -1,7 +1,8 @@
 """Call sites: where the user's model meets the engine.
 
-In: modules whose calls are the units of a schedule. Out: `enter` and `leave` calls on the engine, and nothing else: the hooks know nothing of
-plans, and hold the engine by a weak reference only, so that neither keeps the other alive.
+In: modules whose calls are the units of a schedule. Out: `enter` and `leave` calls on the engine,
+and nothing else: the hooks know nothing of plans, and hold the engine by a weak reference only, so
+that neither keeps the other alive.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class CallObserver(Protocol):
 
 
 class OwnWeights:
-    """The parameters of each site's modules, for telling calls that run with others in their places (`torch.func.functional_call`)."""
+    """The parameters of each site's modules, for telling calls that run with others in their places
+    (`torch.func.functional_call`).
+    """
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._places = [
@@ -69,8 +72,9 @@ class OwnWeights:
 class SiteHooks:
     """The forward hooks on all sites. `remove` takes them off.
 
-    [Note: compiled calls] `module.compile()` compiles hooks into the call: ours would break its graph, and run while it is traced. Such a module's compiled
-    call is wrapped instead, so that what is compiled is what would be without us.
+    [Note: compiled calls] `module.compile()` compiles hooks into the call: ours would break its
+    graph, and run while it is traced. Such a module's compiled call is wrapped instead, so that
+    what is compiled is what would be without us.
     """
 
     def __init__(self, sites: Sequence[Site], observer: CallObserver) -> None:
@@ -83,7 +87,8 @@ class SiteHooks:
                 self._compiled.append((site.module, compiled))
                 site.module._compiled_call_impl = _CompiledCall(compiled, reference, index, site.module)
                 continue
-            # Prepended, so that the user's own pre-hooks run inside the call and are run again when it is recomputed.
+            # Prepended, so that the user's own pre-hooks run inside the call and are run again when
+            # it is recomputed.
             self._handles.append(
                 site.module.register_forward_pre_hook(_Enter(reference, index), prepend=True, with_kwargs=True)
             )

@@ -1,16 +1,22 @@
-"""Forward passes outside of a step: weights come when a module is called and go when it has run, the next ones on their way meanwhile.
+"""Forward passes outside of a step: weights come when a module is called and go when it has run,
+the next ones on their way meanwhile.
 
-In: call sites and their blocks. Out: hooks that fetch, wait and release; nothing is planned and nothing is saved for backward.
+In: call sites and their blocks. Out: hooks that fetch, wait and release; nothing is planned and
+nothing is saved for backward.
 
 [Note: two buffers]
-While a site runs, the blocks that the next one needs arrive. Which is next is learned: a program that generates tokens calls the same sites in the same order
-again and again, so it is the one that followed last time. A wrong guess costs a read; the blocks that came in vain go before others are fetched. So at any
-time the weights of two successive sites are here at most, whatever the depth, beside those that live on the device.
+While a site runs, the blocks that the next one needs arrive. Which is next is learned: a program
+that generates tokens calls the same sites in the same order again and again, so it is the one that
+followed last time. A wrong guess costs a read; the blocks that came in vain go before others are
+fetched. So at any time the weights of two successive sites are here at most, whatever the depth,
+beside those that live on the device.
 
 [Note: requests together]
-Several requests run as coroutines that pause at the entry of each site, as microbatches do. The site at which most of them wait is next, and all of those pass it
-before its weights go: weights travel once for all of them, though each request keeps its own shapes, its own cache and its own random numbers, and computes
-what it computes alone. Those that fall out of step (another number of layers passed, another end) are caught up with, since more wait where they come next.
+Several requests run as coroutines that pause at the entry of each site, as microbatches do. The
+site at which most of them wait is next, and all of those pass it before its weights go: weights
+travel once for all of them, though each request keeps its own shapes, its own cache and its own
+random numbers, and computes what it computes alone. Those that fall out of step (another number of
+layers passed, another end) are caught up with, since more wait where they come next.
 """
 
 from __future__ import annotations
@@ -106,10 +112,12 @@ class WeightStream:
     def together(
         self, requests: Sequence[Callable[[], Any]], *, device_types: tuple[str, ...], modules: ModuleNotes
     ) -> list[Any]:
-        """Runs functions that call the model, all through one site before any is at the next; see [Note: requests together].
+        """Runs functions that call the model, all through one site before any is at the next; see
+        [Note: requests together].
 
         Args:
-            requests: each without arguments. With more than one, the m-th draws its random numbers as `microbatch_streams` has it.
+            requests: each without arguments. With more than one, the m-th draws its random numbers
+                as `microbatch_streams` has it.
             device_types: of the thread's switches that each has for itself.
             modules: of the model.
 
@@ -161,7 +169,8 @@ class WeightStream:
     ) -> None:
         self.close()
         if error is None:
-            check_untouched(self._blocks)  # those that stay; the others were looked at when they left
+            # those that stay; the others were looked at when they left
+            check_untouched(self._blocks)
 
     def _travelling(self, site: int) -> set[int]:
         return {b for b in self._sites[site].blocks if self._blocks[b].travels}

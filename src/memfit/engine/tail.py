@@ -1,18 +1,24 @@
-"""The tail of a split batch: one microbatch's loss runs back to the layers at once, the layers wait for all.
+"""The tail of a split batch: one microbatch's loss runs back to the layers at once, the layers wait
+for all.
 
-In: a microbatch's loss and the moment at which its tail began. Out: the gradient at every edge that leads out of the tail.
+In: a microbatch's loss and the moment at which its tail began. Out: the gradient at every edge that
+leads out of the tail.
 
 [Note: tail at once]
-In layer-major order, running all microbatches forward to their losses would hold every microbatch's logits until backward. Instead each
-microbatch's tail (final norm, head, loss) runs forward and straight back; only the gradients at the edges of the autograd graph that cross into
-older nodes are kept. One joint backward then starts from these edges for all microbatches. The cut needs no node in the user's graph and no detached
-copies: nodes carry the order in which they were made, and an edge from a node of the tail to an older one is a cut edge, by whatever door the
-tensor came (router logits that a hook carried past the blocks included). Each cut edge keeps its own place in the sum of gradients: the contributions of
-the tail arrive first, as they do in a plain backward, which runs the latest-made node first.
+In layer-major order, running all microbatches forward to their losses would hold every microbatch's
+logits until backward. Instead each microbatch's tail (final norm, head, loss) runs forward and
+straight back; only the gradients at the edges of the autograd graph that cross into older nodes are
+kept. One joint backward then starts from these edges for all microbatches. The cut needs no node in
+the user's graph and no detached copies: nodes carry the order in which they were made, and an edge
+from a node of the tail to an older one is a cut edge, by whatever door the tensor came (router
+logits that a hook carried past the blocks included). Each cut edge keeps its own place in the sum
+of gradients: the contributions of the tail arrive first, as they do in a plain backward, which runs
+the latest-made node first.
 
-A weight that the tail shares with the layers (a head tied to the embedding) would lead autograd from the tail through all layers to the
-weight's other use. So while a call of the tail runs, its module holds an *alias* of such a weight: a leaf of its own over the same storage. What the
-alias receives is added to the weight's gradient.
+A weight that the tail shares with the layers (a head tied to the embedding) would lead autograd
+from the tail through all layers to the weight's other use. So while a call of the tail runs, its
+module holds an *alias* of such a weight: a leaf of its own over the same storage. What the alias
+receives is added to the weight's gradient.
 """
 
 from __future__ import annotations
@@ -45,7 +51,8 @@ def sequence_number() -> int:
 def hooks_of(output: torch.Tensor) -> dict[int, Any]:
     """The hooks that somebody registers on a tensor, now or later.
 
-    As `Tensor.register_hook` makes the dictionary, without a hook: whoever holds it holds neither the tensor nor its graph.
+    As `Tensor.register_hook` makes the dictionary, without a hook: whoever holds it holds neither
+    the tensor nor its graph.
     """
     if output._backward_hooks is None:
         output._backward_hooks = OrderedDict()
@@ -56,7 +63,9 @@ def hooks_of(output: torch.Tensor) -> dict[int, Any]:
 
 @contextmanager
 def withheld(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
-    """While the tail runs back, no hooks run on the tensors at its cut: asking for a gradient runs them, and so does the joint backward that starts there."""
+    """While the tail runs back, no hooks run on the tensors at its cut: asking for a gradient runs
+    them, and so does the joint backward that starts there.
+    """
     kept = [(own, dict(own)) for own in hooks if own]
     for own, _ in kept:
         own.clear()
@@ -127,7 +136,8 @@ def differentiate_tail(
 ) -> tuple[CutEdge, ...]:
     """Runs the tail backward.
 
-    Gradients of parameters that the tail reads are added to their `.grad`, after which their post-accumulate hooks run, as plain backward does.
+    Gradients of parameters that the tail reads are added to their `.grad`, after which their
+    post-accumulate hooks run, as plain backward does.
 
     Args:
         loss: 0-d tensor of this microbatch.
@@ -161,7 +171,9 @@ def differentiate_tail(
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Edges out of the tail by (node, output), leaves that the tail reaches, and the tail's own nodes that have an edge out of it."""
+    """Edges out of the tail by (node, output), leaves that the tail reaches, and the tail's own
+    nodes that have an edge out of it.
+    """
 
     edges: dict[tuple[Any, int], GradientEdge]
     leaves: list[Any]
@@ -178,7 +190,8 @@ def _cut(loss: torch.Tensor, began_at: int) -> _Cut:
         node, output, source = pending.pop()
         if node is None:
             continue
-        if type(node).__name__ == "AccumulateGrad":  # these carry the highest number whenever they were made
+        # these carry the highest number whenever they were made
+        if type(node).__name__ == "AccumulateGrad":
             leaves[node] = None
         elif node._sequence_nr() < began_at:
             edges[node, output] = GradientEdge(node, output)
@@ -191,7 +204,8 @@ def _cut(loss: torch.Tensor, began_at: int) -> _Cut:
 
 
 def _is_nested(cut: _Cut) -> bool:
-    """A cut edge is reached again beyond another one: asking autograd for both gradients would run the layers between them.
+    """A cut edge is reached again beyond another one: asking autograd for both gradients would run
+    the layers between them.
 
     So it is where the loss reads something of a layer in the middle, such as router logits.
     """
@@ -202,7 +216,9 @@ def _is_nested(cut: _Cut) -> bool:
 
 
 def _beyond(nodes: Iterable[Any]) -> Iterator[Any]:
-    """All nodes that are reached from these (themselves excluded, unless they are reached from another)."""
+    """All nodes that are reached from these (themselves excluded, unless they are reached from
+    another).
+    """
     seen: set[Any] = set()
     pending = [following for node in nodes for following, _ in node.next_functions]
     while pending:
@@ -217,9 +233,11 @@ def _beyond(nodes: Iterable[Any]) -> Iterator[Any]:
 def _differentiate_nested(
     loss: torch.Tensor, outputs: list[torch.Tensor] | None, cut: _Cut, leaf_edges: list[GradientEdge]
 ) -> tuple[dict[tuple[Any, int], Any], Sequence[torch.Tensor | None]]:
-    """Stops one node earlier: autograd brings the gradients to the tail's last nodes, which are then run by hand.
+    """Stops one node earlier: autograd brings the gradients to the tail's last nodes, which are
+    then run by hand.
 
-    Memory: what the tail saved lives until the end of it (autograd must not free what the last nodes still need).
+    Memory: what the tail saved lives until the end of it (autograd must not free what the last
+    nodes still need).
     """
     wanted = [GradientEdge(node, i) for node in cut.frontier for i in range(len(node._input_metadata))]
     gradients = list(
@@ -229,7 +247,8 @@ def _differentiate_nested(
     found: dict[tuple[Any, int], Any] = dict.fromkeys(cut.edges)
     position = 0
     frontier: list[Any] = cut.frontier
-    for node in frontier:  # latest-made first, as autograd would run them: the order of sums is the same
+    # latest-made first, as autograd would run them: the order of sums is the same
+    for node in frontier:
         count = len(node._input_metadata)
         arrived = gradients[position : position + count]
         position += count
@@ -248,7 +267,9 @@ def _differentiate_nested(
 
 
 def _check_leaves(cut: _Cut, aliases: TailAliases) -> None:
-    """No leaf of the tail may be reached from beyond the cut: autograd would run the layers now, on its way there."""
+    """No leaf of the tail may be reached from beyond the cut: autograd would run the layers now, on
+    its way there.
+    """
     wanted = {node for node in cut.leaves if aliases.original(node.variable) is node.variable}
     if not wanted:
         return
@@ -268,7 +289,8 @@ def _add_to_leaves(leaves: Sequence[Any], gradients: Sequence[torch.Tensor | Non
             continue
         with torch.no_grad():
             if parameter.grad is None:
-                # Two leaves may have received the same memory (a sum passes its gradient on unchanged): only one may keep it.
+                # Two leaves may have received the same memory (a sum passes its gradient on
+                # unchanged): only one may keep it.
                 storage = gradient.untyped_storage()._cdata
                 parameter.grad = gradient.clone() if storage in taken else gradient
                 taken.add(storage)

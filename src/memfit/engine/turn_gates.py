@@ -1,4 +1,5 @@
-"""Gates of a journal's turns: the updates of a turn change nothing before the turn before it is kept.
+"""Gates of a journal's turns: the updates of a turn change nothing before the turn before it is
+kept.
 
 In: updates and keeps as a run comes to them. Out: what an update waits for, in its own thread.
 """
@@ -28,6 +29,8 @@ class TurnGates:
             self._gates[keep.gives].open()
 
     def shut(self) -> None:
-        """After an error: whoever waits gives up. Before updates are waited for, which would wait for these."""
+        """After an error: whoever waits gives up. Before updates are waited for, which would wait
+        for these.
+        """
         for gate in self._gates.values():
             gate.shut(StoreError("the step was given up before this block's turn"))

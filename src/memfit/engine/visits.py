@@ -1,6 +1,8 @@
-"""Weights that come and go while a schedule runs: as it says, and on demand where the model does what its trace did not foresee.
+"""Weights that come and go while a schedule runs: as it says, and on demand where the model does
+what its trace did not foresee.
 
-In: the blocks, the sites, when their updates are through. Out: weights that are there when code reads them.
+In: the blocks, the sites, when their updates are through. Out: weights that are there when code
+reads them.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from memfit.homes.weights import BlockWeights, check_untouched
 
 
 class Visits:
-    """Fetches and releases for one engine. A block whose update is under way is waited for before it moves.
+    """Fetches and releases for one engine. A block whose update is under way is waited for before
+    it moves.
 
     Args:
         blocks: by the schedule's block index.
         settle: returns when a block's update is through, if one is under way.
-        settle_here: the same of an update that works on the block's device bytes; one on the host goes on.
+        settle_here: the same of an update that works on the block's device bytes; one on the host
+            goes on.
         depart: is told what the schedule did not foresee.
     """
 
@@ -45,7 +49,8 @@ class Visits:
         """Ends a visit.
 
         Raises:
-            UnsupportedError: the model's own code has changed a weight meanwhile, which would be lost.
+            UnsupportedError: the model's own code has changed a weight meanwhile, which would be
+                lost.
         """
         self._settle_here(b)
         block = self._blocks[b]
@@ -66,7 +71,9 @@ class Visits:
         block.fetch()
 
     def ensure(self, blocks: Sequence[int], *, is_foreseen: bool = False) -> None:
-        """The blocks' weights are here when this returns; those that had to be fetched now are counted, unless that was to be expected."""
+        """The blocks' weights are here when this returns; those that had to be fetched now are
+        counted, unless that was to be expected.
+        """
         for b in blocks:
             block = self._blocks[b]
             if not block.is_here:

@@ -42,7 +42,8 @@ class Outcome:
         losses: one a microbatch, detached, as the user's function returned them (mean or sum).
         shares: what each was multiplied with.
         norm: global gradient norm, if it was asked for.
-        is_skipped: a gradient was infinite or NaN in a step that scales its losses: nothing was updated.
+        is_skipped: a gradient was infinite or NaN in a step that scales its losses: nothing was
+            updated.
         departures: texts of what the schedule did not foresee.
     """
 
@@ -71,11 +72,13 @@ class StepInput:
 
     Attributes:
         run: computes microbatch m's loss (in training) or output (forward only).
-        shares: what each microbatch's loss is multiplied with; None for one microbatch: the loss as it is.
+        shares: what each microbatch's loss is multiplied with; None for one microbatch: the loss as
+            it is.
         streams: random streams, None entries for the user's own.
         max_norm: clip gradients to this global norm.
         scale: losses are multiplied with it, gradients divided by it.
-        begin_updates: called when it is known that the updates will be made, in a step that scales its losses.
+        begin_updates: called when it is known that the updates will be made, in a step that scales
+            its losses.
         journal: decides the step and commits its blocks, where the step says so.
     """
 
