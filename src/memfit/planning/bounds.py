@@ -26,7 +26,6 @@ from memfit.core.step import WorkKind
 from memfit.core.tiers import Tier, is_processor
 from memfit.prediction.clock import host_work_seconds, work_seconds
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
-from memfit.scheduling.lower import segment_flops, update_work
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
     commit_bytes,
@@ -36,6 +35,7 @@ from memfit.scheduling.sizes import (
     trace_of,
     uses_disk,
 )
+from memfit.scheduling.work import segment_flops, update_work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""An operation in the making.
+
+In: what lowering finds out about an action, piece by piece. Out: an `Operation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.core.schedule import Action
+from memfit.core.step import ByteChange, Operation, Token, Transfer, UpdatePlace, WorkKind
+from memfit.core.tiers import Tier
+
+
+class OperationDraft:
+    """Collects what one operation says; `begin` starts the next one.
+
+    One object for a whole step: whoever tells of changes of bytes holds it from the beginning.
+
+    Attributes:
+        changes: as in `Operation`, like all others.
+    """
+
+    changes: list[ByteChange]
+    during: list[ByteChange]
+    transfers: list[Transfer]
+    awaited: Sequence[Transfer]
+    waits: Sequence[Token]
+    waits_after: Sequence[Token]
+    after: Sequence[Token]
+    is_chain: bool
+    behind: Token | None
+    gives: Token | None
+    work: tuple[tuple[WorkKind, float], ...]
+    host_work: tuple[tuple[WorkKind, float], ...]
+    update_place: UpdatePlace | None
+    needs: tuple[int, ...]
+    adds_to: tuple[int, ...]
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Empties the draft. The lists that were given out belong to the operation before."""
+        self.changes, self.during, self.transfers = [], [], []
+        self.awaited = self.waits = self.waits_after = self.after = ()
+        self.is_chain = True
+        self.behind = self.gives = self.update_place = None
+        self.work = self.host_work = ()
+        self.needs = self.adds_to = ()
+
+    def change(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Notes bytes that come or go, if there are any."""
+        if nbytes:
+            self.changes.append(ByteChange(tier, category, owner, nbytes))
+
+    def change_gradient(self, block: int, nbytes: int) -> None:
+        """Notes bytes of a block's gradient on the device that come or go."""
+        self.change("gradient", f"B{block}", nbytes)
+
+    def rise(self, tier: Tier, category: str, owner: str, nbytes: int) -> None:
+        """Notes bytes that are held while the operation runs, above those before it."""
+        self.during.append(ByteChange(tier, category, owner, nbytes))
+
+    def transfer(self, tier: Tier, direction: str, category: str, nbytes: int) -> None:
+        """Notes a transfer that the operation begins, if it moves anything."""
+        if nbytes:
+            self.transfers.append(Transfer(tier, direction, category, nbytes))
+
+    def finish(self, action: Action) -> Operation:
+        """Returns the operation, which changes no more."""
+        # By position: a step of a large model has thousands, and a planner lowers hundreds of them.
+        return Operation(
+            action,
+            tuple(self.changes),
+            tuple(self.during),
+            tuple(self.waits),
+            tuple(self.waits_after),
+            tuple(self.transfers),
+            tuple(self.awaited),
+            self.is_chain,
+            tuple(self.after),
+            self.behind,
+            self.gives,
+            self.work,
+            self.host_work,
+            self.update_place,
+            self.needs,
+            self.adds_to,
+        )

@@ -1,0 +1,73 @@
+"""Bytes that are there before the first operation of a step.
+
+In: `Plan`, `Profile`, `StepShape`. Out: `ByteChange`s, tier by tier and owner by owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memfit.core.layout import PINNED_STAGING_BYTES
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.shape import StepShape
+from memfit.core.step import ByteChange
+from memfit.core.tiers import Tier, is_processor
+from memfit.scheduling.pieces import moved_weight_bytes
+from memfit.scheduling.segment_facts import SegmentFacts
+from memfit.scheduling.sizes import (
+    flat_gradient_bytes,
+    flat_weight_bytes,
+    kept_bytes_of,
+    master_home_bytes,
+    uses_disk,
+)
+
+
+def resting_bytes(
+    plan: Plan,
+    profile: Profile,
+    shape: StepShape,
+    facts: SegmentFacts,
+    *,
+    staging_bytes: int,
+    microbatches: int,
+    device: str,
+) -> Iterable[ByteChange]:
+    """Yields what rests in each tier, and what is held all the time for transfers.
+
+    Args:
+        plan: the decisions.
+        profile: of the model.
+        shape: of the plan.
+        facts: of the plan's segments, with the trace of a microbatch.
+        staging_bytes: of the disk's threads; 0 where nothing rests on disk.
+        microbatches: that the batch is cut into.
+        device: as `scheduling.lower` takes it.
+    """
+    inputs = sum(s.nbytes for s in facts.trace.storages if s.is_input and not s.is_buffer)
+    batch_bytes = profile.buffer_bytes + inputs * microbatches
+    if batch_bytes:
+        yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
+    if lasting := facts.lasting_bytes:
+        yield ByteChange(Tier.DEVICE, "activation", "kept by the program", lasting)
+    beside = Tier.DEVICE if is_processor(device) else Tier.HOST
+    if staging_bytes:
+        yield ByteChange(beside, "staging", "disk buffers", staging_bytes)
+    if uses_disk(plan, shape) and beside is Tier.HOST:
+        yield ByteChange(Tier.HOST, "staging", "pinned pieces", PINNED_STAGING_BYTES)
+    if moved := moved_weight_bytes(plan, profile, device):
+        yield ByteChange(Tier.HOST, "staging", "weights of updates", moved)
+    for index, block in enumerate(profile.blocks):
+        homes, owner = plan.block(block.name), f"B{index}"
+        states = profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
+        if index not in shape.visiting:
+            yield ByteChange(Tier.DEVICE, "weight", owner, flat_weight_bytes(block))
+        if homes.state_home is Tier.DEVICE and states:
+            yield ByteChange(Tier.DEVICE, "state", owner, states)
+        used = dict.fromkeys((homes.weight_home, homes.state_home, homes.gradient_home))
+        for tier in (tier for tier in used if not tier.traits.is_device):
+            if kept := kept_bytes_of(plan, profile, block, tier):
+                yield ByteChange(tier, "state", owner, kept)
+            if homes.gradient_home is tier and block.trains:
+                yield ByteChange(tier, "gradient", owner, flat_gradient_bytes(block))
