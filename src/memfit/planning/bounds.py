@@ -35,7 +35,7 @@ from memfit.scheduling.sizes import (
     trace_of,
     uses_disk,
 )
-from memfit.scheduling.work import segment_flops, update_work
+from memfit.scheduling.work_amounts import segment_flops, update_work
 
 
 @dataclass(frozen=True, kw_only=True)

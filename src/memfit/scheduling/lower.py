@@ -59,7 +59,7 @@ from memfit.scheduling.sizes import (
     update_traffic,
     uses_disk,
 )
-from memfit.scheduling.work import segment_flops, update_work
+from memfit.scheduling.work_amounts import segment_flops, update_work
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
