@@ -20,7 +20,7 @@ from memfit.core.errors import DoesNotFitError
 from memfit.core.limits import Limits
 from memfit.core.units import MIB
 from memfit.job.machine import open_machine
-from memfit.job.planning_left import PlanningLeft
+from memfit.job.planning_left import PlanningLeft, left_by, program_of
 from memfit.job.room import Room
 from memfit.verification.meters import ProcessMeter
 
@@ -226,6 +226,18 @@ def test_what_a_refused_fit_leaves_is_asked_for_once() -> None:
     assert left.in_base(150) == 20
     left.note(150, 140)
     assert left.in_base(150) == 20
+
+
+def test_what_another_program_left_is_not_taken_off() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
+    own = program_of(model, adam)
+    assert own == program_of(nn.Sequential(nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8)), adam)
+    assert own != program_of(nn.Sequential(nn.Linear(4, 4)), adam)
+    assert own != program_of(model, sgd)
+    left_by("a program of this test").note(0, 7)
+    assert left_by("a program of this test").in_base(10) == 7
+    assert left_by("another program of this test").in_base(10) == 0
 
 
 _REFUSED_TWICE = """

@@ -35,6 +35,7 @@ from memfit.job.job import Job
 from memfit.job.limit_checks import check_limit
 from memfit.job.loading import load_states
 from memfit.job.machine import Machine, device_of, guard, open_machine
+from memfit.job.planning_left import left_by, program_of
 from memfit.job.probing import disk_directory, probe
 from memfit.job.problem import (
     Loss,
@@ -233,7 +234,12 @@ def fit(
     if enforce and stated is None:
         check_limit(limits, device_of(model), is_emulated=emulate_device)
     machine = open_machine(
-        device_of(model), limits, is_emulated=emulate_device, uses_kernel=enforce == "kernel", further=further
+        device_of(model),
+        limits,
+        is_emulated=emulate_device,
+        uses_kernel=enforce == "kernel",
+        further=further,
+        planning_left=left_by(program_of(model, optimizer)),
     )
     home = directory or store or resume
     with (

@@ -31,7 +31,7 @@ from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
 from memfit.job.hard_limit import HardLimit, outside_bytes
-from memfit.job.planning_left import OF_PROCESS
+from memfit.job.planning_left import PlanningLeft
 from memfit.tensors.guard import is_away
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
 
@@ -85,6 +85,7 @@ class Machine:
         is_emulated: see above.
         uses_kernel: see above.
         further: tiers that are handed in.
+        planning_left: by refused fits of the same program in this process.
 
     Attributes:
         reserve_bytes: tells the scratch of kernels and libraries that no trace sees, in bytes.
@@ -101,6 +102,7 @@ class Machine:
         is_emulated: bool,
         uses_kernel: bool = False,
         further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
+        planning_left: PlanningLeft,
     ) -> None:
         self.device = device
         self.limits = limits
@@ -111,7 +113,8 @@ class Machine:
         self.counts_process = device.type == "cpu" and not is_emulated
         self.process = ProcessMeter(with_children=True) if self.counts_process else None
         self.phases = Phases(meter, self.process)
-        left_bytes = OF_PROCESS.in_base(self.base_bytes()) if self.counts_process else 0
+        self._planning_left = planning_left
+        left_bytes = planning_left.in_base(self.base_bytes()) if self.counts_process else 0
         # Without this machine: in a cycle the limit would be collected late, and lifted late.
         self.reserve_bytes = partial(
             _reserve_bytes, left_bytes, counts_process=self.counts_process, is_emulated=is_emulated
@@ -194,7 +197,7 @@ class Machine:
             yield
         except DoesNotFitError:
             if self.counts_process:
-                OF_PROCESS.note(before, self.base_bytes())
+                self._planning_left.note(before, self.base_bytes())
             raise
 
     @contextmanager
@@ -263,6 +266,7 @@ def open_machine(
     is_emulated: bool = False,
     uses_kernel: bool = False,
     further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
+    planning_left: PlanningLeft | None = None,
 ) -> Machine:
     """Puts memfit's allocator under torch and opens a device.
 
@@ -274,6 +278,7 @@ def open_machine(
         is_emulated: see `Machine`.
         uses_kernel: see `Machine`.
         further: tiers that are handed in.
+        planning_left: see `Machine`; None: nothing is known to be left.
 
     Raises:
         UsageError: the kernel is to limit what it does not count.
@@ -285,12 +290,13 @@ def open_machine(
             'enforce="kernel" limits the memory of a process: it cannot limit that of a device (host_limit and the '
             "allocators do)"
         )
+    left = PlanningLeft() if planning_left is None else planning_left
     if devices.is_accelerator(device):
         # a backend without streams is refused before it is measured and emptied
         devices.of(device).new_stream(device)
         meter = AcceleratorMeter(device)
         meter.release()
-        return Machine(device, limits, meter, None, is_emulated=is_emulated, further=further)
+        return Machine(device, limits, meter, None, is_emulated=is_emulated, further=further, planning_left=left)
     allocator: Allocator | FallbackAllocator
     try:
         allocator = install()
@@ -300,7 +306,16 @@ def open_machine(
         allocator = FallbackAllocator.create()
     allocator.trim()
     meter = CpuMeter(allocator)
-    return Machine(device, limits, meter, allocator, is_emulated=is_emulated, uses_kernel=uses_kernel, further=further)
+    return Machine(
+        device,
+        limits,
+        meter,
+        allocator,
+        is_emulated=is_emulated,
+        uses_kernel=uses_kernel,
+        further=further,
+        planning_left=left,
+    )
 
 
 @contextmanager
@@ -351,7 +366,7 @@ def _reserve_bytes(left_bytes: int, *, counts_process: bool, is_emulated: bool) 
     Little of it on an emulated device, whose meter counts tensors alone.
 
     Args:
-        left_bytes: left by a refused `fit` in this process, which the base counts already.
+        left_bytes: left by refused fits of this program, which the base counts already.
         counts_process: the device is this process.
         is_emulated: the device is emulated.
     """
