@@ -19,7 +19,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "memfit"
 NOT_YET = frozenset(
     {
         "engine",
-        "scheduling",
     }
 )
 """Rooms whose English is not checked yet."""

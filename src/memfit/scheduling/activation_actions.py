@@ -1,4 +1,4 @@
-"""What a segment holds for backward may rest on another tier between its forward and its backward.
+"""Offloads of saved tensors: what a segment holds for backward may rest on another tier between its forward and its backward.
 
 In: `Plan`, `ComputeOrder`. Out: placed offloads, drops and reloads.
 """
@@ -11,9 +11,11 @@ from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
 def place_activations(plan: Plan, order: ComputeOrder) -> list[Placed]:
-    """Offloads right after forward, drops a compute action later (a backlog of one), reloads `prefetch` actions ahead.
+    """Offloads right after forward, drops a compute action later (a backlog of one), reloads
+    `prefetch` actions ahead.
 
-    What would be away for no compute action at all stays: writing and reading it would free nothing.
+    What would be away for no compute action at all stays: writing and reading it would free
+    nothing.
     """
     shape = order.shape
     forwards = {(c.segment, c.microbatch): i for i, c in enumerate(order.computes) if not c.is_backward}
@@ -24,7 +26,8 @@ def place_activations(plan: Plan, order: ComputeOrder) -> list[Placed]:
             continue
         call, m = shape.segments[compute.segment][0], compute.microbatch
         forward = forwards[compute.segment, m]
-        # Dropped before ordinal forward + 2: it is away only if a compute action stands between that and the reload.
+        # Dropped before ordinal forward + 2: it is away only if a compute action stands between
+        # that and the reload.
         reload = max(backward - plan.prefetch, forward + 3)
         if reload > backward - min(plan.prefetch, 1):
             continue

@@ -21,14 +21,15 @@ from memfit.scheduling.visit_actions import find_visits, place_visits
 def build_step(plan: Plan, profile: Profile, *, clips_norm: bool) -> Schedule:
     """Builds a training step.
 
-    In layer-major order each block's weights are fetched at most twice (forward and backward; the last segment before
-    backward begins, once), whatever the number of microbatches; a block that several calls read, once more for each
-    call and direction that has no neighbour reading it.
+    In layer-major order each block's weights are fetched at most twice (forward and backward; the
+    last segment before backward begins, once), whatever the number of microbatches; a block that
+    several calls read, once more for each call and direction that has no neighbour reading it.
 
     Args:
         plan: the decisions.
         profile: blocks and calls; any of its traces (all have the same calls).
-        clips_norm: gradients are clipped by their global norm, so all updates wait for the end of backward.
+        clips_norm: gradients are clipped by their global norm, so all updates wait for the end of
+            backward.
 
     Raises:
         PlanError: the plan does not belong to the model, or contradicts itself.

@@ -1,4 +1,5 @@
-"""Proves a step legal: nothing used that is not there, nothing given up that is needed, everything done once.
+"""Proves a step legal: nothing used that is not there, nothing given up that is needed, everything
+done once.
 
 In: a lowered `Step`, whose operations say which weights they need and to which gradients they add.
 Out: nothing, or `PlanError` that points at the first illegal action. Limits of bytes are
@@ -39,7 +40,8 @@ from memfit.scheduling.references import point_at
 
 
 def check_step(step: Step, *, clips_norm: bool = False, is_training: bool = True) -> None:
-    """Checks every operation against the contract of `core.schedule`'s [Note: what an action means].
+    """Checks every operation against the contract of `core.schedule`'s [Note: what an action
+    means].
 
     A schedule that belongs to another model or plan, or refers to what they do not have, is refused
     already when it is lowered (`scheduling.references`).
@@ -144,7 +146,9 @@ class _Checker:
                 self.committed = True
 
     def _journal(self, action: Decide | Keep) -> None:
-        """Decided once, before any update, with all gradients at home; each block is kept once, after its update."""
+        """Decided once, before any update, with all gradients at home; each block is kept once,
+        after its update.
+        """
         if isinstance(action, Decide):
             _require(not self.is_decided, "the step is already decided")
             _require(not self.updated, "a block is already updated: the step could not be made again")

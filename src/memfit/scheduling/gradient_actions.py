@@ -1,14 +1,16 @@
 """Gradients go home or are used up at once; updates overlap the backward of the blocks below.
 
-In: `Plan`, `StepShape`, `ComputeOrder`. Out: placed accumulates, norm, updates, clears and the commit.
+In: `Plan`, `StepShape`, `ComputeOrder`. Out: placed accumulates, norm, updates, clears and the
+commit.
 
 [Note: when an update's end is waited for]
-`clear` and `release` of a block wait for its update. Placed right after `update` they would stop the main thread until
-the states have been read and written. With `prefetch` of at least 1 they therefore come one compute action later: for
-that long the device holds one more gradient, or one more visiting block, which takes the place of a block fetched
-ahead (see `visit_actions`): an update moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
-0 they come directly, and nothing extra is held. Inside a tail nothing is updated before all of it has run back, and what waits
-for an update comes then at the earliest.
+`clear` and `release` of a block wait for its update. Placed right after `update` they would stop
+the main thread until the states have been read and written. With `prefetch` of at least 1 they
+therefore come one compute action later: for that long the device holds one more gradient, or one
+more visiting block, which takes the place of a block fetched ahead (see `visit_actions`): an update
+moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
+0 they come directly, and nothing extra is held. Inside a tail nothing is updated before all of it
+has run back, and what waits for an update comes then at the earliest.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
 def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
-    """After the last backward of a stage that adds to a block's gradient, it goes home (if that is not the device)."""
+    """After the last backward of a stage that adds to a block's gradient, it goes home (if that is
+    not the device).
+    """
     shape = order.shape
     contributors = {c.position: shape.contributes[c.segment] for c in order.computes if c.is_backward}
     whole = {c.position: order.gap_whole(ordinal) for ordinal, c in enumerate(order.computes)}
@@ -41,10 +45,11 @@ def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
 
 
 def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) -> Mapping[int, int]:
-    """By block: position of the computing action after which its update starts; empty if updates wait for the end.
+    """By block: position of the computing action after which its update starts; empty if updates
+    wait for the end.
 
-    That is the last backward that reads its weights, not only the last that adds to its gradient: a recompute that
-    followed the update would see new weights.
+    That is the last backward that reads its weights, not only the last that adds to its gradient: a
+    recompute that followed the update would see new weights.
     """
     if clips_norm or plan.scales_losses or plan.update is UpdateTime.AFTER_BACKWARD:
         return {}
@@ -59,7 +64,10 @@ def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) ->
 
 
 def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *, clips_norm: bool) -> list[Placed]:
-    """Places updates, clears and what ends the step. See [Note: when an update's end is waited for]."""
+    """Places updates, clears and what ends the step.
+
+    See [Note: when an update's end is waited for].
+    """
     end = len(order.actions)
     ordinals = {c.position: i for i, c in enumerate(order.computes)}
     placed: list[Placed] = []
@@ -90,6 +98,8 @@ def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:
 
 
 def _clears(plan: Plan, order: ComputeOrder, block: int) -> list[Action]:
-    """The clear of a block; none where the gradient rests elsewhere: its accumulate has taken it away already."""
+    """The clear of a block; none where the gradient rests elsewhere: its accumulate has taken it
+    away already.
+    """
     is_on_device = plan.block(order.shape.blocks[block]).gradient_home is Tier.DEVICE
     return [Clear(block)] if is_on_device else []

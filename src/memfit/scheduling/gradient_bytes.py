@@ -1,8 +1,10 @@
 """Gradients of parameters on the device: when they come, lie beside others, and leave.
 
-In: `StepShape`, `SegmentFacts` and the actions of a step one by one. Out: changes of device bytes, a block each; what a moment holds beside them.
+In: `StepShape`, `SegmentFacts` and the actions of a step one by one. Out: changes of device bytes,
+a block each; what a moment holds beside them.
 
-A block's gradient is counted from the first backward that adds to it to its `clear`; for an `accumulate`, to the end of the compute action after it.
+A block's gradient is counted from the first backward that adds to it to its `clear`; for an
+`accumulate`, to the end of the compute action after it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ class GradientBytes:
         plan: the decisions.
         profile: of the model.
         facts: of the plan's segments.
-        adds_apart: gradients of low-precision weights are added to sums in the masters' dtype as they come (`Plan.adds_apart`).
+        adds_apart: gradients of low-precision weights are added to sums in the masters' dtype as
+            they come (`Plan.adds_apart`).
         change: is told of bytes that come to a block's gradient on the device, or leave it.
 
     Attributes:
-        is_summed: gradients on the device are as they add up, in the masters' dtype; else as backward makes them.
+        is_summed: gradients on the device are as they add up, in the masters' dtype; else as
+            backward makes them.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class GradientBytes:
         self._change = change
         self._held: dict[int, int] = {}
         self._leaving: dict[int, int] = {}
-        # Gradients that a tail has made: they are added when the tail is through, and lie beside what was there until then.
+        # Gradients that a tail has made: they are added when the tail is through, and lie beside
+        # what was there until then.
         self._from_tail: set[int] = set()
         self._summed: set[int] = set()
         self._held_before: set[int] = set()
@@ -62,7 +67,7 @@ class GradientBytes:
         """Arrival of the gradients of a segment's backward, before they are counted."""
         blocks = self._shape.contributes[segment]
         is_shared = any(self._shape.blocks[b] in self._facts.shared_by for b in blocks)
-        # What glue makes of loose ones comes at no known time.
+        # Code between calls may hand loose ones over at any time.
         if is_shared or not blocks or self._shape.loose:
             return Arrival.UNKNOWN
         if not self._adds_apart and not self._held.keys() & {*blocks}:
@@ -71,15 +76,19 @@ class GradientBytes:
         return Arrival.ADDING if is_adding and segment < self._shape.tail_segment else Arrival.UNKNOWN
 
     def begin_pass(self) -> None:
-        """A seed: glue after the last call may hand over gradients before the first call's backward begins."""
+        """Begins a pass at a seed: code after the last call may hand over gradients before the first call's backward
+        begins.
+        """
         self._held_before = set(self._held)
         self.contribute(self._shape.loose)
 
     def contribute(self, blocks: Iterable[int], segment: int | None = None) -> int:
-        """Gradients begin; returns the bytes of the largest one that is made beside the one it is added to.
+        """Gradients begin; returns the bytes of the largest one that is made beside the one it is
+        added to.
 
-        Where a shared weight's gradient waited in the trace, the traced rise holds the one that is added to it. What the
-        tail has made lies on the parameter when the joint backward begins to sum its own part beside it.
+        Where a shared weight's gradient waited in the trace, the traced rise holds the one that is
+        added to it. What the tail has made lies on the parameter when the joint backward begins to
+        sum its own part beside it.
         """
         blocks = sorted({*blocks})
         added = 0
@@ -119,7 +128,9 @@ class GradientBytes:
             self._change(block, -nbytes)
 
     def end_waiting(self, segment: int) -> None:
-        """All uses of a shared weight in this microbatch are through: their sum is added to what earlier microbatches gave."""
+        """All uses of a shared weight in this microbatch are through: their sum is added to what
+        earlier microbatches gave.
+        """
         for b in [b for b in self._waiting if not self._facts.waits_on(self._shape.blocks[b], segment)]:
             self._change(b, -self._waiting.pop(b))
 
@@ -129,7 +140,8 @@ class GradientBytes:
         held = self._held.pop(block, 0)
         is_narrow = not self.is_summed and held
         leaving, passing = widened_bytes(profile) if is_narrow else (0, 0)
-        # The widened pieces take the place of the narrow gradient, which is given up parameter by parameter.
+        # The widened pieces take the place of the narrow gradient, which is given up parameter by
+        # parameter.
         self._leaving[block] = max(held, leaving)
         self._change(block, self._leaving[block] - held)
         is_added = block in self._at_home
@@ -149,8 +161,9 @@ class GradientBytes:
     def _adding_bytes(self, block: int) -> int:
         """Bytes of the largest gradient that is added to one of an earlier microbatch.
 
-        One backward for all microbatches holds the first one on its way to the parameter. A view of a product is not added to in place, but into a third tensor,
-        once: that is a sum, and no view.
+        One backward for all microbatches holds the first one on its way to the parameter. A view of
+        a product is not added to in place, but into a third tensor, once: that is a sum, and no
+        view.
         """
         found = self._profile.blocks[block]
         if self._plan.order is Order.MICROBATCH_MAJOR or block in self._summed:
@@ -168,12 +181,16 @@ class GradientBytes:
         return flat_gradient_bytes(self._profile.blocks[block], is_summed=self.is_summed)
 
     def _sums_uses_apart(self, block: int, segment: int) -> bool:
-        """Autograd sums the uses of a backward apart, and only then adds them to the gradient that earlier microbatches gave."""
+        """Autograd sums the uses of a backward apart, and only then adds them to the gradient that
+        earlier microbatches gave.
+        """
         is_alone = self._plan.order is Order.MICROBATCH_MAJOR and self._plan.microbatches > 1
         return is_alone and self._facts.waits_on(self._shape.blocks[block], segment)
 
     def _contribute_apart(self, blocks: list[int], *, is_tail: bool) -> int:
-        """Each arrival, of the weights' dtype, lives beside the sum until it is added; those of a tail come all at once, at its end."""
+        """Each arrival, of the weights' dtype, lives beside the sum until it is added; those of a
+        tail come all at once, at its end.
+        """
         profiled = self._profile.blocks
         for b in blocks:
             if b not in self._held:

@@ -1,7 +1,8 @@
-"""A step that is committed by a journal: decided once all gradients are durable, then updated and committed in turns.
+"""A step that is committed by a journal: decided once all gradients are durable, then updated and
+committed in turns.
 
-In: a schedule whose updates come after backward, turns of blocks as the store's room allows them. Out: the same with `decide`, its updates in the order of
-the turns, and a `keep` for each.
+In: a schedule whose updates come after backward, turns of blocks as the store's room allows them.
+Out: the same with `decide`, its updates in the order of the turns, and a `keep` for each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from memfit.core.schedule import Action, Backward, Clear, Commit, Decide, Keep, 
 def place_turns(schedule: Schedule, turns: Sequence[Sequence[int]]) -> Schedule:
     """Puts a journal's actions into a training step.
 
-    All updates are asked for before the first `keep`: what those of later turns read comes while earlier ones are committed.
+    All updates are asked for before the first `keep`: what those of later turns read comes while
+    earlier ones are committed.
 
     Args:
         schedule: with all updates behind all backwards, and no gradient at home on the device.
@@ -36,5 +38,5 @@ def place_turns(schedule: Schedule, turns: Sequence[Sequence[int]]) -> Schedule:
     position = {block: i for i, turn in enumerate(turns) for block in turn}
     ordered = sorted(updates, key=lambda update: position.get(update.block, -1))
     rest = [a for a in actions[first:] if not isinstance(a, Update)]
-    settled: list[Action] = [Decide(), *ordered, *(Keep(tuple(turn)) for turn in turns)]
-    return replace(schedule, actions=(*actions[:first], *settled, *rest))
+    in_turns: list[Action] = [Decide(), *ordered, *(Keep(tuple(turn)) for turn in turns)]
+    return replace(schedule, actions=(*actions[:first], *in_turns, *rest))

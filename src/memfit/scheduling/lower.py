@@ -2,12 +2,14 @@
 
 In: `Schedule`, `Plan`, `Profile`. Out: `core.step.Step`.
 
-What is counted on the device, by category: *weight*, flat buffers (`core.layout`) of blocks, the model's buffers and the batch; *gradient*, see
-`gradient_bytes`; *state*, of the optimizer, and masters, where their home is the device; *activation* and *transient*, see `lifetimes`, a transient also holds
-the gradient that is about to be added to another; *staging*, what updates hold of the pieces that they work on and of what the optimizer makes (`pieces`), from
-an update to the action that waits for it; pieces of gradients that are widened or added at home; the disk's bounce buffers, which beside an accelerator
-are host memory. Not modelled: scratch that no trace
-sees (the reserve of a limit), loss chunking (the trace must have been taken with it).
+What is counted on the device, by category: *weight*, flat buffers (`core.layout`) of blocks, the
+model's buffers and the batch; *gradient*, see `gradient_bytes`; *state*, of the optimizer, and
+masters, where their home is the device; *activation* and *transient*, see `lifetimes`, a transient
+also holds the gradient that is about to be added to another; *staging*, what updates hold of the
+pieces that they work on and of what the optimizer makes (`pieces`), from an update to the action
+that waits for it; pieces of gradients that are widened or added at home; the disk's bounce buffers,
+which beside an accelerator are host memory. Not modelled: scratch that no trace sees (the reserve
+of a limit), loss chunking (the trace must have been taken with it).
 
 What waits for what is `core.schedule`'s [Note: what an action means], as tokens.
 """
@@ -85,19 +87,25 @@ def lower(
             `scheduling.check` can point at the fault; its bytes and tokens mean nothing.
         plan: that it carries out.
         profile: with a trace of the rows that a microbatch has.
-        microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a forward-only pass may run
-            fewer than that at a time).
-        staging_bytes: of the disk's threads, held all the time where something rests on disk or leaves to it: host memory beside an accelerator.
-        adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None: as this plan says.
+        microbatches: into how many slices the batch was cut, if not `plan.microbatches` (a
+            forward-only pass may run fewer than that at a time).
+        staging_bytes: of the disk's threads, held all the time where something rests on disk or
+            leaves to it: host memory beside an accelerator.
+        adds_apart: `Plan.adds_apart` of the job, where its plan was cut for a smaller batch; None:
+            as this plan says.
         commits: to a store, a step: 1 with durability "step", 1 / N with N, 0 without a store.
-        device: "cpu" where the processor is the device, which updates what rests in its memory in place; else the accelerator's name, between which and the
-            disk all passes through pinned pieces of host memory.
-        is_itemized: activations are owned by what made them ("C5"), not by their microbatch ("m0"): for reports, slower.
+        device: "cpu" where the processor is the device, which updates what rests in its memory in
+            place; else the accelerator's name, between which and the disk all passes through pinned
+            pieces of host memory.
+        is_itemized: activations are owned by what made them ("C5"), not by their microbatch ("m0"):
+            for reports, slower.
 
     Raises:
-        PlanError: no trace of that many rows; the schedule is of another model or plan (`scheduling.references`).
+        PlanError: no trace of that many rows; the schedule is of another model or plan
+            (`scheduling.references`).
     """
-    plan_of_pass = replace(plan, microbatches=schedule.microbatches)  # a forward-only pass may have fewer
+    # A forward-only pass may have fewer.
+    plan_of_pass = replace(plan, microbatches=schedule.microbatches)
     shape = describe_step(plan_of_pass, profile)
     check_references(schedule, profile, shape, microbatches=plan.microbatches)
     trace = trace_of(profile, microbatches or plan.microbatches)
@@ -166,7 +174,8 @@ class _Lowering:
         self._turn_before = _turns_before(schedule)
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
         self._work: dict[tuple[int, bool], tuple[tuple[WorkKind, float], ...]] = {}
-        # Tokens that were given, in order; blocks whose gradient left before the compute action that runs next.
+        # Tokens that were given, in order; blocks whose gradient left before the compute action
+        # that runs next.
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
         # The last update of the pipeline.
@@ -270,8 +279,8 @@ class _Lowering:
         draft.gives = Token(_ACCUMULATE, self._owner[block])
 
     def _update(self, block: int) -> None:
-        """Lowers an update, whose reads, work and writes are a pipeline: it ends with the slowest of
-        the three.
+        """Lowers an update, whose reads, work and writes are a pipeline: it ends with the slowest
+        of the three.
         """
         draft = self._draft
         # A visit that no call waited for still arrives, and would overwrite what is updated.
@@ -292,7 +301,8 @@ class _Lowering:
             draft.update_place = UpdatePlace.HOST
         else:
             draft.work = work
-            # Beside backward there is something to win where updates wait for copies or the disk; else they would only take backward's cores.
+            # Beside backward there is something to win where updates wait for copies or the disk;
+            # else they would only take backward's cores.
             is_beside = self._travels or not is_processor(self._device)
             draft.update_place = UpdatePlace.BESIDE if is_beside else UpdatePlace.AT_ONCE
         draft.gives = Token(_UPDATE, self._owner[block])
@@ -357,7 +367,9 @@ class _Lowering:
                 draft.gives = Token(_RELOAD, key)
 
     def _take_leaving(self) -> list[Token]:
-        """Waits for gradients that are on their way home: from here on they have no bytes on the device."""
+        """Waits for gradients that are on their way home: from here on they have no bytes on the
+        device.
+        """
         tokens = [token for b in self._leaving for token in self._waits(_ACCUMULATE, b)]
         self._leaving = []
         self._gradients.end_leaving()
@@ -381,7 +393,10 @@ class _Lowering:
         return [token] if token in self._given else []
 
     def _updated(self, block: int) -> list[Token]:
-        """Waits for the block's update before its device bytes go. One on the host touches none of them: it goes on."""
+        """Waits for the block's update before its device bytes go.
+
+        One on the host touches none of them: it goes on.
+        """
         if self._updates_on_host[block]:
             return []
         self._line.wait(block)

@@ -1,7 +1,8 @@
-"""The order of computing: which microbatch runs through which segment when. All other passes work around it.
+"""The order of computing: which microbatch runs through which segment when. All other passes work
+around it.
 
-In: `Plan` and `StepShape`. Out: `ComputeOrder`, the starts, forwards, seeds and backwards in order; `merge` weaves the
-actions that other passes placed into it.
+In: `Plan` and `StepShape`. Out: `ComputeOrder`, the starts, forwards, seeds and backwards in order;
+`merge` weaves the actions that other passes placed into it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from memfit.core.shape import StepShape
 class GapPhase(IntEnum):
     """Where an action stands among those in one gap between two computing actions.
 
-    First come the actions that follow from what was computed, those that start something before those that wait; then
-    those that make ready what comes: needed things before what is only fetched ahead, because links serve in order.
+    First come the actions that follow from what was computed, those that start something before
+    those that wait; then those that make ready what comes: needed things before what is only
+    fetched ahead, because links serve in order.
     """
 
     ACCUMULATE = 0
@@ -37,7 +39,9 @@ class GapPhase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """An action in the gap before computing action `gap` (the number of computing actions: after the last)."""
+    """An action in the gap before computing action `gap` (the number of computing actions: after
+    the last).
+    """
 
     gap: int
     phase: GapPhase
@@ -98,9 +102,11 @@ class ComputeOrder:
         return self.computes[ordinal].position + 1
 
     def gap_whole(self, ordinal: int) -> int:
-        """The gap in which what a forward or backward has made is whole: right after it; of a tail's backward, after the tail's last one.
+        """The gap in which what a forward or backward has made is whole: right after it; of a
+        tail's backward, after the tail's last one.
 
-        A microbatch's tail runs back in one piece: its gradients reach the parameters, and its weights may leave, when all of it has (`engine.tail`).
+        A microbatch's tail runs back in one piece: its gradients reach the parameters, and its
+        weights may leave, when all of it has (`engine.tail`).
         """
         return self.gap_after(self._tail_ends.get(ordinal, ordinal))
 
@@ -114,7 +120,9 @@ class ComputeOrder:
         return {ordinal: last[c.microbatch] for ordinal, c in enumerate(self.computes) if of_tail[ordinal]}
 
     def stays(self, ordinal: int, following: int) -> bool:
-        """A block used by both stays between: they are neighbours, or both in a tail that keeps its blocks."""
+        """A block used by both stays between: they are neighbours, or both in a tail that keeps its
+        blocks.
+        """
         if following == self._tail_ends.get(ordinal, ordinal) + 1:
             return True
         tail = self.shape.tail_segment
@@ -122,9 +130,11 @@ class ComputeOrder:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Positions of seeds and backwards, by stage: at a stage's end the gradients made in it are whole.
+        """Positions of seeds and backwards, by stage: at a stage's end the gradients made in it are
+        whole.
 
-        A stage is a microbatch's backward (microbatch-major), all of the tail's backwards, or the joint backward.
+        A stage is a microbatch's backward (microbatch-major), all of the tail's backwards, or the
+        joint backward.
         """
         segment = {c.position: c.segment for c in self.computes}
         stages: dict[int, list[int]] = {}
@@ -144,10 +154,11 @@ class ComputeOrder:
 def order_step(plan: Plan, shape: StepShape) -> ComputeOrder:
     """Orders a training step.
 
-    Microbatch-major: each microbatch forward and back, ascending. Layer-major: all microbatches through a segment, then
-    through the next: descending in forward, so that autograd, which runs the latest-made node first, takes them
-    ascending in backward and adds gradients in the order of plain accumulation. The tail runs per microbatch,
-    ascending, forward to the loss and back to its first call; then all go on together.
+    Microbatch-major: each microbatch forward and back, ascending. Layer-major: all microbatches
+    through a segment, then through the next: descending in forward, so that autograd, which runs
+    the latest-made node first, takes them ascending in backward and adds gradients in the order of
+    plain accumulation. The tail runs per microbatch, ascending, forward to the loss and back to its
+    first call; then all go on together.
     """
     count = plan.microbatches
     tail = shape.tail_segment

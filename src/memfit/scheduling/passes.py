@@ -1,6 +1,7 @@
 """The legal order of forwards and backwards: what autograd will do, whatever a schedule says.
 
-In: starts, forwards, seeds, the joint and backwards one by one. Out: why one is out of order; what is still to come.
+In: starts, forwards, seeds, the joint and backwards one by one. Out: why one is out of order; what
+is still to come.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from memfit.core.shape import StepShape
 class Passes:
     """Follows forwards and backwards.
 
-    Autograd runs the latest-made node first, so within one backward (of one loss or of a sum) segments come back in the
-    exact reverse of the order in which they went forward, over all its microbatches.
+    Autograd runs the latest-made node first, so within one backward (of one loss or of a sum)
+    segments come back in the exact reverse of the order in which they went forward, over all its
+    microbatches.
 
     Attributes:
         segment_index: by first call: the segment.
@@ -51,7 +53,9 @@ class Passes:
 
     @property
     def is_in_tail(self) -> bool:
-        """The tail of a microbatch is running back: what it makes is not whole before its last backward."""
+        """The tail of a microbatch is running back: what it makes is not whole before its last
+        backward.
+        """
         return self._has_tail and bool(self._pending) and self._pending[0][0] >= self._shape.tail_segment
 
     def has_run(self, segment: int, microbatch: int) -> bool:
@@ -110,7 +114,7 @@ class Passes:
                     self._remaining[block] -= 1
 
     def missing(self, *, is_training: bool) -> str | None:
-        """What is still to come before the end of the step; None if nothing is."""
+        """Names what is still to come before the end of the step; None if nothing is."""
         for m in range(self._microbatches):
             if self._progress.get(m, 0) < len(self._shape.segments):
                 return f"microbatch {m} has not run forward to its end"

@@ -1,17 +1,22 @@
-"""What updates hold for a moment: pieces that come from their homes, are worked on, and go back.
+"""Pieces of updates, which are held for a moment: they come from their homes, are worked on, and go back.
 
-In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces, on the device and on the host.
+In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces, on
+the device and on the host.
 
 [Note: three pieces]
-Updates are made one after the other, piece by piece (`homes.updates`). While a piece is updated, the next one comes and the one before it leaves, also
-from one block to the next. So at the worst there are at once: what leaves of one piece, all of the next, and what comes of the one after it. What rests on the
-device, and the weights of a block that visits, are worked on where they lie and take nothing. An update on the host has its pieces there, and what rests there
-takes nothing; weights at home on the device pass through pinned pieces that stay (`moved_weight_bytes`).
+Updates are made one after the other, piece by piece (`homes.updates`). While a piece is updated,
+the next one comes and the one before it leaves, also from one block to the next. So at the worst
+there are at once: what leaves of one piece, all of the next, and what comes of the one after it.
+What rests on the device, and the weights of a block that visits, are worked on where they lie and
+take nothing. An update on the host has its pieces there, and what rests there takes nothing;
+weights at home on the device pass through pinned pieces that stay (`moved_weight_bytes`).
 
 [Note: states made beside their home]
-A parameter has no states before its first update: the optimizer's class makes them, wherever it likes. Where they rest beside the processor, their home is
-there already, and both exist until the new ones have been copied. Elementwise updates are made in smaller pieces then (`FIRST_PIECE_ELEMENTS`); one that
-needs the whole parameter holds all its states twice. The most of the two updates is counted in every step.
+A parameter has no states before its first update: the optimizer's class makes them, wherever it
+likes. Where they rest beside the processor, their home is there already, and both exist until the
+new ones have been copied. Elementwise updates are made in smaller pieces then
+(`FIRST_PIECE_ELEMENTS`); one that needs the whole parameter holds all its states twice. The most of
+the two updates is counted in every step.
 """
 
 from __future__ import annotations
@@ -27,10 +32,12 @@ from memfit.core.state_formats import records_of
 from memfit.core.tiers import Tier
 
 _WIDE_BYTES = 4
-# Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment what encoding makes. Source: `homes.state_codecs`.
+# Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment
+# what encoding makes. Source: `homes.state_codecs`.
 _DECODED_BYTES = 4
 _ENCODING_BYTES = 10
-# Noise (4) and what is rounded with it (4), its result (2), where it was not a number (1). Source: `tensors.noise`.
+# Noise (4) and what is rounded with it (4), its result (2), where it was not a number (1). Source:
+# `tensors.noise`.
 _ROUNDING_BYTES = 11
 # Of a split master (`homes.split`), by parameter: the difference, and a mark of one bit.
 _DIFFERENCE_BYTES = 2 + 1 / 8
@@ -98,8 +105,9 @@ class UpdatePieces:
         plan, homes = self._plan, self._plan.block(block.name)
         on_host = homes.updates_on_host(self._device)
         place = Tier.HOST if on_host else Tier.DEVICE
-        # What does not rest where it is worked on comes in pieces. On the host a weight at home on the device goes, but where a master is made of it, through
-        # the pinned pieces that `moved_weight_bytes` counts.
+        # What does not rest where it is worked on comes in pieces. On the host a weight at home on
+        # the device goes, but where a master is made of it, through the pinned pieces that
+        # `moved_weight_bytes` counts.
         is_read_here = homes.weight_home is Tier.HOST if on_host else is_here
         is_here = homes.weight_home is not Tier.DISK if on_host else is_here
         numel = math.prod(parameter.shape)
@@ -143,7 +151,8 @@ class UpdatePieces:
         rounding = share(_ROUNDING_BYTES * numel) if plan.drops_masters else 0
         working += max(scratch, encoding, encoded + rounding + made)
         if not has_state_away:
-            # The first update makes its states beside where they rest; encoded ones are among the decoded values.
+            # The first update makes its states beside where they rest; encoded ones are among the
+            # decoded values.
             rests = update.encoded_elements and records_of(plan.state_format).size(update.encoded_elements)
             made_beside = share(max(0, update.state_bytes - rests))
             first = min(update.first_piece_elements or elements, elements)
@@ -161,7 +170,10 @@ def _cut(parameter: TensorProfile, update: UpdateProfile) -> Sequence[int]:
 
 
 class Line:
-    """Updates under way, in order, and the most that their pieces take. See [Note: three pieces]."""
+    """Updates under way, in order, and the most that their pieces take.
+
+    See [Note: three pieces].
+    """
 
     def __init__(self, pieces: UpdatePieces) -> None:
         self._pieces = pieces
@@ -191,7 +203,8 @@ class Line:
             self.submit(block, is_here=is_here)
 
     def _join(self, place: Tier, pieces: tuple[PieceBytes, ...]) -> None:
-        # Those of the other processor that lie between two of this one's only take time: the two are counted as neighbours.
+        # Those of the other processor that lie between two of this one's only take time: the two
+        # are counted as neighbours.
         row = [*self._last.get(place, ()), *pieces]
         for index, piece in enumerate(row):
             before = row[index - 1].leaving if index else 0
@@ -201,7 +214,9 @@ class Line:
 
 
 def moved_weight_bytes(plan: Plan, profile: Profile, device: str) -> int:
-    """Host memory through which updates on the host take new weights to the device, and bring them where no master says them: `MOVED_PIECES` of the largest."""
+    """Host memory through which updates on the host take new weights to the device, and bring them
+    where no master says them: `MOVED_PIECES` of the largest.
+    """
     largest = 0
     for block in profile.blocks:
         homes = plan.block(block.name)
@@ -215,16 +230,20 @@ def moved_weight_bytes(plan: Plan, profile: Profile, device: str) -> int:
 
 
 def added_bytes(block: BlockProfile) -> int:
-    """The largest piece that a gradient of a block is added by: what comes from its home, or is widened to be added here."""
+    """The largest piece that a gradient of a block is added by: what comes from its home, or is
+    widened to be added here.
+    """
     largest = max((math.prod(p.shape) for p in block.parameters if p.requires_grad), default=0)
     return _WIDE_BYTES * min(largest, PIECE_ELEMENTS)
 
 
 def widened_bytes(block: BlockProfile) -> tuple[int, int]:
-    """What taking a block's gradients home makes where they are narrower here than there: a parameter's pieces are widened one by one.
+    """Returns what is made to take a block's gradients home where they are narrower here than
+    there: a parameter's pieces are widened one by one.
 
     Returns:
-        Bytes of the last piece of each parameter, which leave together, and of the largest piece before these.
+        Bytes of the last piece of each parameter, which leave together, and of the largest piece
+        before these.
     """
     sizes = [
         (_WIDE_BYTES * ((math.prod(p.shape) - 1) % PIECE_ELEMENTS + 1), math.prod(p.shape) > PIECE_ELEMENTS)

@@ -63,7 +63,8 @@ def point_at(schedule: Schedule, index: int, reason: str) -> str:
 
 
 def _unknown(action: Action, blocks: int, segments: dict[int, int], microbatches: int) -> str | None:
-    # Told apart by class, not by patterns: every action of every candidate of a planner passes here.
+    # Told apart by class, not by patterns: every action of every candidate of a planner passes
+    # here.
     if isinstance(action, Forward | Backward):
         if segments.get(action.first) != action.last:
             return "this is not a segment of the plan"

@@ -1,6 +1,8 @@
-"""Sizes of homes, buffers and transfers: of all that a plan keeps, and that an update or a commit moves.
+"""Sizes of homes, buffers and transfers: of all that a plan keeps, and that an update or a commit
+moves.
 
-In: `Plan`, `Profile`. Out: bytes, the same for prediction and for the runtime's homes (`core.layout`).
+In: `Plan`, `Profile`. Out: bytes, the same for prediction and for the runtime's homes
+(`core.layout`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier, updates_in_place
 from memfit.core.units import MIB, round_up
 
-# Of the disk's threads, two each way, for what does not begin or end on a block. They are the process's own: beside an accelerator they are host memory.
+# Of the disk's threads, two each way, for what does not begin or end on a block. They are the
+# process's own: beside an accelerator they are host memory.
 STAGING_BYTES = 4 * MIB
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
@@ -58,7 +61,9 @@ def flat_master_bytes(block: BlockProfile) -> int:
 
 
 def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
-    """Bytes that a block's masters rest in: all of them, what the weights do not say already, or none."""
+    """Bytes that a block's masters rest in: all of them, what the weights do not say already, or
+    none.
+    """
     if plan.drops_masters:
         return 0
     if not plan.splits_masters:
@@ -71,7 +76,8 @@ def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
 
     Args:
         block: with or without masters.
-        is_summed: as they add up and rest at home, in the masters' dtype; else as backward makes them, in that of the weights.
+        is_summed: as they add up and rest at home, in the masters' dtype; else as backward makes
+            them, in that of the weights.
     """
     sizes = [(is_summed and p.master_nbytes) or p.nbytes for p in block.parameters if p.requires_grad]
     return flat_layout(sizes)[1]
@@ -85,7 +91,9 @@ def uses_disk(plan: Plan, shape: StepShape) -> bool:
 
 
 def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
-    """Bytes of weights, gradients and states whose home is a tier; on disk kept ones have a spare slot where steps are atomic."""
+    """Bytes of weights, gradients and states whose home is a tier; on disk kept ones have a spare
+    slot where steps are atomic.
+    """
     working = sum(
         flat_gradient_bytes(block)
         for block in profile.blocks
@@ -112,8 +120,9 @@ def kept_bytes_of(plan: Plan, profile: Profile, block: BlockProfile, tier: Tier)
 def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") -> int:
     """Disk that a store claims for a run.
 
-    With generations: two slots of every weight, master and state, wherever they rest, and of the buffers. With a journal: one slot of what rests on disk and
-    its spare room, the gradients; two slots of what rests in memory, and of the buffers.
+    With generations: two slots of every weight, master and state, wherever they rest, and of the
+    buffers. With a journal: one slot of what rests on disk and its spare room, the gradients; two
+    slots of what rests in memory, and of the buffers.
 
     Not counted: a journal's record (some 256 KiB and 1 KiB a parameter, twice).
     """
@@ -136,7 +145,8 @@ def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") ->
 
 
 def disk_bytes_with_store(plan: Plan, profile: Profile, disk_bytes: int, scheme: Scheme = "generations") -> int:
-    """Bytes of disk that a plan takes where its run is committed to a store: homes on disk lie inside of that, with a journal gradients too.
+    """Bytes of disk that a plan takes where its run is committed to a store: homes on disk lie
+    inside of that, with a journal gradients too.
 
     Args:
         plan: the decisions.
@@ -153,9 +163,11 @@ def update_traffic(
 ) -> UpdateTraffic:
     """Bytes that an update of a block moves between the processor that computes it and the homes.
 
-    What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read, and weight, master and states are written back; a weight that
-    visits is not read again, nor is one that is rounded from a whole master. On the host nothing visits: what rests there does not move, and a weight at home
-    on the device comes down, unless a whole master says it, and goes up again.
+    What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read,
+    and weight, master and states are written back; a weight that visits is not read again, nor is
+    one that is rounded from a whole master. On the host nothing visits: what rests there does not
+    move, and a weight at home on the device comes down, unless a whole master says it, and goes up
+    again.
     """
     profiled = profile.blocks[block]
     homes = plan.block(profiled.name)
@@ -169,7 +181,8 @@ def update_traffic(
         "state": (homes.state_home, profile.state_bytes.get(profiled.name, 0)),
     }
     has_masters = flat_master_bytes(profiled) > 0
-    # A split master is read together with the weight that says its upper bits; without masters, the weight is all there is.
+    # A split master is read together with the weight that says its upper bits; without masters, the
+    # weight is all there is.
     reads_weight = (on_host or not is_visiting) and (plan.splits_masters or plan.drops_masters or not has_masters)
     if has_masters:
         sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
@@ -189,7 +202,8 @@ def update_traffic(
 
 
 def commit_bytes(plan: Plan, profile: Profile) -> int:
-    """Bytes that a commit writes of what the step changed in memory (`core.commits`), and of buffers.
+    """Bytes that a commit writes of what the step changed in memory (`core.commits`), and of
+    buffers.
 
     What rests on disk was written by the step itself.
     """

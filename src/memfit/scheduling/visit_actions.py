@@ -1,14 +1,15 @@
 """Visits of weights: when a block's bytes come to the device and when they go.
 
-In: `ComputeOrder`. Out: `Visit`s (a block is there from the first to the last of neighbouring uses) and the placed
-fetches and releases.
+In: `ComputeOrder`. Out: `Visit`s (a block is there from the first to the last of neighbouring uses)
+and the placed fetches and releases.
 
 [Note: how far a fetch is moved forward]
-A *group* is the blocks that one compute action finds missing. Its fetch moves before earlier compute actions while, at
-each of them, at most `prefetch` groups are on the device that this action does not use: groups fetched ahead, and
-groups that only wait for their update. It never passes the release of one of its own blocks, and it moves over at
-most `prefetch` runs (a run is the same segment in the same direction, all microbatches), so that a lone visiting
-block does not sit on the device for half of the step.
+A *group* is the blocks that one compute action finds missing. Its fetch moves before earlier
+compute actions while, at each of them, at most `prefetch` groups are on the device that this action
+does not use: groups fetched ahead, and groups that only wait for their update. It never passes the
+release of one of its own blocks, and it moves over at most `prefetch` runs (a run is the same
+segment in the same direction, all microbatches), so that a lone visiting block does not sit on the
+device for half of the step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """A block is used by the compute actions `first` to `last` (ordinals); released in `release_gap`."""
+    """A block is used by the compute actions `first` to `last` (ordinals); released in
+    `release_gap`.
+    """
 
     block: int
     first: int
@@ -36,7 +39,8 @@ def find_visits(order: ComputeOrder, updates: Mapping[int, int], prefetch: int) 
 
     Args:
         order: of computing.
-        updates: by block, the position after which it is updated in backward; such a visit ends when the update has.
+        updates: by block, the position after which it is updated in backward; such a visit ends
+            when the update has.
         prefetch: of the plan.
     """
     uses: dict[int, list[int]] = {}
@@ -61,7 +65,8 @@ def place_visits(order: ComputeOrder, visits: Sequence[Visit], prefetch: int) ->
     """Places fetches and releases. See [Note: how far a fetch is moved forward]."""
     placed = [Placed(gap=v.release_gap, phase=GapPhase.RELEASE, action=Release(v.block)) for v in visits]
     runs = _runs(order)
-    # Groups on the device at a compute action that does not use them, by its ordinal; a group's name is its first use.
+    # Groups on the device at a compute action that does not use them, by its ordinal; a group's
+    # name is its first use.
     unused: list[set[tuple[int, bool]]] = [set() for _ in order.computes]
     for visit in visits:
         # Blocks of a tail stay in it anyway.

@@ -1,0 +1,199 @@
+"""Storages of a trace and the segments of a plan: who makes them, holds them, moves them, lets go.
+
+In: `TraceProfile`, `Plan`, `StepShape`, `Profile`. Out: `SegmentStorages`, whatever the order of
+events. Which of them are alive when is followed in `lifetimes`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from memfit.core.plan import Order, Plan
+from memfit.core.profile import Profile, StorageProfile, TraceProfile
+from memfit.core.shape import StepShape
+
+# Stands for a release that only the end of the microbatch brings.
+END = -2
+# Stands for the code between calls that lets go as soon as backward begins.
+SEED = -3
+
+
+class SegmentStorages:
+    """Meaning of a trace's storages for the segments of a plan."""
+
+    def __init__(self, trace: TraceProfile, plan: Plan, shape: StepShape, profile: Profile) -> None:
+        self.profile = profile
+        self.trace = trace
+        self.plan = plan
+        self.shape = shape
+        self.storages = tuple(s for s in trace.storages if not s.is_input)
+        self.lasting_bytes = sum(s.nbytes for s in self.storages if s.is_lasting)
+        # In turns, each microbatch has its own beside what the step before has left; else there is
+        # one at a time.
+        self.shares_lasting = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
+
+    @cached_property
+    def segment_of(self) -> tuple[int, ...]:
+        """Segment by call."""
+        return tuple(i for i, (first, last) in enumerate(self.shape.segments) for _ in range(first, last + 1))
+
+    @cached_property
+    def made_in(self) -> dict[int, list[StorageProfile]]:
+        """Storages by the segment that makes them; -1: the prologue."""
+        made: dict[int, list[StorageProfile]] = {}
+        for s in self.storages:
+            made.setdefault(-1 if s.segment < 0 else self.segment_of[s.segment], []).append(s)
+        return made
+
+    def used_until(self, s: StorageProfile) -> int:
+        """Last call's segment at whose end use still keeps it; below its own segment: not even
+        there.
+        """
+        last = max(s.last_use, s.segment, *s.saved_inside, *s.saved_outside, *s.argument_of)
+        until = s.held_until if s.held_until > last else last - 1
+        # Recorded although nobody saves or receives it: then because it is alive at the end of its
+        # segment.
+        is_noted = s.saved_inside or s.saved_outside or s.argument_of
+        return until if is_noted else max(until, s.segment)
+
+    def release_segment(self, call: int) -> int:
+        """Segment whose backward lets go of what call `call` saved inside; `END` if none has a
+        backward.
+        """
+        segment = self.segment_of[call]
+        while segment >= 0 and not self.shape.has_backward[segment]:
+            segment -= 1
+        return segment if segment >= 0 else END
+
+    def release_segment_between(self, call: int) -> int:
+        """Segment whose backward lets go of what the code after `call` saved; `SEED`: right after
+        the seed.
+
+        At the tail's cut that is the segment before it: there the joint backward begins.
+        """
+        count = len(self.shape.segments)
+        inside = -1 if call < 0 else self.segment_of[call]
+        if inside >= 0 and call < self.shape.segments[inside][1]:
+            return self.release_segment(call)
+        segment = inside + 1
+        while segment < count and not self.shape.has_backward[segment]:
+            segment += 1
+        has_cut = self.shape.tail_segment < count
+        if has_cut and 0 <= inside < self.shape.tail_segment <= segment:
+            return self.release_segment(call)
+        return segment if segment < count else SEED
+
+    @cached_property
+    def related(self) -> dict[int, list[StorageProfile]]:
+        """By call: storages that it saved, that the code behind it saved or that it received, each once, in
+        order.
+        """
+        found: dict[int, list[StorageProfile]] = {}
+        for s in self.storages:
+            for call in sorted({*s.saved_inside, *s.saved_outside, *s.argument_of}):
+                found.setdefault(call, []).append(s)
+        return found
+
+    def _related_to(self, first: int, last: int) -> list[StorageProfile]:
+        found = {s.index: s for call in range(first, last + 1) for s in self.related.get(call, ())}
+        return list(found.values())
+
+    @cached_property
+    def copies_bytes(self) -> tuple[int, ...]:
+        """By segment: bytes that its offload moves and its reload makes: of what it saved
+        (offload), or of its arguments (recompute).
+        """
+        return tuple(sum(s.nbytes for s in self._movable(q) if s.leaves) for q in range(len(self.shape.segments)))
+
+    def copy_bytes(self, segment: int) -> int:
+        """Bytes that an offload of the segment moves, and a reload makes."""
+        return self.copies_bytes[segment]
+
+    def _movable(self, segment: int) -> list[StorageProfile]:
+        """Bytes that a segment which does not keep moves, but for what stays: all it saved
+        (offload), or its arguments (recompute).
+        """
+        first, last = self.shape.segments[segment]
+        related = self._related_to(first, last)
+        if self.plan.call(first).saved.policy.offloads:
+            return [s for s in related if first in s.saved_inside]
+        return [s for s in related if self._is_argument(s, first, last)]
+
+    def extra_held_bytes(self, segment: int, *, leaves: bool | None = None) -> int:
+        """Returns what a recomputed segment holds beyond its arguments: copies of mutated ones.
+
+        Args:
+            segment: by index.
+            leaves: only those that leave if arguments are sent away, or only those that do not;
+                None: all.
+        """
+        first, last = self.shape.segments[segment]
+        is_replayed = self.plan.call(first).saved.policy.recomputes
+        if not is_replayed or not any(c.mutates_inputs for c in self.trace.calls[first : last + 1]):
+            return 0
+        return sum(s.nbytes for s in self._movable(segment) if leaves is None or s.leaves is leaves)
+
+    def selected_bytes(self, segment: int) -> int:
+        """Returns what a selective segment holds beyond its arguments and never moves."""
+        first, last = self.shape.segments[segment]
+        saved = self.plan.call(first).saved
+        if not saved.policy.kept_operators or not self.shape.has_backward[segment]:
+            return 0
+        is_alone = first == last
+        found = [(c, c.held(saved)) for c in self.trace.calls[first : last + 1]]
+        return sum(
+            self.trace.saved_bytes(c.index) if held is None else held.nbytes - is_alone * held.unneeded_bytes
+            for c, held in found
+        )
+
+    @cached_property
+    def plain_release(self) -> dict[int, int]:
+        """By storage: the call whose backward lets go of it in the plain run; absent: forward does.
+
+        The number of calls stands for the seed, `END` for the end.
+        """
+        release: dict[int, int] = {}
+        calls = self.trace.calls
+        for s in self.storages:
+            found = [next((c for c in range(i, -1, -1) if calls[c].has_backward), END) for i in s.saved_inside]
+            found += [
+                next((c for c in range(i + 1, len(calls)) if calls[c].has_backward), len(calls))
+                for i in s.saved_outside
+            ]
+            if self.used_until(s) >= len(calls) - 1:
+                found.append(END)
+            if s.is_lasting:
+                found = [END]
+            if found:
+                release[s.index] = min(found)
+        return release
+
+    def inner_bytes(self, first: int, call: int) -> int:
+        """Bytes made by the calls from `first` on that are alive when `call` begins, everything
+        kept.
+        """
+        return sum(
+            s.nbytes
+            for made in range(first, call)
+            for s in self._made_at.get(made, ())
+            if s.index in self.plain_release or self.used_until(s) >= call - 1 or s.argument_of[-1:] >= (call,)
+        )
+
+    @cached_property
+    def _made_at(self) -> dict[int, list[StorageProfile]]:
+        made: dict[int, list[StorageProfile]] = {}
+        for s in self.storages:
+            made.setdefault(s.segment, []).append(s)
+        return made
+
+    def replayed_bytes(self, first: int, last: int) -> int:
+        """Bytes that replaying calls first..last makes anew and backward needs."""
+        return sum(
+            s.nbytes
+            for s in self._related_to(first, last)
+            if (any(first <= c <= last for c in s.saved_inside) and not self._is_argument(s, first, last))
+            or (first < last and any(first <= c < last for c in s.saved_outside) and s.segment >= first)
+        )
+
+    def _is_argument(self, s: StorageProfile, first: int, last: int) -> bool:
+        return s.segment < first and any(first <= c <= last for c in s.argument_of)
