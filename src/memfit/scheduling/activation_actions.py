@@ -1,4 +1,5 @@
-"""Offloads of saved tensors: what a segment holds for backward may rest on another tier between its forward and its backward.
+"""Offloads of saved tensors: what a segment holds for backward may rest on another tier between its
+forward and its backward.
 
 In: `Plan`, `ComputeOrder`. Out: placed offloads, drops and reloads.
 """

@@ -76,8 +76,8 @@ class GradientBytes:
         return Arrival.ADDING if is_adding and segment < self._shape.tail_segment else Arrival.UNKNOWN
 
     def begin_pass(self) -> None:
-        """Begins a pass at a seed: code after the last call may hand over gradients before the first call's backward
-        begins.
+        """Begins a pass at a seed: code after the last call may hand over gradients before the
+        first call's backward begins.
         """
         self._held_before = set(self._held)
         self.contribute(self._shape.loose)

@@ -7,23 +7,22 @@ event. All microbatches have the same trace, so those with the same events share
 [Note: what keeps a storage alive]
 A storage is alive from the end of the segment that made it until the last of its *keepers* lets go:
 - use: operations and the program hold it until the end of segment last_use - 1 (it is freed in the
-segment that uses it
-  last), or of held_until where that is later than last_use; what is held at the end of the last
-  segment stays until the microbatch's last backward (in a forward-only pass, until its last
-  forward);
-- code between calls, where it saved: the backward of that before segment c runs before the first gradient reaches
-call c, so within
-  the backward of the next segment that has one, or after the seed;
+  segment that uses it last), or of held_until where that is later than last_use; what is held at
+  the end of the last segment stays until the microbatch's last backward (in a forward-only pass,
+  until its last forward);
+- code between calls that saved it: the backward of what stands before segment c runs before the
+  first gradient reaches call c, so within the backward of the next segment that has one, or after
+  the seed;
 - a kept call that saved it inside, until its backward; an offloaded call, until its drop, or where
-it does not leave (`core.leaving`) its backward;
+  it does not leave (`core.leaving`) its backward;
 - a recomputed or selective segment of which it is an argument made before the segment, until the
-segment's backward;
-  with a boundary that leaves, until its drop.
+  segment's backward; with a boundary that leaves, until its drop.
+
 What the program still holds when the step is over (`is_lasting`) rests, where there is one
 microbatch at a time: the step before has left one like it. In turns each microbatch has its own
 beside that, to the step's end. What is reloaded is a new copy, counted from the reload to the end
-of the backward, even where the original is alive. A segment without a backward lets go with the
-nearest earlier one that has one.
+of the backward, even where the original is alive.
+A segment without a backward lets go with the nearest earlier one that has one.
 """
 
 from __future__ import annotations
@@ -186,8 +185,8 @@ class Lifetimes:
             return []
         keepers: list[tuple[dict[int, list[StorageProfile]], int]] = []
         if s.saved_outside:
-            # Backward comes to code between calls last to first, so the first to save it lets go last; the seed
-            # comes before all.
+            # Backward comes to code between calls last to first, so the first to save it lets go
+            # last; the seed comes before all.
             release = {facts.release_segment_between(call) for call in s.saved_outside}
             keepers.append((self._on_backward, min(release - {SEED}, default=SEED)))
         held: set[int] = set()

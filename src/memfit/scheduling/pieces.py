@@ -1,4 +1,5 @@
-"""Pieces of updates, which are held for a moment: they come from their homes, are worked on, and go back.
+"""Pieces of updates, which are held for a moment: they come from their homes, are worked on, and go
+back.
 
 In: `Plan` and `Profile`, and which updates are under way. Out: the most bytes of their pieces, on
 the device and on the host.

@@ -172,8 +172,8 @@ class SegmentFacts(SegmentStorages):
         return min(self.backward_rise(segment), self.backward_rise(segment, Arrival.FRESH), adding)
 
     def _counted_bytes(self, first: int, last: int, arrival: Arrival) -> int:
-        """Returns what is counted of a segment's gradients from its begin on, and is not there before its
-        first backward.
+        """Returns what is counted of a segment's gradients from its begin on, and is not there
+        before its first backward.
         """
         calls = self.trace.calls[first : last + 1]
         match arrival:

@@ -85,8 +85,8 @@ class SegmentStorages:
 
     @cached_property
     def related(self) -> dict[int, list[StorageProfile]]:
-        """By call: storages that it saved, that the code behind it saved or that it received, each once, in
-        order.
+        """By call: storages that it saved, that the code behind it saved or that it received, each
+        once, in order.
         """
         found: dict[int, list[StorageProfile]] = {}
         for s in self.storages:
