@@ -207,7 +207,7 @@ WEIGHTS = (
     Mutation(
         says="a block is fetched while it is updated",
         where="memfit.engine.visits:Visits.fetch",
-        take="self._settle(b)",
+        take="self._wait_for_update(b)",
         put="pass",
         tests=[MOVES.format("fetch")],
         shows=r"'settle'",
@@ -215,7 +215,7 @@ WEIGHTS = (
     Mutation(
         says="a block is released while it is updated",
         where="memfit.engine.visits:Visits.release",
-        take="self._settle_here(b)",
+        take="self._wait_on_device(b)",
         put="pass",
         tests=[MOVES.format("release")],
         shows=r"'settle'",
@@ -223,7 +223,7 @@ WEIGHTS = (
     Mutation(
         says="a block that is needed at once is fetched while it is updated",
         where="memfit.engine.visits:Visits.ensure",
-        take="self._settle(b)",
+        take="self._wait_for_update(b)",
         put="pass",
         tests=[MOVES.format("ensure")],
         shows=r"'settle'",
@@ -365,7 +365,7 @@ UPDATES = (
     ),
     Mutation(
         says="a block is updated while a visit that nobody used still comes",
-        where="memfit.engine.settling:Settling.update",
+        where="memfit.engine.update_phase:UpdatePhase.update",
         take="block.wait()",
         put="pass",
         tests=[WAITS + "a_visit_that_nobody_waited_for_ends_before_the_update_begins"],
@@ -373,7 +373,7 @@ UPDATES = (
     ),
     Mutation(
         says="an update reads gradients that have not left",
-        where="memfit.engine.settling:Settling.update",
+        where="memfit.engine.update_phase:UpdatePhase.update",
         take="self._gradients.wait()",
         put="pass",
         tests=[WAITS + "an_update_does_not_begin_where_a_gradient_could_not_be_written"],
@@ -381,7 +381,7 @@ UPDATES = (
     ),
     Mutation(
         says="gradients are cleared under their update",
-        where="memfit.engine.settling:Settling.do",
+        where="memfit.engine.update_phase:UpdatePhase.do",
         take="self.wait_for_device(b)\n            self._gradients.clear",
         put="self._gradients.clear",
         tests=[WAITS + "gradients_are_cleared_and_a_step_ends_after_the_updates"],
@@ -389,7 +389,7 @@ UPDATES = (
     ),
     Mutation(
         says="a step ends before its updates",
-        where="memfit.engine.settling:Settling.do",
+        where="memfit.engine.update_phase:UpdatePhase.do",
         take="for b in tuple(self._updating):\n                self.wait(b)",
         put="pass",
         tests=[WAITS + "gradients_are_cleared_and_a_step_ends_after_the_updates"],
@@ -844,7 +844,7 @@ HOST_UPDATES = (
     ),
     Mutation(
         says="a block that the device updates is cleared under its update",
-        where="memfit.engine.settling:Settling.wait_for_device",
+        where="memfit.engine.update_phase:UpdatePhase.wait_for_device",
         take="if not self._blocks[b].updates_on_host:",
         put="if False:",
         tests=[UPDATED + "an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone"],

@@ -29,7 +29,7 @@ from memfit.core.schedule import Clear, Commit, Update
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
-from memfit.engine.settling import Settling
+from memfit.engine.update_phase import UpdatePhase
 from memfit.homes import MemoryHome
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.optimizer_states import BlockStates
@@ -431,7 +431,7 @@ def test_an_update_on_the_host_leaves_visits_and_gradients_of_the_device_alone()
         )
         updates: Any = SimpleNamespace(submit=lambda *_, **__: Update())
         block: Any = SimpleNamespace(updates_on_host=on_host, wait=lambda: None)
-        it = Settling([block], gradients, updates, [], log.append)
+        it = UpdatePhase([block], gradients, updates, [], log.append)
         it.update(0)
         it.do(Clear(0))
         it.wait_for_device(0)

@@ -24,7 +24,7 @@ from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.schedule import Clear, Commit
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB
-from memfit.engine.settling import Settling
+from memfit.engine.update_phase import UpdatePhase
 from memfit.engine.visits import Visits
 from memfit.homes import ByteHome
 from memfit.homes.offloaded import HostPool, OffloadedStorage, ScratchPool
@@ -333,29 +333,29 @@ class Worker:
         self._log.append("updated")
 
 
-def settling(log: list[str], *, fails: bool = False) -> Settling:
+def update_phase(log: list[str], *, fails: bool = False) -> UpdatePhase:
     gradients: Any = Gradients(log, fails=fails)
     worker: Any = Worker(log)
     block: Any = Block(log)
-    return Settling([block], gradients, worker, [], log.append)
+    return UpdatePhase([block], gradients, worker, [], log.append)
 
 
 def test_an_update_does_not_begin_where_a_gradient_could_not_be_written() -> None:
     log: list[str] = []
     with pytest.raises(memfit.StoreError, match="the disk is full"):
-        settling(log, fails=True).update(0)
+        update_phase(log, fails=True).update(0)
     assert "submit" not in log
 
 
 def test_a_visit_that_nobody_waited_for_ends_before_the_update_begins() -> None:
     log: list[str] = []
-    settling(log).update(0)
+    update_phase(log).update(0)
     assert log == ["wait", "submit"]
 
 
 def test_gradients_are_cleared_and_a_step_ends_after_the_updates() -> None:
     log: list[str] = []
-    it = settling(log)
+    it = update_phase(log)
     it.update(0)
     it.do(Clear(0))
     assert log[-2:] == ["updated", "clear"]

@@ -1,5 +1,5 @@
-"""The calls of autograd of one run: tails that run back at once, the joint backward from their
-cuts, losses that run back whole.
+"""Backward passes of one run: of tails, of all microbatches jointly from the cuts of their tails,
+or of whole losses.
 
 In: losses with their factors. Out: gradients on the parameters; hooks tell the run meanwhile which
 call autograd has come to.
@@ -21,7 +21,7 @@ from memfit.engine.tail import CutEdge, TailAliases, differentiate_tail, hooks_o
 from memfit.engine.work import EngineParts
 
 _NO_BYTES = ("storage of size 0", "data is not allocated yet")
-"""How torch says that it was to read a tensor whose storage was emptied."""
+"""Part of torch's message when it reads a tensor whose storage was freed."""
 
 
 class BackwardPasses:
@@ -49,37 +49,37 @@ class BackwardPasses:
 
     @property
     def has_cuts(self) -> bool:
-        """A tail has left gradients for a joint backward."""
+        """True if a tail has left gradients for a joint backward."""
         return bool(self._cuts)
 
     def is_in_tail(self, call: int) -> bool:
-        """The call belongs to the tail."""
+        """Tells whether the call belongs to the tail."""
         return self.tail is not None and call >= self.tail
 
     def begin_tail(self, microbatch: int) -> None:
-        """What the microbatch makes from here on is the tail, also where its first call is left
-        out.
+        """Marks the beginning of a microbatch's tail: nodes that are made later belong to it, also
+        if its first call is left out.
         """
         self._tail_began.setdefault(microbatch, sequence_number())
 
     def watch_cut(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Outputs of a call before the tail: their hooks wait for the joint backward."""
+        """Withholds the hooks on outputs of a call before the tail until the joint backward."""
         self._hooks_before_tail += [hooks_of(t) for t in outputs if t.grad_fn is not None]
 
     def run_tail(self, microbatch: int, seeds: Seeds) -> None:
-        """The tail of a microbatch runs back to its cut."""
+        """Runs the backward of a microbatch's tail to its cut."""
         began = self._tail_began.get(microbatch, sequence_number())
         with withheld(self._hooks_before_tail), self._absent_weights_told():
             self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self.aliases))
         self.aliases.forget()
 
     def run_joint(self) -> None:
-        """One backward from the cuts of all microbatches."""
+        """Runs one backward from the cuts of all microbatches."""
         cuts, self._cuts = self._cuts, []
         self._run_from(cuts)
 
     def run_whole(self, seeds: Seeds) -> None:
-        """One backward of the sum of these losses."""
+        """Runs one backward of the sum of these losses."""
         if len(seeds.losses) > 1 and self._has_accelerator:
             # All roots must lie in the accelerator's queue. See crossing.py, [Note: one ready
             # queue].
@@ -93,7 +93,9 @@ class BackwardPasses:
             seeds.losses.clear()
 
     def _run_from(self, starts: list[CutEdge]) -> None:
-        """Empties the list: nothing of the graph outlives its backward."""
+        """Runs backward from these starts, and empties the list, so that nothing of the graph
+        outlives its backward.
+        """
         if self._has_accelerator and self._is_new:
             refuse_detours(start.edge.node for start in starts)
         edges, gradients = [start.edge for start in starts], [start.gradient for start in starts]
@@ -103,7 +105,8 @@ class BackwardPasses:
 
     @contextmanager
     def _absent_weights_told(self) -> Iterator[None]:
-        """Says in words what torch says of a storage without bytes. See `engine.side_tensors`,
+        """Context that translates torch's error about a storage without bytes. See
+        `engine.side_tensors`,
         [Note: side tensors].
         """
         try:
@@ -120,7 +123,7 @@ class BackwardPasses:
             ) from error
 
     def forget(self) -> None:
-        """Holds nothing of the graph any more."""
+        """Drops all references to the graph."""
         self._cuts.clear()
         self._hooks_before_tail.clear()
         self.aliases.forget()

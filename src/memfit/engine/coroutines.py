@@ -88,10 +88,10 @@ class Coroutine:
         microbatch: its index.
         call: index of the call at whose entry it is paused; None before the start, and after the
             end.
-        loss: what the user's function returned, once finished.
+        loss: result of the user's function, once finished.
         is_finished: the function has returned.
         position: index of the first call that it has not made yet.
-        notes: what it wrote on modules (see `engine.modules`).
+        notes: attributes that it set on modules (see `engine.modules`).
     """
 
     def __init__(
@@ -118,7 +118,9 @@ class Coroutine:
         self._greenlet.gr_context = contextvars.copy_context()
 
     def take_result(self) -> Any:
-        """What the code returned; given up here, so that nobody else keeps its graph."""
+        """Returns the result of the code, and drops it here, so that this object does not keep its
+        graph.
+        """
         result, self.result = self.result, None
         return result
 
@@ -152,8 +154,8 @@ class Coroutine:
             torch.clear_autocast_cache()
 
     def pause(self, call: int) -> None:
-        """Called inside the coroutine, at the entry of `call`: control goes back to who
-        resumed it.
+        """Pauses; called inside the coroutine at the entry of `call`. Control returns to the caller
+        of `resume`.
         """
         self.call = call
         parent = self._greenlet.parent
@@ -163,7 +165,7 @@ class Coroutine:
 
     @property
     def is_current(self) -> bool:
-        """The caller runs inside this coroutine."""
+        """Tells whether the caller runs inside this coroutine."""
         return greenlet.getcurrent() is self._greenlet
 
     def cancel(self) -> None:

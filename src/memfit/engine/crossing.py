@@ -1,5 +1,5 @@
-"""Losses that leave the accelerator: the processor's part of each microbatch runs back before the
-joint backward.
+"""Losses that leave the accelerator: the processor's part of each microbatch's backward runs before
+the joint backward.
 
 In: a microbatch's loss. Out: the edges at which gradients enter the accelerator, and these
 gradients.

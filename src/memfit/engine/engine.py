@@ -1,8 +1,8 @@
-"""The engine: does what a lowered step says, with the user's model and autograd.
+"""Engine: executes lowered steps with the user's model and autograd.
 
 In: a step, the blocks with their homes, the call sites. Out: gradients and updates, exactly as
-plain PyTorch makes them. What one run is, and who drives it, says `engine.run`; calls outside of
-any step are served.
+plain PyTorch makes them. `engine.run` describes one run. Calls outside of any step get their
+weights on demand.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from memfit.engine.leaves import MicrobatchLeaves, watch_arrivals, watch_last
 from memfit.engine.measured_step import StepRecorder
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.run import StepRun
-from memfit.engine.settling import Settling
 from memfit.engine.side_tensors import SideTensors
 from memfit.engine.sites import OwnWeights, Site, SiteHooks
+from memfit.engine.update_phase import UpdatePhase
 from memfit.engine.visits import Visits
 from memfit.engine.work import EngineParts, EnginePhase, FrameFactory, Outcome, StepInput
 from memfit.homes.gradients import GradientHomes
@@ -47,7 +47,7 @@ class Engine:
         parameter_order: names in the model's order (norms are summed in it).
         device_types: whose autocast state belongs to a coroutine.
         loose: indices of the blocks that code outside of all calls reads.
-        observe: is told of each action when it is done (a backward: when it begins).
+        observe: called with each action when it is done (a backward: when it begins).
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Engine:
         # What the schedule did not foresee; its `append` is shared, because a method of the engine
         # would be a cycle.
         departures: list[str] = []
-        settling = Settling(blocks, gradients, updates, parameter_order, departures.append)
+        update_phase = UpdatePhase(blocks, gradients, updates, parameter_order, departures.append)
         self._parts = EngineParts(
             sites=tuple(sites),
             blocks=tuple(blocks),
             frames=frames,
             gradients=gradients,
-            settling=settling,
-            visits=Visits(blocks, settling.wait, departures.append, settling.wait_for_device),
+            update_phase=update_phase,
+            visits=Visits(blocks, update_phase.wait, departures.append, update_phase.wait_for_device),
             notes=ModuleNotes(model),
             own=OwnWeights(tuple(sites)),
             side_tensors=SideTensors(tuple(sites)),
@@ -99,7 +99,9 @@ class Engine:
         self._looks_away = False
 
     def heed_hooks(self) -> None:
-        """Hooks on gradients were registered since: they run before gradients go home."""
+        """Takes note of hooks on gradients that were registered since: they run before gradients go
+        home.
+        """
         watch_last(self._parts.blocks)
 
     @property
@@ -113,7 +115,7 @@ class Engine:
         return self._ran_at if self._run is None else self._run.at
 
     def run(self, step: Step, work: StepInput) -> Outcome:
-        """Does a step from its first operation to its last.
+        """Runs a step from its first operation to its last.
 
         Raises:
             Whatever the user's code or a transfer raised; the coroutines are ended, and blocks and
@@ -147,8 +149,8 @@ class Engine:
             run.outcome.departures = list(self._parts.departures)
 
     def evaluate(self, step: Step, work: StepInput) -> list[Any]:
-        """Does a forward-only step and gives what the user's function returned, a microbatch
-        each.
+        """Runs a forward-only step and returns the results of the user's function, one for each
+        microbatch.
         """
         results: dict[int, Any] = {}
         plain = work.run
@@ -161,7 +163,7 @@ class Engine:
 
     @contextmanager
     def recording(self, recorder: StepRecorder) -> Iterator[None]:
-        """Within it runs are measured."""
+        """Context in which runs are measured."""
         self._recorder = recorder
         try:
             yield
@@ -170,8 +172,8 @@ class Engine:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """What the model is called for inside is no business of the engine's: a trace, on stand-ins
-        for the weights.
+        """Context in which the engine ignores calls of the model, as of a trace on stand-ins for
+        the weights.
         """
         self._looks_away = True
         try:
@@ -180,13 +182,12 @@ class Engine:
             self._looks_away = False
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         self._hooks.remove()
         while self._arrivals:
             self._arrivals.pop().remove()
 
-    # --- calls
-    # ------------------------------------------------------------------------------------------------------------------
+    # --- calls -----------------------------------------------------------------------------------
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `CallObserver`."""
@@ -200,11 +201,12 @@ class Engine:
 
     @contextmanager
     def recomputing(self, blocks: Sequence[int] = ()) -> Iterator[None]:
-        """A call runs again inside backward: its sites are passed through, nothing pauses.
+        """Context of a call that is recomputed in backward: its sites are ignored, and nothing
+        pauses.
 
         Args:
-            blocks: whose weights it reads. They are away still where a gradient came by a side door
-                of a later call of the segment, before any output's.
+            blocks: blocks whose weights it reads. They may still be away, if a gradient reached a
+                later call of the segment by another tensor before any of its outputs.
         """
         calls = self._calls
         calls.ensure(blocks)

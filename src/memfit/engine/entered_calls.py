@@ -1,7 +1,7 @@
-"""Calls of the user's code as they begin and end: which call of the trace each one is, and what has
-to be there for it.
+"""Calls of the user's code as they begin and end: matches them with calls of the trace, and
+provides their weights.
 
-In: sites that are entered and left. Out: weights that are here, frames that manage what is saved,
+In: sites that are entered and left. Out: weights on the device, frames that manage saved tensors,
 hooks that tell when a call's backward begins.
 """
 
@@ -31,30 +31,32 @@ from memfit.tensors.trees import tensors_in
 
 
 class BackwardObserver(Protocol):
-    """Who is told when autograd comes to a call."""
+    """Protocol of objects that are told when autograd reaches a call."""
 
     def begins(self, serial: int, call: int | None, microbatch: int, site: int) -> None:
-        """The first gradient has reached an output of a call of the run of that serial number.
+        """Notes that the first gradient has reached an output of a call.
 
         Args:
-            serial: of the run.
-            call: its number in the trace; None or below 0: a call that no schedule foresaw.
-            microbatch: -1 for such.
-            site: by index.
+            serial: number of the run.
+            call: its index in the trace; None or below 0 for a call that no schedule foresaw.
+            microbatch: its index; -1 for such a call.
+            site: its index.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Tells an observer of backwards, without keeping it alive: hooks live in autograd's graph."""
+    """Tells an observer of backwards without keeping it alive, since hooks live in autograd's
+    graph.
+    """
 
     observer: weakref.ref[BackwardObserver]
     serial: int
 
     def watch(self, output: Any, call: int | None, microbatch: int, site: int) -> list[torch.Tensor]:
-        """Has autograd tell when the call's backward begins: before the node of any of its outputs
-        runs.
+        """Registers hooks that tell when the call's backward begins: before the node of any of its
+        outputs runs.
 
         Hooks on nodes, not on tensors: a tensor that is changed in place later gets another node,
         and hooks registered on the tensor object would follow it or stay by rules of their own. Of
@@ -87,16 +89,16 @@ class _OpenCall:
     frame: Frame | None
     replaced: Replaced = field(default_factory=list)
     began: int = 0
-    """Of autograd's sequence numbers in this thread."""
+    """Autograd's sequence number in this thread when it began."""
 
 
 class ServedCalls:
-    """Calls outside of any step: weights come when a call begins, and go when it is over and no
-    backward needs them.
+    """Calls outside of any step: weights are fetched when a call begins, and released when it is
+    over and no backward needs them.
 
     Args:
         parts: of the engine.
-        listener: for the backward of what they give.
+        listener: told of the backward of their outputs.
     """
 
     def __init__(self, parts: EngineParts, listener: Listener) -> None:
@@ -139,13 +141,13 @@ class StepCalls:
         frames: of its calls.
         passes: of its backwards.
         leaves: of microbatches, where gradients are added apart; None: they are not.
-        listener: for the backward of what the calls give.
-        recorder: measures what is waited for; None: nobody does.
+        listener: told of the backward of their outputs.
+        recorder: measures waits; None: they are not measured.
 
     Attributes:
         running: the coroutine whose code runs now.
-        recomputing: how many calls are running again inside backward: their sites are passed
-            through, nothing pauses.
+        recomputing: number of calls that are being recomputed in backward: their sites are ignored,
+            and nothing pauses.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class StepCalls:
         self.recomputing = 0
 
     def resume(self, coroutine: Coroutine) -> None:
-        """The microbatch's code goes on, to where it pauses next or to its end."""
+        """Resumes the microbatch's code until it pauses or ends."""
         self.running = coroutine
         replaced = self._leaves.enter(self._parts.loose) if self._leaves is not None else []
         try:
@@ -251,7 +253,7 @@ class StepCalls:
             self._parts.visits.ensure(blocks)
 
     def restore(self) -> None:
-        """After an error: all modules have their own weights."""
+        """Gives all modules their own weights back, after an error."""
         self._passes.aliases.restore_all()
         if self._leaves is not None:
             self._leaves.restore_all()
@@ -261,8 +263,8 @@ class StepCalls:
         return self._leaves.enter(self._parts.sites[site].blocks) if self._leaves is not None else []
 
     def _next_call(self, coroutine: Coroutine, name: str) -> int | None:
-        """Which call of the trace this is: the next one of this site, at or after the microbatch's
-        position.
+        """Returns the call of the trace that this is: the next one of this site, at or after the
+        microbatch's position.
         """
         calls = self._schedule.calls
         return next((call for call in range(coroutine.position, len(calls)) if calls[call].site == name), None)

@@ -1,4 +1,4 @@
-"""Housing: every tensor that outlives a block gets its home, as the plan says.
+"""Placement of every tensor that outlives its block's visit into homes, as the plan says.
 
 In: a plan, the blocks, the optimizer's state layouts, a table of factories of homes
 (`homes.factories`). Out: a `House`: weights moved in, gradient homes, state homes. What is
@@ -45,12 +45,12 @@ class House:
         plan: the decisions.
         blocks: their weights still in ordinary memory.
         states: by block index, without homes yet.
-        factories: makers of homes, by tier; closed with the house.
+        factories: factories of homes, by tier; closed with the house.
         keeps_gradients: gradients can be read after the step.
         keeps_norms: gradients are clipped by their norm.
 
     Attributes:
-        placed: by region, the block and the home that holds its bytes, in whatever tier.
+        placed: by region, the block and the home of its bytes, in any tier.
         step: the number of the last step whose versions are current.
 
     Raises:
@@ -102,7 +102,7 @@ class House:
             raise
 
     def _wanted(self, block: BlockWeights) -> Iterator[HomeRequest]:
-        """All homes that the plan asks for a block. Gradients that rest on the device stay on
+        """Yields requests for all homes of a block. Gradients at home on the device stay on
         `.grad`.
         """
         homes, states, name = self.plan.block(block.name), self.states.get(block.index), block.name
@@ -139,7 +139,7 @@ class House:
         return self._factories[tier]
 
     def _place(self, region: str) -> ByteHome:
-        """Makes the home of a region that the plan asks for."""
+        """Makes the home of a region."""
         block, request = self._requests[region]
         home = self._factory(request.tier).home(request)
         self.placed[region] = block.index, home
@@ -153,13 +153,14 @@ class House:
         """Moves the weights home and makes homes for the states.
 
         Args:
-            bring: gives a parameter that has no bytes here (put aside, or never made) its values;
-                called for one at a time.
-            take_back: see `BlockWeights.move_out`; for the block that a failure met half-way.
+            bring: materializes a parameter without bytes (put aside, or deferred); called for one
+                at a time.
+            take_back: see `BlockWeights.move_out`; for the block in which a failure occurred.
 
         Raises:
-            StoreError: the disk. torch.OutOfMemoryError: the limit. Either way `give_back` makes
-                the model whole again.
+            StoreError: the disk failed.
+            torch.OutOfMemoryError: the limit was hit. After both, `give_back` makes the model
+                complete again.
         """
         # What leaves the device goes first: it makes room for what stays.
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home.traits.is_device):
@@ -190,19 +191,20 @@ class House:
         has_weights: Callable[[str], bool],
         step: int,
     ) -> None:
-        """As `move_in`, with the values that the given store has; those that the parameters have
-        are given up.
+        """Moves in as `move_in` does, with the values of the given store; the parameters' own
+        values are dropped.
 
         Args:
             load: fills a home in memory with the bytes of a region; homes on disk have them.
-            forget: is told of parameters whose own values are not asked for any more.
+            forget: called with parameters whose own values are no longer needed.
             has_weights: the store has the current weights of the block of this name, not only its
                 masters.
-            step: that the values are of.
+            step: number of the step of these values.
 
         Raises:
-            StoreError: the disk. torch.OutOfMemoryError: the limit. Blocks that were reached have
-                the store's values then, the others their own.
+            StoreError: the disk failed.
+            torch.OutOfMemoryError: the limit was hit. After both, blocks that were reached have the
+                store's values, the others their own.
         """
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home.traits.is_device):
             home, masters = self._weight_homes(block)
@@ -224,23 +226,23 @@ class House:
         self.step = step
 
     def begin_versions(self, regions: Iterable[str]) -> None:
-        """What is written from now on to the homes of these regions is a new version."""
+        """Begins a new version of these regions, which later writes belong to."""
         for region in regions:
             self.placed[region][1].begin_version()
 
     def give_back(
         self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
     ) -> None:
-        """Every parameter owns ordinary memory again. May be repeated where a read failed.
+        """Gives every parameter ordinary memory again. May be repeated if a read failed.
 
         Memory: all weights on the device, but for those that are taken back.
 
         Args:
-            as_given: in the dtype in which it came; else masters stay what they are.
+            as_given: returns parameters in the dtype that they had before; else as masters.
             take_back: see `BlockWeights.move_out`.
 
         Raises:
-            StoreError: weights could not be read; the others are back.
+            StoreError: some weights could not be read; the others are restored.
         """
         first: StoreError | None = None
         for block in self.blocks:
@@ -258,7 +260,7 @@ class House:
         return {tier: self._factory(tier).pool() for tier in self._leaving}
 
     def first_commit(self) -> None:
-        """What has been moved in is version 0."""
+        """Declares what has been moved in version 0."""
         for factory in self._factories.values():
             factory.begin()
         self._begin_versions()
@@ -268,11 +270,11 @@ class House:
             home.begin_version()
 
     def commit(self) -> None:
-        """The step's new versions become current, all at once."""
+        """Makes the step's new versions current, all at once."""
         self._publish(self.step + 1)
 
     def keep_changes(self) -> None:
-        """What was written between two steps becomes current. See [Note: what an atomic step
+        """Makes what was written between two steps current. See [Note: what an atomic step
         changes].
         """
         if any(home.is_dirty for _, home in self.placed.values()):
@@ -290,11 +292,11 @@ class House:
         self.step = step
 
     def forget_step(self) -> bool:
-        """A step did not come to its end: what it wrote into spare slots is not a version.
+        """Drops what an unfinished step wrote into spare slots.
 
         Returns:
-            True if its version is the current one all the same: an interrupt came after the instant
-            of the commit.
+            True if its version is current nevertheless, because the interrupt came after the
+            commit.
         """
         self._begin_versions()
         found = (factory.published_since(self.step) for factory in self._factories.values())
@@ -322,11 +324,11 @@ class House:
         return dict(moved[0]), dict(moved[1])
 
     def close(self) -> None:
-        """Ends all transfers and frees all homes; temporary files are deleted. Weights must have
-        moved out before. May be repeated.
+        """Waits for all transfers and frees all homes; temporary files are deleted. Weights must
+        have moved out before. May be repeated.
 
         Raises:
-            StoreError: files could not be removed. Everything else is freed even so.
+            StoreError: files could not be removed. All else is freed nevertheless.
         """
         self.placed.clear()
         with ExitStack() as stack:
@@ -339,8 +341,8 @@ class House:
 def _undo_move(
     block: BlockWeights, home: ByteHome, take_back: Callable[[str, torch.nn.Parameter], bool] | None
 ) -> None:
-    """Brings back the parameters that had left when a move failed half-way; the others have not
-    been touched.
+    """Restores the parameters that had left when a move failed; the others have not been
+    touched.
     """
     if block.home is not None:
         return  # it has moved: `give_back` knows it

@@ -1,4 +1,4 @@
-"""Floating inputs of low-precision modules.
+"""Casts of floating inputs of low-precision modules.
 
 In: a model that computes in another dtype than its batches are of. Out: its own forward, and those
 of its layers, get floating arguments in that dtype.
@@ -24,15 +24,15 @@ from memfit.core.precision import ComputeDtype
 
 
 def cast_dtype(compute: ComputeDtype) -> torch.dtype | None:
-    """Dtype of the weights that compute, where a plan says one: what the model and its layers get
-    is cast to it.
+    """Returns the dtype that inputs of the model and its layers are cast to; None without a compute
+    dtype.
     """
     return None if compute.weight_dtype is None else getattr(torch, compute.weight_dtype)
 
 
 @contextmanager
 def casting_inputs(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
-    """While it lasts, these modules get their floating arguments in `dtype`; None changes
+    """Context in which these modules get their floating arguments in `dtype`; None changes
     nothing.
     """
     cast = None if dtype is None else _Cast(dtype)

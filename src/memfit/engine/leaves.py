@@ -1,4 +1,4 @@
-"""Leaves of a microbatch: each meets a low-precision weight through a leaf of its own.
+"""Leaves of microbatches: each microbatch uses a low-precision weight through a leaf of its own.
 
 In: the model, its blocks and their gradient homes. Out: modules that hold fresh leaves over the
 same storages while a call runs.
@@ -29,7 +29,7 @@ Replaced = list[tuple[Any, Any, torch.nn.Parameter]]
 
 
 class MicrobatchLeaves:
-    """Puts leaves in the places of weights and takes them out again.
+    """Replaces weights by leaves, and puts the weights back.
 
     Memory: none but small objects; a leaf shares its weight's storage.
 
@@ -51,10 +51,10 @@ class MicrobatchLeaves:
                         self._places.setdefault(block_of[id(value)], []).append((container, key, value))
 
     def enter(self, blocks: Iterable[int]) -> Replaced:
-        """Puts leaves in the places of these blocks' weights, which must be here.
+        """Replaces these blocks' weights, which must be on the device, by leaves.
 
         Returns:
-            What stood there, for `leave`.
+            The replaced parameters, for `leave`.
         """
         made: dict[int, torch.nn.Parameter] = {}
         replaced: Replaced = []
@@ -68,19 +68,19 @@ class MicrobatchLeaves:
         return replaced
 
     def leave(self, replaced: Replaced) -> None:
-        """Puts back what stood there before `enter`."""
+        """Puts the replaced parameters back."""
         for container, key, before in reversed(replaced):
             container[key] = before
 
     def restore_all(self) -> None:
-        """After an error: all modules have their own weights."""
+        """Gives all modules their own weights back, after an error."""
         for places in self._places.values():
             self.leave(places)
 
 
 def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> list[Any]:
-    """Has every weight that trains hand its gradient on as soon as it is whole. Returns handles to
-    `remove`.
+    """Registers hooks by which every trainable weight hands its gradient on as soon as it is
+    complete. Returns handles to `remove`.
     """
     reference = weakref.ref(gradients)
     return [
@@ -92,8 +92,8 @@ def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> 
 
 
 def watch_last(blocks: Sequence[BlockWeights]) -> None:
-    """Puts what hands gradients on behind hooks that were registered after it: they may change a
-    gradient, which must be whole when it goes.
+    """Moves the hooks that hand gradients on behind hooks that were registered later, since these
+    may change a gradient.
     """
     for slot in (slot for block in blocks for slot in block.slots):
         with torch._C.DisableTorchFunctionSubclass():  # the weight may be away
@@ -125,8 +125,8 @@ def _leaf_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 class _HandOn:
-    """A leaf's gradient becomes the parameter's, whose hooks (the user's, and `_Arrival`) run as
-    they would without leaves.
+    """Makes a leaf's gradient the parameter's, whose hooks (the user's, and `_Arrival`) run as
+    without leaves.
     """
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:

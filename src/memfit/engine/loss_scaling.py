@@ -1,7 +1,7 @@
 """fp16: the forward under autocast or on fp16 weights, and the scale that keeps small gradients
 above fp16's smallest number.
 
-In: what a step found of its gradients. Out: the scale of the next one. Scale, check and skip are
+In: the check of a step's gradients. Out: the scale of the next step. Scale, check and skip are
 actions of the schedule (`core.schedule`).
 
 [Note: fp16 as GradScaler does it]
@@ -12,7 +12,7 @@ they are finite, and skipped whole if one is not. No update begins before that i
 skipped step changes nothing: neither weights nor states nor step counts, and neither the
 optimizer's hooks nor its schedulers hear of it. Scales are powers of two with torch's factors, so
 that scaling and unscaling round nothing, wherever they are done: unscaling is part of the update's
-pieces. (With a scale that is none, the norm to clip by is off by a rounding: it is taken of scaled
+pieces. (With another scale, the norm to clip by is off by a rounding: it is taken of scaled
 gradients.) With fp16 weights (`ComputeDtype.FLOAT16_WEIGHTS`) there is no autocast: weights are
 rounded from fp32 masters, and the contract is GradScaler over an optimizer of the masters, whose
 gradients are sums in fp32 of the microbatches' fp16 ones. A skipped step changes neither masters
@@ -41,13 +41,13 @@ class LossScaler:
     The rules and defaults of `torch.amp.GradScaler`.
 
     Args:
-        init_scale: of the first step.
+        init_scale: scale of the first step.
         growth_factor: above 1.
         backoff_factor: below 1.
-        growth_interval: steps without an overflow.
+        growth_interval: steps without an overflow before the scale grows.
 
     Attributes:
-        scale: of the next step.
+        scale: scale of the next step.
         skipped: steps that overflowed so far, in this process.
     """
 
@@ -67,19 +67,17 @@ class LossScaler:
         self._before: tuple[float, int, int] | None = None
 
     def begin_step(self) -> None:
-        """From here on an `update` can be forgotten."""
+        """Saves the state, so that an `update` can be undone."""
         self._before = None
 
     def forget_update(self) -> None:
-        """The step did not come to its end: the scale is that of before. Nothing if there was no
-        `update`.
-        """
+        """Undoes the `update` of an unfinished step, if there was one."""
         if self._before is not None:
             self.scale, self.skipped, self._growth_tracker = self._before
             self._before = None
 
     def update(self, *, has_overflowed: bool) -> None:
-        """After a step. Source: `torch._amp_update_scale_`
+        """Adjusts the scale after a step. Source: `torch._amp_update_scale_`
         (aten/src/ATen/native/cuda/AmpKernels.cu): the scale does not grow past fp32's largest
         number.
         """
@@ -96,13 +94,15 @@ class LossScaler:
             self._growth_tracker = 0
 
     def after_a_step(self) -> LossScaler:
-        """Another one, which has had one more step, without an overflow."""
+        """Returns a copy after one more step without an overflow."""
         after = copy(self)
         after.update(has_overflowed=False)
         return after
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.amp.GradScaler.state_dict`: either loads the other's."""
+        """Returns the state in the form of `torch.amp.GradScaler.state_dict`: each loads the
+        other's.
+        """
         return {
             "scale": self.scale,
             "growth_factor": self._growth_factor,
@@ -112,10 +112,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Restores the state of `state_dict`.
 
         Raises:
-            UsageError: something else.
+            UsageError: the state is invalid.
         """
         missing = sorted(set(self.state_dict()) - set(state))
         if missing:
@@ -128,7 +128,7 @@ class LossScaler:
 
 
 def in_half(loss: Loss, device_type: str) -> Loss:
-    """The same loss function, run under autocast to fp16."""
+    """Returns the loss function, run under autocast to fp16."""
 
     @wraps(loss)
     def halved(model: nn.Module, batch: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What a run took, operation by operation: a `Timeline` of the same form as the predicted one.
+"""Measurement of a run, operation by operation: a `Timeline` of the same form as the predicted
+one.
 
 In: operations as they begin and end, seconds that were waited. Out: `Timeline`, measured.
 """
@@ -17,18 +18,18 @@ from memfit.core.tiers import Tier
 from memfit.core.timeline import Moment, Timeline
 
 Traffic = tuple[Mapping[str, int], Mapping[str, int]]
-"""Bytes read and written since some beginning, by purpose."""
+"""Function that returns bytes read and written so far, by purpose."""
 
 
 class ByteMeter(Protocol):
     """Counts bytes of the device."""
 
     def live_bytes(self) -> int:
-        """Bytes that are in use."""
+        """Returns the bytes in use."""
         ...
 
     def take_peak(self) -> int:
-        """Most bytes that were in use since it was asked last."""
+        """Returns the peak bytes in use since the last call."""
         ...
 
 
@@ -42,12 +43,12 @@ class StepRecorder:
     """Measures one run by the host's clock, and by a meter of the device's bytes where there is
     one.
 
-    Work that goes on beside the host (streams, the disk, updates) is in the interval of whoever
+    Work beside the host (streams, the disk, updates) counts in the interval of the operation that
     waits for it. Categories of bytes are not known: `Moment.by_category` stays empty.
 
     Args:
-        meter: None: bytes are 0.
-        traffic: bytes moved so far; None: nobody counts them.
+        meter: of the device; None: bytes are 0.
+        traffic: bytes moved so far; None: they are not counted.
     """
 
     def __init__(self, meter: ByteMeter | None = None, traffic: Callable[[], Traffic] | None = None) -> None:
@@ -62,12 +63,12 @@ class StepRecorder:
             meter.take_peak()
 
     def begin(self, action: Action) -> None:
-        """An operation begins; the one before it is over, if nobody has said so."""
+        """Begins an operation, and ends the one before it if it was not ended."""
         self.end()
         self._open = _Open(str(action), self._now_s())
 
     def end(self) -> None:
-        """The operation that began last is over; nothing if that was said before."""
+        """Ends the operation that began last, if it was not ended."""
         if self._open is None:
             return
         done, self._open = self._open, None
@@ -85,7 +86,7 @@ class StepRecorder:
 
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
-        """Within it the main thread only waits, for work of this kind."""
+        """Context in which the main thread only waits, for work of this kind."""
         before = self._now_s()
         try:
             yield
@@ -93,7 +94,7 @@ class StepRecorder:
             self._stalls_s[kind] = self._stalls_s.get(kind, 0.0) + self._now_s() - before
 
     def timeline(self) -> Timeline:
-        """All operations that have ended."""
+        """Returns the timeline of all operations that have ended."""
         read, written = self._moved()
         timeline = Timeline(
             moments=tuple(self._moments), bytes_read=read, bytes_written=written, stalls_s=dict(self._stalls_s)

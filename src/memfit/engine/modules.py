@@ -1,8 +1,8 @@
-"""What a model writes on its own modules while it runs, kept apart for microbatches that run
-interleaved.
+"""Attributes that a model sets on its own modules while it runs, kept apart for interleaved
+microbatches.
 
-In: a model. Out: `ModuleNotes`, which a coroutine takes with it at a pause and brings back when it
-goes on.
+In: a model. Out: `ModuleNotes`, which takes attributes off at a pause of a coroutine and puts them
+back when it resumes.
 
 [Note: notes on modules]
 Some models keep things on themselves during a forward: outputs that their own hooks capture, a
@@ -32,12 +32,12 @@ Notes = dict[Place, Any]
 
 
 class ModuleNotes:
-    """The notes of one model.
+    """Saved module attributes of one model.
 
     The first run of a schedule looks at every attribute of every module at every pause and learns
     which ones are written; later runs look at those.
 
-    Memory: references to what is noted, shallow copies of noted containers.
+    Memory: references to the attributes, shallow copies of containers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,18 +46,18 @@ class ModuleNotes:
         self._written: set[Place] = set()
 
     def begin_run(self, *, learns: bool) -> None:
-        """Before a schedule runs.
+        """Prepares for a run of a schedule.
 
         Args:
-            learns: look at everything (the first time that these shapes run).
+            learns: look at every attribute (in the first run of these shapes).
         """
         self._places = None if learns else sorted(self._written)
 
     def enter(self, notes: Notes | None) -> Notes:
-        """A microbatch goes on: its notes are put on the modules.
+        """Puts the attributes of a microbatch that resumes on the modules.
 
         Returns:
-            What stood there, for `leave`.
+            The replaced attributes, for `leave`.
         """
         outside = self._take()
         if notes:
@@ -65,10 +65,10 @@ class ModuleNotes:
         return outside
 
     def leave(self, outside: Notes) -> Notes:
-        """A microbatch pauses: what it wrote is taken off.
+        """Takes off the attributes that a microbatch has set, when it pauses.
 
         Returns:
-            Its notes, for the next `enter`.
+            Its attributes, for the next `enter`.
         """
         here = self._take()
         places = here.keys() | outside.keys()
@@ -101,14 +101,14 @@ class ModuleNotes:
 
 
 class _Mode(Enum):
-    """The mode of a module: of all switches the one that belongs to a microbatch."""
+    """Mode of a module (training or evaluation), the only switch that belongs to a microbatch."""
 
     EVALUATION = False
     TRAINING = True
 
 
 def _noted(name: str, value: Any) -> Any:
-    """A container with its content as it is now: (the object, a shallow copy)."""
+    """Returns a container and its present content: (the object, a shallow copy)."""
     if name == _MODE and isinstance(value, bool):
         return _Mode(value)
     if type(value) in _CONTAINERS:
@@ -117,8 +117,8 @@ def _noted(name: str, value: Any) -> Any:
 
 
 def _is_flag(value: Any) -> bool:
-    """A value of no microbatch in particular: a switch, a counter, a function that was put in place
-    once.
+    """Tells whether a value belongs to no microbatch in particular: a switch, a counter, a function
+    that was installed once.
     """
     return (
         value is _ABSENT

@@ -1,7 +1,7 @@
-"""Frames of the calls whose backward is still to come, and which of them autograd is in.
+"""Frames of the calls whose backward is still to come, and of those that autograd is in.
 
-In: frames as calls begin, backwards as they begin. Out: frames that have let go of everything when
-their backward is over.
+In: frames as calls begin, backwards as they begin. Out: frames that are emptied when their backward
+is over.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ class OpenFrames:
         self._current: list[tuple[int, int]] = []
 
     def add(self, call: int, microbatch: int, frame: Frame) -> None:
-        """A call has begun."""
+        """Adds the frame of a call that has begun."""
         self._frames[call, microbatch] = frame
 
     def move(self, action: Offload | Drop | Reload) -> None:
-        """What a call saved leaves or comes back; nothing where it keeps all."""
+        """Offloads, drops or reloads the tensors that a call saved; does nothing if it keeps
+        all.
+        """
         frame = self._frames.get((action.call, action.microbatch))
         if frame is None:
             return
@@ -37,11 +39,11 @@ class OpenFrames:
                 frame.reload()
 
     def reach(self, first: int, last: int, microbatch: int) -> None:
-        """Autograd has come to the backward of these calls."""
+        """Notes that autograd has reached the backward of these calls."""
         self._current = [(call, microbatch) for call in range(first, last + 1)]
 
     def leave(self) -> None:
-        """The backward that ran until now is over: its frames let go of everything."""
+        """Empties the frames of the backward that has ended."""
         for key in self._current:
             frame = self._frames.pop(key, None)
             if frame is not None:
@@ -49,7 +51,8 @@ class OpenFrames:
         self._current = []
 
     def end_pass(self, microbatches: Collection[int]) -> None:
-        """A whole backward is over: nothing of these microbatches can be asked for any more.
+        """Ends a whole backward of these microbatches: none of their saved tensors can be needed
+        any more.
 
         A backward that the schedule passes is not over by that: where calls left the traced order,
         its gradient may still come.
@@ -59,12 +62,12 @@ class OpenFrames:
             self._frames.pop(key).finish()
 
     def finish_all(self) -> None:
-        """After an error."""
+        """Ends all frames, after an error."""
         for frame in self._frames.values():
             frame.finish()
         self.forget()
 
     def forget(self) -> None:
-        """Holds nothing any more."""
+        """Drops all references."""
         self._frames.clear()
         self._current = []

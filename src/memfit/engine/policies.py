@@ -1,6 +1,6 @@
-"""What each call's saved tensors become, as the plan says.
+"""Policies of a plan applied to calls: which frame manages a call's saved tensors.
 
-In: the plan's fate of each call. Out: frames for the engine (see `activations`).
+In: the plan's policy for each call. Out: frames for the engine (see `activations`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from memfit.homes.weights import BlockWeights
 class CallFrames:
     """Makes frames for the calls of one job.
 
-    Memory: one small object a call; what frames hold is what the plan says.
+    Memory: one small object a call; frames hold what the plan says.
 
     Args:
-        plan: the fates.
+        plan: with the policies.
         blocks: their flat buffers stay referenced, whatever the policy.
         pools: make homes of offloaded tensors, by tier.
         device: where compute runs.
@@ -56,15 +56,14 @@ class CallFrames:
         self._engine: weakref.ref[Engine] | None = None
 
     def attach(self, engine: Engine) -> None:
-        """Recomputed calls run with this engine's hooks passing through."""
+        """Lets recomputed calls run while this engine's hooks ignore them."""
         self._engine = weakref.ref(engine)
 
     def begin_step(self, plan: Plan, calls: Sequence[CallProfile], staying: Iterable[torch.Tensor]) -> None:
-        """Before a step.
+        """Prepares for a step.
 
         Args:
-            plan: of the step: the job's, cut into fewer microbatches where the batch has fewer
-                rows.
+            plan: of the step: the job's, with fewer microbatches if the batch has fewer rows.
             calls: as traced for this batch.
             staying: tensors that are there anyway: buffers and the batch.
 
@@ -84,8 +83,8 @@ class CallFrames:
         self._staying = self._weights | {t.untyped_storage()._cdata for t in staying}
 
     def watching(self) -> AbstractContextManager[None]:
-        """What a microbatch's forward runs in: what is not simply kept has to know of changes in
-        place.
+        """Returns the context of a microbatch's forward, which watches for changes in place of
+        tensors that are not simply kept.
         """
         manages = any(not self._plan.call(call.index).saved.policy.keeps_all for call in self._calls)
         return self._writes.watching() if manages else nullcontext()
@@ -93,7 +92,7 @@ class CallFrames:
     def begin(
         self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Frame | None:
-        """The frame of one call; None where everything is kept."""
+        """Returns the frame of one call; None if everything is kept."""
         policy = self._plan.call(call)
         if policy.saved.policy.keeps_all or not torch.is_grad_enabled():
             return None
@@ -126,12 +125,14 @@ class CallFrames:
         return self._sites[key]
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
-        """A weight, a buffer or the batch: there whatever is done about it."""
+        """Tells whether the storage is a weight's, a buffer's or the batch's, which stay in any
+        case.
+        """
         return storage._cdata in self._staying
 
 
 class _RunAgain:
-    """Runs a module with the engine's hooks passing through. Holds the engine weakly: frames live
+    """Runs a module while the engine's hooks ignore it. Holds the engine weakly, since frames live
     in autograd's graph.
     """
 

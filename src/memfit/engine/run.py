@@ -1,4 +1,4 @@
-"""One run of a step: its operations in order, what they wait for, what they do.
+"""Run of a step: executes its operations in order, with their waits.
 
 In: a lowered step, the engine's parts, the user's code. Out: an `Outcome`; departures from the
 list, in words.
@@ -63,22 +63,22 @@ from memfit.engine.work import EngineParts, EnginePhase, Outcome, StepInput
 
 
 class StepRun:
-    """One run. Whoever made it calls `recover` after an error, and `forget` in the end.
+    """One run. Its maker calls `recover` after an error, and `forget` at the end.
 
     Args:
         parts: of the engine.
         step: its operations.
         work: the user's.
-        listener: hears where autograd is.
+        listener: told which call autograd has reached.
         is_new: no run of this step has come to its end yet.
-        observe: is told of each action when it is done (a backward: when it begins).
-        recorder: measures the run; None: nobody does.
+        observe: called with each action when it is done (a backward: when it begins).
+        recorder: measures the run; None: it is not measured.
 
     Attributes:
         at: text of the action that runs now or ran last, for messages.
         phase: what autograd may be doing.
         calls: the user's calls as they come.
-        outcome: so far.
+        outcome: the outcome so far.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class StepRun:
         parts.notes.begin_run(learns=is_new)
 
     def go(self) -> None:
-        """Does all operations.
+        """Executes all operations.
 
         Raises:
             Whatever the user's code or a transfer raised.
         """
         parts = self._parts
-        parts.settling.begin()
+        parts.update_phase.begin()
         if parts.gradients is not None:
             parts.gradients.is_receiving = self._trains
         while self._next < len(self._operations):
@@ -147,8 +147,8 @@ class StepRun:
             parts.notes.enter(self._coroutines[self._schedule.microbatches - 1].notes)
 
     def recover(self) -> None:
-        """After an error: ends coroutines and updates, gives back visits and gradients. The first
-        error is already on its way.
+        """Recovers from an error: ends coroutines and updates, visits and gradients. The first
+        error is already being raised.
         """
         parts = self._parts
         self._gates.shut()
@@ -159,14 +159,14 @@ class StepRun:
                 parts.departures.append(f"while ending microbatch {coroutine.microbatch}: {error!r}")
         self._frames.finish_all()
         self.calls.restore()
-        parts.settling.abandon()
+        parts.update_phase.abandon()
         for block in parts.blocks:
             block.take_back_changes()  # an error is on its way
             block.release()
 
     def forget(self) -> None:
-        """Nothing of the user's is held any more: an error's traceback may hold the run for
-        long.
+        """Drops all references to the user's objects, since an error's traceback may hold the run
+        for long.
         """
         self.phase = EnginePhase.IDLE
         if self._parts.gradients is not None:
@@ -176,8 +176,7 @@ class StepRun:
         self._passes.forget()
         self.calls.running = None
 
-    # --- operations
-    # -------------------------------------------------------------------------------------------------------------
+    # --- operations ------------------------------------------------------------------------------
 
     def _do(self, operation: Operation) -> None:
         action = operation.action
@@ -197,7 +196,7 @@ class StepRun:
                 self._wait((*operation.waits, *operation.after))
                 # An accumulate reads the sum that it adds to, and returns when it has it.
                 with self._stalled("accumulate") if operation.awaited else nullcontext():
-                    self._settle(operation)
+                    self._execute(operation)
         if self._recorder is not None:
             self._recorder.end()
         if self._observe is not None:
@@ -208,8 +207,8 @@ class StepRun:
         if self._recorder is not None:
             self._recorder.begin(operation.action)
 
-    def _settle(self, operation: Operation) -> None:
-        """Weights, saved tensors, gradients and updates."""
+    def _execute(self, operation: Operation) -> None:
+        """Executes an operation on weights, saved tensors, gradients or updates."""
         parts, work, action = self._parts, self._work, operation.action
         match action:
             case Fetch(b):
@@ -221,21 +220,21 @@ class StepRun:
             case Scale() | Unscale() | Check():
                 self._scale(action)
             case Norm():
-                self.outcome.norm = parts.settling.norm(work.max_norm)
+                self.outcome.norm = parts.update_phase.norm(work.max_norm)
             case Update(b):
                 assert operation.update_place is not None
-                parts.settling.update(b, operation.update_place, self._gates.before(operation))
+                parts.update_phase.update(b, operation.update_place, self._gates.before(operation))
             case Decide():
                 assert work.journal is not None
-                if parts.settling.gather():
+                if parts.update_phase.gather():
                     work.journal.decide(self.outcome)
             case Keep(blocks):
-                if not parts.settling.skips:
+                if not parts.update_phase.skips:
                     assert work.journal is not None
                     work.journal.keep(blocks)
                     self._gates.open(operation)
             case Accumulate() | Clear() | Commit():
-                parts.settling.do(action)
+                parts.update_phase.do(action)
             case _:
                 pass  # it only waits
 
@@ -247,14 +246,13 @@ class StepRun:
             case Scale():
                 self._loss_scale = work.scale
             case Unscale():
-                self._parts.settling.unscale(work.scale)
+                self._parts.update_phase.unscale(work.scale)
             case Check():
-                self.outcome.is_skipped = not self._parts.settling.check()
+                self.outcome.is_skipped = not self._parts.update_phase.check()
                 if not self.outcome.is_skipped and work.begin_updates is not None:
                     work.begin_updates()
 
-    # --- waiting, see [Note: who waits]
-    # -----------------------------------------------------------------------------------------
+    # --- waiting, see [Note: who waits] ----------------------------------------------------------
 
     def _wait(self, tokens: Iterable[Token]) -> None:
         for token in tokens:
@@ -273,7 +271,7 @@ class StepRun:
                 assert parts.gradients is not None
                 parts.gradients.wait()
             case "update":
-                parts.settling.wait(_block(token))
+                parts.update_phase.wait(_block(token))
             case "keep":
                 pass  # a gate: the update's own thread waits for it
             case _:
@@ -282,14 +280,13 @@ class StepRun:
                 pass
 
     def _end_compute(self) -> None:
-        """A forward or backward has ended: gradients that left before it have no bytes on the
-        device any more.
+        """Ends a forward or backward: gradients that left before it have no bytes on the device any
+        more.
         """
         owed, self._owed = self._owed, ()
         self._wait(owed)
 
-    # --- forward
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- forward ---------------------------------------------------------------------------------
 
     def _start(self, m: int) -> None:
         work = self._work
@@ -320,8 +317,7 @@ class StepRun:
             self.calls.resume(coroutine)
         self._end_compute()
 
-    # --- backward
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- backward --------------------------------------------------------------------------------
 
     def _seed(self, first: int, last: int) -> None:
         microbatches = range(first, last + 1)
@@ -346,8 +342,8 @@ class StepRun:
             self._run_joint()
 
     def _run_joint(self) -> None:
-        """One backward from the cuts of all microbatches; nothing where no gradient reached a
-        cut.
+        """Runs one backward from the cuts of all microbatches; does nothing if no gradient reached
+        a cut.
         """
         if not self._passes.has_cuts:
             return
@@ -361,7 +357,9 @@ class StepRun:
         self.phase = EnginePhase.FORWARD
 
     def _seeds(self, microbatches: Sequence[int]) -> Seeds:
-        """Losses and factors of microbatches that have run forward; noted in the outcome."""
+        """Returns losses and factors of microbatches that have run forward, and adds them to the
+        outcome.
+        """
         results = [self._coroutines[m].take_result() for m in microbatches]
         given = self._work.shares
         seeds = seed(
@@ -374,11 +372,11 @@ class StepRun:
         self.outcome.shares += [1.0 if share is None else share for share in seeds.shares]
         if self._counts.is_complete:
             self.outcome.shares = [self._counts.share] * len(self.outcome.losses)
-            self._parts.settling.multiply(self._counts.correction)
+            self._parts.update_phase.multiply(self._counts.correction)
         return seeds
 
     def reach(self, call: int, m: int, site: int) -> None:
-        """The first gradient has reached an output of a call: autograd is about to run it backward.
+        """Advances to the backward of a call: the first gradient has reached one of its outputs.
 
         Raises:
             UnsupportedError: the loss differentiates by itself.

@@ -1,7 +1,7 @@
-"""Where backward begins: each microbatch's loss, and what it is multiplied with.
+"""Seeds of backward: each microbatch's loss, and its factor.
 
-In: what the user's function returned. Out: scalar losses and their factors; the result is the
-weighted mean of the whole batch.
+In: results of the user's function. Out: scalar losses and their factors, which make the weighted
+mean of the whole batch.
 
 [Note: counts that come late]
 A loss that returns (sum, count) is divided by the total of the counts, which is known when the last
@@ -33,8 +33,8 @@ class Seeds:
 
     Attributes:
         losses: scalars.
-        shares: of each in the whole batch's loss; None: the loss as it is.
-        factors: the shares as tensors like the losses.
+        shares: weight of each in the whole batch's loss; None: 1.
+        factors: the weights as tensors like the losses.
     """
 
     losses: list[torch.Tensor]
@@ -43,10 +43,10 @@ class Seeds:
 
 
 class Counts:
-    """What the losses of one step count for. See [Note: counts that come late].
+    """Counts of the losses of one step. See [Note: counts that come late].
 
     Args:
-        microbatches: of the step.
+        microbatches: number in the step.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -55,13 +55,13 @@ class Counts:
         self._divisor: float | None = None
 
     def add(self, counts: Sequence[float]) -> float:
-        """Counts of the microbatches that begin backward next.
+        """Adds the counts of the microbatches that begin backward next.
 
         Returns:
-            What their sums begin with.
+            The factor that their sums begin with.
 
         Raises:
-            UsageError: a count that is none; or all are there, and add up to 0.
+            UsageError: a count is invalid, or all are known and add up to 0.
         """
         if not all(0.0 <= count < math.inf for count in counts):
             raise UsageError(f"a loss that returns (sum, count) must count from 0 up; it gave {list(counts)}")
@@ -78,18 +78,18 @@ class Counts:
 
     @property
     def is_complete(self) -> bool:
-        """All microbatches were counted."""
+        """True if all microbatches were counted."""
         return self._missing == 0
 
     @property
     def share(self) -> float:
-        """Of each sum in the mean, when all were counted."""
+        """Weight of each sum in the mean, when all were counted."""
         assert self.is_complete
         return 1.0 / self._total
 
     @property
     def correction(self) -> float:
-        """What gradients are to be multiplied with, when all were counted: 1 where all began
+        """Factor by which gradients must be multiplied, when all were counted: 1 if all began
         backward together.
         """
         assert self.is_complete and self._divisor is not None
@@ -99,16 +99,16 @@ class Counts:
 def seed(
     results: Sequence[Any], shares: Sequence[float] | None, *, counts: Counts, scale: float | None = None
 ) -> Seeds:
-    """Losses and factors of microbatches that have run forward.
+    """Returns losses and factors of microbatches that have run forward.
 
     Args:
         results: scalars, or pairs (sum, count).
-        shares: one a scalar result; None for one microbatch: the loss as it is.
-        counts: of the step; those of these results are added, where they have some.
-        scale: factors are multiplied with it.
+        shares: loss weight of each scalar result; None for one microbatch: 1.
+        counts: of the step; the counts of these results are added, if they have any.
+        scale: factors are multiplied by it.
 
     Raises:
-        UsageError: a loss is no differentiable scalar, or its count is none.
+        UsageError: a loss is not a differentiable scalar, or its count is invalid.
     """
     losses: list[torch.Tensor]
     for result in results:
@@ -147,7 +147,7 @@ def _factor(loss: torch.Tensor, share: float | None, scale: float | None) -> tor
 
 
 def check_result(result: Any) -> None:
-    """Raises `UsageError` where the user's function returned neither a tensor nor (sum, count)."""
+    """Checks that the user's function returned a tensor or (sum, count). Raises `UsageError`."""
     if isinstance(result, torch.Tensor):
         return
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor):
@@ -168,7 +168,7 @@ def check_result(result: Any) -> None:
 
 
 def _not_a_count(value: Any) -> str | None:
-    """What a value is that cannot be a count; None for a count."""
+    """Describes a value that cannot be a count; None if it can."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             return f"a tensor of shape {tuple(value.shape)}"
@@ -185,7 +185,7 @@ def _described(value: Any) -> str:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises `UsageError` where a loss is not one number that can be differentiated."""
+    """Checks that a loss is one number that can be differentiated. Raises `UsageError`."""
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
             f"the loss function must return a tensor of one element (or a pair of sum and count), not {type(loss).__name__}"

@@ -1,5 +1,5 @@
-"""Tensors that a call leaves on its modules beside what it returns: a router's loss, a feature kept
-for later.
+"""Side tensors: tensors that a call leaves on its modules beside its outputs, such as a router's
+loss.
 
 In: sites. Out: those with a gradient that the call has just made.
 
@@ -25,7 +25,7 @@ _TORCH_OWN = frozenset(vars(torch.nn.Module()))
 
 
 class SideTensors:
-    """What each site's modules keep on themselves.
+    """Tensors that each site's modules hold as attributes.
 
     Args:
         sites: all.

@@ -1,4 +1,4 @@
-"""Call sites: where the user's model meets the engine.
+"""Call sites: hooks by which the user's model calls the engine.
 
 In: modules whose calls are the units of a schedule. Out: `enter` and `leave` calls on the engine,
 and nothing else: the hooks know nothing of plans, and hold the engine by a weak reference only, so
@@ -32,20 +32,20 @@ class Site:
 
 
 class CallObserver(Protocol):
-    """Who is told of calls."""
+    """Protocol of objects that are told of calls."""
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The site's module is about to run."""
+        """Called when the site's module is about to run."""
         ...
 
     def leave(self, site: int, output: Any) -> None:
-        """The site's module has run, or raised (then `output` is None)."""
+        """Called when the site's module has run, or raised (then `output` is None)."""
         ...
 
 
 class OwnWeights:
-    """The parameters of each site's modules, for telling calls that run with others in their places
-    (`torch.func.functional_call`).
+    """Parameters of each site's modules, by which calls with other tensors in their places
+    (`torch.func.functional_call`) are recognized.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -60,7 +60,7 @@ class OwnWeights:
         ]
 
     def are_here(self, site: int) -> bool:
-        """The site's modules have their own parameters."""
+        """Tells whether the site's modules have their own parameters."""
         for place, key, parameter in self._places[site]:
             found = place.get(key)
             # Weights of loose blocks have leaves in their places while microbatches take turns.
@@ -97,7 +97,7 @@ class SiteHooks:
             )
 
     def remove(self) -> None:
-        """The modules are as before."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -107,7 +107,9 @@ class SiteHooks:
 
 
 class _CompiledCall:
-    """What `module.compile()` made, between `enter` and `leave`. See [Note: compiled calls]."""
+    """Call of a module compiled by `module.compile()`, between `enter` and `leave`. See [Note:
+    compiled calls].
+    """
 
     def __init__(self, compiled: Any, observer: weakref.ref[CallObserver], site: int, module: torch.nn.Module) -> None:
         self._compiled = compiled
@@ -170,7 +172,7 @@ def _idle_leave(site: int) -> _Leave:
 
 
 class _Nothing:
-    """Something that can be referred to weakly and is gone at once."""
+    """Target of a weak reference that is dead at once."""
 
 
 _dead: Any = weakref.ref(_Nothing())

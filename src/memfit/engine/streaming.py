@@ -1,5 +1,5 @@
-"""Forward passes outside of a step: weights come when a module is called and go when it has run,
-the next ones on their way meanwhile.
+"""Streaming of weights outside of a step: they are fetched when a module is called and released
+when it has run, while the next ones are prefetched.
 
 In: call sites and their blocks. Out: hooks that fetch, wait and release; nothing is planned and
 nothing is saved for backward.
@@ -43,10 +43,10 @@ class WeightStream:
         sites: the call sites; hooks are on them until `close`.
         blocks: by the sites' block indices, moved in.
         caches: of keys and values; they are found among the sites' arguments.
-        observe: is called between two visits (to let an interrupt through, say).
+        observe: called between two visits (to deliver an interrupt, for example).
 
     Attributes:
-        at: which module runs or ran last, for messages.
+        at: name of the module that runs or ran last, for messages.
     """
 
     def __init__(
@@ -112,17 +112,18 @@ class WeightStream:
     def together(
         self, requests: Sequence[Callable[[], Any]], *, device_types: tuple[str, ...], modules: ModuleNotes
     ) -> list[Any]:
-        """Runs functions that call the model, all through one site before any is at the next; see
+        """Runs functions that call the model, so that all pass one site before any enters the next;
+        see
         [Note: requests together].
 
         Args:
             requests: each without arguments. With more than one, the m-th draws its random numbers
                 as `microbatch_streams` has it.
-            device_types: of the thread's switches that each has for itself.
+            device_types: devices whose thread state each request has for itself.
             modules: of the model.
 
         Returns:
-            What they return, in their order. Whatever one raises ends all.
+            Their results, in order. An error of one ends all.
         """
         modules.begin_run(learns=True)
         streams = draw_streams(len(requests)) if requests else []
@@ -154,7 +155,7 @@ class WeightStream:
             self._running = None
 
     def close(self) -> None:
-        """Takes the hooks off and ends all visits."""
+        """Removes the hooks and ends all visits."""
         self._hooks.remove()
         self._open.clear()
         if self._caches is not None:

@@ -1,5 +1,5 @@
-"""The tail of a split batch: one microbatch's loss runs back to the layers at once, the layers wait
-for all.
+"""Tail of a split batch: the backward of each microbatch's loss runs down to the layers at once;
+that of the layers waits for all microbatches.
 
 In: a microbatch's loss and the moment at which its tail began. Out: the gradient at every edge that
 leads out of the tail.
@@ -37,19 +37,19 @@ from memfit.core.errors import UnsupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class CutEdge:
-    """An edge out of the tail and the gradient that flows through it."""
+    """An edge out of the tail, with its gradient."""
 
     edge: GradientEdge
     gradient: torch.Tensor
 
 
 def sequence_number() -> int:
-    """The number that the next autograd node of this thread will carry."""
+    """Returns the sequence number of the next autograd node of this thread."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def hooks_of(output: torch.Tensor) -> dict[int, Any]:
-    """The hooks that somebody registers on a tensor, now or later.
+    """Returns the dictionary of hooks on a tensor, to which later ones are added.
 
     As `Tensor.register_hook` makes the dictionary, without a hook: whoever holds it holds neither
     the tensor nor its graph.
@@ -63,8 +63,8 @@ def hooks_of(output: torch.Tensor) -> dict[int, Any]:
 
 @contextmanager
 def withheld(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
-    """While the tail runs back, no hooks run on the tensors at its cut: asking for a gradient runs
-    them, and so does the joint backward that starts there.
+    """Context of a tail's backward in which no hooks run on the tensors at its cut: asking for a
+    gradient would run them, and the joint backward that starts there runs them again.
     """
     kept = [(own, dict(own)) for own in hooks if own]
     for own, _ in kept:
@@ -99,7 +99,7 @@ class TailAliases:
         self._alive: list[torch.nn.Parameter] = []
 
     def enter(self, module: torch.nn.Module) -> None:
-        """The module is about to run: it gets aliases."""
+        """Gives aliases to a module that is about to run."""
         made: dict[int, torch.nn.Parameter] = {}
         for part, name, parameter in self._places[id(module)]:
             alias = made.get(id(parameter))
@@ -110,21 +110,21 @@ class TailAliases:
             part._parameters[name] = alias
 
     def leave(self, module: torch.nn.Module) -> None:
-        """The module has run: it has its own weights again."""
+        """Gives a module that has run its own weights back."""
         for part, name, parameter in self._places.get(id(module), ()):
             part._parameters[name] = parameter
 
     def original(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The weight that a leaf stands for."""
+        """Returns the weight that a leaf stands for."""
         return self._original.get(id(leaf), leaf)
 
     def forget(self) -> None:
-        """A microbatch's tail is over."""
+        """Ends a microbatch's tail."""
         self._original.clear()
         self._alive.clear()
 
     def restore_all(self) -> None:
-        """After an error: all modules have their own weights."""
+        """Gives all modules their own weights back, after an error."""
         for places in self._places.values():
             for part, name, parameter in places:
                 part._parameters[name] = parameter
@@ -141,7 +141,7 @@ def differentiate_tail(
 
     Args:
         loss: 0-d tensor of this microbatch.
-        share: what the loss is multiplied with before it is differentiated (0-d), or None for 1.
+        share: loss weight (0-d), or None for 1.
         began_at: `sequence_number()` when the tail began: older nodes are outside.
         aliases: of the weights that the tail shares with the layers.
 
@@ -204,10 +204,10 @@ def _cut(loss: torch.Tensor, began_at: int) -> _Cut:
 
 
 def _is_nested(cut: _Cut) -> bool:
-    """A cut edge is reached again beyond another one: asking autograd for both gradients would run
-    the layers between them.
+    """Tells whether a cut edge is reached again beyond another one, so that asking autograd for
+    both gradients would run the layers between them.
 
-    So it is where the loss reads something of a layer in the middle, such as router logits.
+    That happens if the loss reads an output of a layer in the middle, such as router logits.
     """
     nodes = {node for node, _ in cut.edges}
     if len(nodes) < 2:
@@ -216,8 +216,8 @@ def _is_nested(cut: _Cut) -> bool:
 
 
 def _beyond(nodes: Iterable[Any]) -> Iterator[Any]:
-    """All nodes that are reached from these (themselves excluded, unless they are reached from
-    another).
+    """Returns all nodes that are reached from these (themselves excluded, unless they are reached
+    from another).
     """
     seen: set[Any] = set()
     pending = [following for node in nodes for following, _ in node.next_functions]
@@ -233,8 +233,8 @@ def _beyond(nodes: Iterable[Any]) -> Iterator[Any]:
 def _differentiate_nested(
     loss: torch.Tensor, outputs: list[torch.Tensor] | None, cut: _Cut, leaf_edges: list[GradientEdge]
 ) -> tuple[dict[tuple[Any, int], Any], Sequence[torch.Tensor | None]]:
-    """Stops one node earlier: autograd brings the gradients to the tail's last nodes, which are
-    then run by hand.
+    """Differentiates a tail with nested cut edges: autograd stops one node earlier, and the tail's
+    last nodes are run by hand.
 
     Memory: what the tail saved lives until the end of it (autograd must not free what the last
     nodes still need).
@@ -267,8 +267,8 @@ def _differentiate_nested(
 
 
 def _check_leaves(cut: _Cut, aliases: TailAliases) -> None:
-    """No leaf of the tail may be reached from beyond the cut: autograd would run the layers now, on
-    its way there.
+    """Checks that no leaf of the tail is reached from beyond the cut: autograd would run the layers
+    on its way there.
     """
     wanted = {node for node in cut.leaves if aliases.original(node.variable) is node.variable}
     if not wanted:

@@ -1,7 +1,8 @@
-"""Gates of a journal's turns: the updates of a turn change nothing before the turn before it is
-kept.
+"""Gates of a journal's turns: the updates of a turn change nothing before the previous turn is
+committed.
 
-In: updates and keeps as a run comes to them. Out: what an update waits for, in its own thread.
+In: updates and keeps as a run reaches them. Out: handles that updates wait for, in their own
+thread.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ class TurnGates:
         self._gates: dict[Token, Gate] = {}
 
     def before(self, update: Operation) -> TransferHandle:
-        """What an update waits for: a keep that the list has behind it."""
+        """Returns the handle that an update waits for: of the keep of the previous turn, if the
+        list has it later than the update.
+        """
         turn = next((token for token in update.after if token.kind == "keep"), None)
         return DONE if turn is None else self._gates.setdefault(turn, Gate())
 
     def open(self, keep: Operation) -> None:
-        """A turn is kept."""
+        """Opens the gate of a turn that was committed."""
         if keep.gives is not None and keep.gives in self._gates:
             self._gates[keep.gives].open()
 
     def shut(self) -> None:
-        """After an error: whoever waits gives up. Before updates are waited for, which would wait
-        for these.
+        """Ends all waits with an error. Must come before updates are waited for, which would wait
+        for these gates.
         """
         for gate in self._gates.values():
             gate.shut(StoreError("the step was given up before this block's turn"))

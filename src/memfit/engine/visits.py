@@ -1,8 +1,8 @@
-"""Weights that come and go while a schedule runs: as it says, and on demand where the model does
-what its trace did not foresee.
+"""Visits of weights while a schedule runs: as it says, and on demand if the model does what its
+trace did not foresee.
 
-In: the blocks, the sites, when their updates are through. Out: weights that are there when code
-reads them.
+In: the blocks, and waits for their updates. Out: weights that are on the device when code reads
+them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ class Visits:
 
     Args:
         blocks: by the schedule's block index.
-        settle: returns when a block's update is through, if one is under way.
-        settle_here: the same of an update that works on the block's device bytes; one on the host
-            goes on.
-        depart: is told what the schedule did not foresee.
+        wait_for_update: waits for a block's update, if one is under way.
+        wait_on_device: the same for an update that works on the block's device bytes, and not for
+            one on the host.
+        depart: called with a description of what the schedule did not foresee.
     """
 
     def __init__(
         self,
         blocks: Sequence[BlockWeights],
-        settle: Callable[[int], None],
+        wait_for_update: Callable[[int], None],
         depart: Callable[[str], None],
-        settle_here: Callable[[int], None] | None = None,
+        wait_on_device: Callable[[int], None] | None = None,
     ) -> None:
         self._blocks = tuple(blocks)
-        self._settle = settle
-        self._settle_here = settle if settle_here is None else settle_here
+        self._wait_for_update = wait_for_update
+        self._wait_on_device = wait_for_update if wait_on_device is None else wait_on_device
         self._depart = depart
         self._on_demand: set[int] = set()
         self._versions: dict[int, tuple[int, ...]] = {}
 
     def fetch(self, b: int) -> None:
         """Begins a visit that the schedule asks for."""
-        self._settle(b)
+        self._wait_for_update(b)
         self._begin(b)
         self._on_demand.discard(b)
 
@@ -52,7 +52,7 @@ class Visits:
             UnsupportedError: the model's own code has changed a weight meanwhile, which would be
                 lost.
         """
-        self._settle_here(b)
+        self._wait_on_device(b)
         block = self._blocks[b]
         check_untouched([block])
         before = self._versions.pop(b, None)
@@ -71,15 +71,15 @@ class Visits:
         block.fetch()
 
     def ensure(self, blocks: Sequence[int], *, is_foreseen: bool = False) -> None:
-        """The blocks' weights are here when this returns; those that had to be fetched now are
-        counted, unless that was to be expected.
+        """Makes sure that the blocks' weights are here. Those that had to be fetched now are
+        counted as departures, unless that was foreseen.
         """
         for b in blocks:
             block = self._blocks[b]
             if not block.is_here:
                 if not is_foreseen:
                     self._depart(f"block {block.name!r} was needed where the schedule had not fetched it")
-                self._settle(b)
+                self._wait_for_update(b)
                 self._begin(b)
                 self._on_demand.add(b)
             block.wait()

@@ -1,4 +1,4 @@
-"""What a run of a step is given, what it gives back, and the parts that it works on.
+"""Data of a run of a step: its input, its outcome, and the parts of the engine that it uses.
 
 In: the job's, once. Out: data for `engine.engine` and `engine.run`.
 """
@@ -16,9 +16,9 @@ import torch
 from memfit.activations import Frame
 from memfit.engine.leaves import MicrobatchLeaves
 from memfit.engine.modules import ModuleNotes
-from memfit.engine.settling import Settling
 from memfit.engine.side_tensors import SideTensors
 from memfit.engine.sites import OwnWeights, Site
+from memfit.engine.update_phase import UpdatePhase
 from memfit.engine.visits import Visits
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.weights import BlockWeights
@@ -26,7 +26,7 @@ from memfit.tensors.random_streams import RandomStream
 
 
 class EnginePhase(Enum):
-    """What autograd may be doing now."""
+    """Phase of a run: what autograd may be doing."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -36,11 +36,11 @@ class EnginePhase(Enum):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run of a step gave.
+    """Outcome of a run of a step.
 
     Attributes:
         losses: one a microbatch, detached, as the user's function returned them (mean or sum).
-        shares: what each was multiplied with.
+        shares: loss weight of each.
         norm: global gradient norm, if it was asked for.
         is_skipped: a gradient was infinite or NaN in a step that scales its losses: nothing was
             updated.
@@ -55,14 +55,18 @@ class Outcome:
 
 
 class TurnKeeper(Protocol):
-    """What makes a step durable before it is made; see `job.journaling`."""
+    """Protocol of a journal, which makes a step durable before its updates; see
+    `job.journaling`.
+    """
 
     def decide(self, outcome: Outcome) -> None:
-        """All gradients are at home: the step is made from here on, by this process or the next."""
+        """Decides the step: all gradients are at home, and its updates will be made by this process
+        or the next.
+        """
         ...
 
     def keep(self, blocks: Sequence[int]) -> None:
-        """The blocks' updates are through: their new versions are committed."""
+        """Commits new versions of blocks whose updates are done."""
         ...
 
 
@@ -72,11 +76,10 @@ class StepInput:
 
     Attributes:
         run: computes microbatch m's loss (in training) or output (forward only).
-        shares: what each microbatch's loss is multiplied with; None for one microbatch: the loss as
-            it is.
+        shares: loss weight of each microbatch; None for one microbatch: 1.
         streams: random streams, None entries for the user's own.
         max_norm: clip gradients to this global norm.
-        scale: losses are multiplied with it, gradients divided by it.
+        scale: losses are multiplied by it, gradients divided by it.
         begin_updates: called when it is known that the updates will be made, in a step that scales
             its losses.
         journal: decides the step and commits its blocks, where the step says so.
@@ -97,24 +100,24 @@ class FrameFactory(Protocol):
     def begin(
         self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Frame | None:
-        """The frame of one call, or None where everything is kept."""
+        """Returns the frame of one call, or None if everything is kept."""
         ...
 
     def watching(self) -> AbstractContextManager[None]:
-        """What a microbatch's forward runs in."""
+        """Returns the context of a microbatch's forward."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What all runs of one engine work on.
+    """Parts of an engine that all its runs use.
 
     Attributes:
         sites: all call sites.
         blocks: by the schedule's block index.
         frames: makes the frames of calls.
         gradients: their homes; None for an engine that only runs forward.
-        settling: gradients and updates.
+        update_phase: gradients and updates.
         visits: weights that come and go.
         notes: what modules keep, microbatch by microbatch.
         own: the sites' own weights.
@@ -129,7 +132,7 @@ class EngineParts:
     blocks: tuple[BlockWeights, ...]
     frames: FrameFactory
     gradients: GradientHomes | None
-    settling: Settling
+    update_phase: UpdatePhase
     visits: Visits
     notes: ModuleNotes
     own: OwnWeights
@@ -141,5 +144,5 @@ class EngineParts:
 
     @property
     def has_accelerator(self) -> bool:
-        """Work is done on an accelerator."""
+        """True if the device is an accelerator."""
         return len(self.device_types) > 1

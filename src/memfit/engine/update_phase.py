@@ -1,4 +1,4 @@
-"""Gradients become weights: what a schedule says about gradients and updates, block by block.
+"""Gradients and updates of a step: accumulates, checks, norms, updates, and the waits for them.
 
 In: the blocks, their gradients, the optimizer's worker. Out: gradients at home, weights updated.
 """
@@ -18,7 +18,7 @@ from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights
 
 
-class Settling:
+class UpdatePhase:
     """Gradients and updates of one engine.
 
     Args:
@@ -26,10 +26,10 @@ class Settling:
         gradients: their homes; None for an engine that only runs forward.
         updates: the worker; None likewise.
         parameter_order: names in the model's order (norms are summed in it).
-        depart: is told what the schedule did not foresee.
+        depart: called with a description of what the schedule did not foresee.
 
     Attributes:
-        skips: a gradient was found infinite or NaN: updates do nothing.
+        skips: a gradient is infinite or NaN, so that updates do nothing.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Settling:
         self.skips = False
 
     def begin(self) -> None:
-        """A run begins: nothing is skipped."""
+        """Begins a run: nothing is skipped."""
         self.skips = False
 
     def do(self, action: Accumulate | Clear | Commit) -> None:
-        """One action."""
+        """Executes an accumulate, a clear or a commit."""
         assert self._gradients is not None
         match action:
             case Accumulate(b):
@@ -69,7 +69,9 @@ class Settling:
                     self.wait(b)
 
     def update(self, b: int, place: UpdatePlace = UpdatePlace.BESIDE, after: TransferHandle = DONE) -> None:
-        """The update of a block begins; at once, it is through when this returns."""
+        """Begins the update of a block; with `UpdatePlace.AT_ONCE` it is done when this
+        returns.
+        """
         assert self._gradients is not None and self._updates is not None
         block = self._blocks[b]
         self._accumulate_late([block])
@@ -84,8 +86,8 @@ class Settling:
         )
 
     def gather(self) -> bool:
-        """All gradients of the pass are at home, and no visit is under way; False if this step's
-        updates do nothing.
+        """Waits until all gradients are at home and no visit is under way. Returns False if this
+        step's updates do nothing.
         """
         assert self._gradients is not None
         self._accumulate_late(self._blocks)
@@ -95,34 +97,34 @@ class Settling:
         return not self.skips
 
     def wait(self, b: int) -> None:
-        """Returns when the block's update is through, if one is under way."""
+        """Waits for the block's update, if one is under way."""
         handle = self._updating.pop(b, None)
         if handle is not None:
             handle.wait()
 
     def wait_for_device(self, b: int) -> None:
-        """Returns when the block's update is through with what the block has on the device: at once
-        for one on the host, which works at the homes.
+        """Waits until the block's update no longer uses what the block has on the device: not at
+        all for one on the host, which works at the homes.
         """
         if not self._blocks[b].updates_on_host:
             self.wait(b)
 
     def multiply(self, factor: float) -> None:
-        """Gradients count as multiplied with this. See `engine.seeding`, [Note: counts that come
-        late].
+        """Multiplies gradients by a factor from now on. See `engine.seeding`, [Note: counts that
+        come late].
         """
         assert self._gradients is not None
         if factor != 1.0:
             self._gradients.scaling.multiply(factor)
 
     def unscale(self, scale: float) -> None:
-        """Gradients count as divided by the loss scale."""
+        """Divides gradients by the loss scale from now on."""
         assert self._gradients is not None
         self._gradients.scaling.unscale(scale)
 
     def check(self) -> bool:
-        """Whether all gradients of what is updated are finite; if not, updates do nothing until the
-        next run.
+        """Checks that all gradients of what is updated are finite. If not, returns False, and
+        updates do nothing until the next run.
         """
         assert self._gradients is not None and self._updates is not None
         self._accumulate_late(self._blocks)
@@ -130,7 +132,9 @@ class Settling:
         return not self.skips
 
     def norm(self, max_norm: float | None) -> torch.Tensor:
-        """The global norm of all gradients; with a most, updates clip to it from now on."""
+        """Returns the global norm of all gradients. With `max_norm`, updates clip to it from now
+        on.
+        """
         assert self._gradients is not None
         self._accumulate_late(self._blocks)
         norm = self._gradients.norm(self._parameter_order)
@@ -139,8 +143,8 @@ class Settling:
         return norm
 
     def abandon(self) -> None:
-        """After an error: ends the updates that are under way and gives up the gradients on the
-        device. Errors of updates are reported.
+        """Ends the updates under way and frees the gradients on the device, after an error. Errors
+        of updates are reported.
         """
         updating, self._updating = self._updating, {}
         try:
@@ -151,11 +155,11 @@ class Settling:
             self._gradients.here.drop(self._blocks)
 
     def _accumulate_late(self, blocks: Iterable[BlockWeights]) -> None:
-        """Takes gradients that came behind their block's own accumulate, by a further one: a step
-        that left the traced order.
+        """Accumulates gradients that came after their block's accumulate, in a step that left the
+        traced order.
 
-        Gradients go home by accumulates and by nothing else. Whoever shares a home must hear of
-        each: those of the schedule are known to all, and these are told of as departures.
+        Gradients move home by accumulates only. Processes that share a home must know of each:
+        those of the schedule are known to all, and these are reported as departures.
         """
         assert self._gradients is not None
         for block in blocks:
@@ -164,8 +168,8 @@ class Settling:
                 self.do(Accumulate(block.index))
 
     def _update_late(self) -> None:
-        """Gradients that arrived where the schedule had passed their block's update: a step that
-        left the traced order.
+        """Updates blocks whose gradients came after their update, in a step that left the traced
+        order.
         """
         assert self._gradients is not None and self._updates is not None
         for block in self._blocks:
