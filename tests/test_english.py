@@ -133,6 +133,16 @@ def settle_it(value):
 
 HAZARDOUS = (
     "activations/offload.py",
+    "allocator/binding.py",
+    "homes/disk.py",
+    "homes/gradients.py",
+    "homes/home.py",
+    "homes/memory.py",
+    "homes/offloaded.py",
+    "homes/pinned_ring.py",
+    "homes/staging.py",
+    "homes/update_pieces.py",
+    "homes/updates.py",
     "store/channel.py",
     "store/disk_transfer.py",
     "store/io.py",

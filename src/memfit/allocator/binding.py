@@ -114,6 +114,8 @@ class Allocator:
         meanwhile is counted with it.
         """
         self._library.memfit_watch(_LEDGERS["device"])
+        # Between the two calls other threads' allocations count too: nothing else may run that
+        # should not be in the figure.
         result = run()
         # Before the result goes: what the operation freed inside itself lies between the two
         # figures.
@@ -179,6 +181,8 @@ class Allocator:
         try:
             yield
         finally:
+            # Also after an error: the thread's later allocations would be counted in another ledger
+            # for ever.
             self._library.memfit_set_ledger(before)
 
 
@@ -209,6 +213,7 @@ def install() -> Allocator:
     with _lock:
         if _installed is None:
             library = load_library()
+            # For good: memory that it gave is freed by it, so that it can never be taken out again.
             if library.memfit_install() != 0:
                 raise TierUnavailableError(
                     "another library holds torch's CPU allocator with a higher priority; import memfit without it"
@@ -235,6 +240,7 @@ def shortfall_bytes(error: BaseException) -> int | None:
     found = re.search(r"requested (\d+) bytes, live \d+ bytes, mapped (\d+) bytes, limit (\d+) bytes", str(error))
     if found is None:
         return None
+    # By the text: torch passes on the words of an error in C++, and nothing else.
     requested, mapped, limit = map(int, found.groups())
     return requested + mapped - limit
 

@@ -79,6 +79,7 @@ class DiskHome(ByteHome):
         if nbytes == 0:
             return DONE
         if into.device.type == "cpu":
+            # A transfer in the staging may still be about to write these bytes of the file.
             self._join(offset, offset + nbytes)
             return self._region.read(offset, nbytes, memory_of_storage(into, into_offset, nbytes))
         region, staging = self._region, self._staging
@@ -110,6 +111,7 @@ class DiskHome(ByteHome):
         is_first_filling = region.step is None
         slot: Literal["spare", "current"] = "spare" if self.has_versions and not is_first_filling else "current"
         if slot == "spare":
+            # Noted when it is asked for: `complete` copies all else from the version before.
             self._written.append((offset, region.end_of_write(end, pads=pads) - offset))
         staging = self._staging
         if staging is None and source.device.type != "cpu":
@@ -137,6 +139,8 @@ class DiskHome(ByteHome):
         # A write that pads reaches to the end of its page.
         start, end = offset, round_up(offset + nbytes, ALIGNMENT_BYTES)
         with self._lock:
+            # Under the lock from here to the append: two threads that ask for the same bytes must
+            # be put in one order, and the staging's queue in the same.
             while self._pending and self._pending[0][-1].has_ended:
                 self._pending.popleft()
             staged = begin(
@@ -172,6 +176,7 @@ class DiskHome(ByteHome):
             while position < stop:
                 count = min(stop - position, buffer.nbytes())
                 memory = memory_of_storage(buffer, 0, count)
+                # Waited for one by one: the one buffer is read into and written from in turn.
                 self._region.read(position, count, memory).wait()
                 self._region.write(position, count, memory, slot="spare").wait()
                 position += count

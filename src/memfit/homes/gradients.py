@@ -115,6 +115,7 @@ class GradientHomes:
             scale: `scaling.value` in that step, or None.
         """
         self.begin_step()
+        # What lies at home was made durable before the crash; nothing on the device belongs to it.
         self._held.update(names)
         self.scaling.value = None if scale is None else torch.tensor(scale)
 
@@ -129,22 +130,31 @@ class GradientHomes:
         home = self._homes.get(block.index)
         if home is None:
             return
+        # One block's writes are under way at most: what they read, the block's gradients, is freed
+        # when they are done.
         self.wait()
         handles: list[TransferHandle] = []
         for slot in block.slots:
             gradient = self.here.of(slot)
             if gradient is None:
                 continue
+            # Off the leaf before anything is added: a gradient that comes now belongs to the next
+            # accumulate.
             self.here.give_up(slot)
             # Before it is added to the sum: the sum at home is one of sums over all who share it.
             gradient = home.reduce(dense_gradient(gradient, slot))
             if slot.name in self._held:
                 gradient = gradient.to(slot.master_dtype)
+                # Stops the main thread: the sum is read, and both are added here
+                # (`Operation.awaited`).
                 _add_home(gradient, home, slot)
             if self._keeps_norms:
+                # Of the sum, and before it leaves: each accumulate writes over the norm of the one
+                # before.
                 self._norms[slot.name] = torch.linalg.vector_norm(gradient)
             if self._keeps_peaks and gradient.numel():
                 self._peaks[slot.name] = torch.linalg.vector_norm(gradient, math.inf)
+            # The handles keep what they read alive: the loop lets go of the gradient.
             handles += begin_write_masters(home, slot, gradient)
             self._held.add(slot.name)
         self._leaving = TransferGroup(handles)
@@ -152,6 +162,8 @@ class GradientHomes:
     def wait(self) -> None:
         """Waits until every gradient that left is home."""
         if self._leaving is not None:
+            # Taken off before the wait: where that raises, the next wait must not raise the same
+            # again.
             leaving, self._leaving = self._leaving, None
             leaving.wait()
 
@@ -204,6 +216,7 @@ class GradientHomes:
         offset = slot.master_offset_bytes + first * size
         if (resting := home.memory_at(device)) is not None:
             return GradientPiece(slot, typed_view(resting, offset, slot.master_dtype, (count,)))
+        # Nobody else holds it: the piece does, until it was updated.
         own = torch.empty(count, dtype=slot.master_dtype, device=device)
         return GradientPiece(slot, own, home.read(offset, count * size, own.untyped_storage()))
 
@@ -214,6 +227,7 @@ class GradientHomes:
         """
         slot = piece.slot
         if piece.ready is not None:
+            # In the worker's thread, on its current stream: kernels of the update see the bytes.
             piece.ready.wait()
         if self.scaling.value is None:
             return piece.values.to(slot.master_dtype)
@@ -257,5 +271,6 @@ def _add_home(gradient: torch.Tensor, home: ByteHome, slot: ParameterSlot) -> No
         piece = flat[start : start + PIECE_ELEMENTS]
         staged = torch.empty_like(piece)
         offset = slot.master_offset_bytes + start * size
+        # Waited for piece by piece: one piece of 2 MiB is staged, never a whole gradient.
         home.read(offset, piece.numel() * size, staged.untyped_storage()).wait()
         piece.add_(staged)

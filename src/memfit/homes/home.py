@@ -60,11 +60,13 @@ class TransferGroup(TransferHandle):
         freed. Then raises the first error.
         """
         first: Exception | None = None
+        # In the order in which they began: the last one is likely to be done when it is asked.
         for handle in self._handles:
             try:
                 handle.wait()
             except Exception as error:  # noqa: BLE001, raised below, once nothing is under way any more
                 first = first or error
+        # Handles keep storages alive: they go with the first wait, also where a transfer failed.
         self._handles = ()
         if first is not None:
             raise first
@@ -83,9 +85,12 @@ class TransferThen(TransferHandle):
 
     def wait(self) -> None:
         """Waits, then acts and lets go of both; nothing the second time."""
+        # Let go before the wait: a second `wait` after an error must not act on bytes that never
+        # came.
         left, self._left = self._left, None
         if left is not None:
             handle, act = left
+            # The transfer first: `act` reads what it brought.
             handle.wait()
             act()
 

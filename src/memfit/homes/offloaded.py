@@ -45,8 +45,11 @@ class OffloadedStorage:
 
     def __init__(self, pool: HomePool, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
+        # Room first: where there is none, nothing has begun that would still read the storage.
         self._home = pool.home(nbytes)
         try:
+            # The storage is freed as soon as this was waited for, and not before: the copy reads
+            # it.
             self._written = self._home.write(0, nbytes, storage)
         except BaseException:
             self._home.close()
@@ -112,12 +115,15 @@ class HostPool:
         with self._lock:
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            # A spare buffer may still be read on the copy stream for the storage before; this one's
+            # write comes behind that.
             home = self._take_spare(nbytes)
             if home is None:
                 while self._spare and self.reserved_bytes + nbytes > self.peak_bytes:
                     self._close_one()
                 with self._ledger():
                     home = MemoryHome(nbytes, tier=Tier.HOST, device=self._device, stream=self._stream)
+                # After the allocation: one that fails must not be counted.
                 self.reserved_bytes += nbytes
         return _PooledHome(home, self._take_back)
 
@@ -170,6 +176,7 @@ class _PooledHome(ByteHome):
 
     def close(self) -> None:
         """See `HomePool.home`."""
+        # The pool may hand it out at once: its next copy is enqueued behind those of this one.
         self._give_back(self._home)
 
 
@@ -207,6 +214,7 @@ class _ScratchHome(ByteHome):
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """See `ByteHome.read`: the whole."""
         assert (offset, nbytes) == (0, self.nbytes)
+        # May be asked for while the write is under way: the scratch file reads behind it.
         return self._scratch.get(self._extents[0], memory_of_storage(into, into_offset, nbytes), label="saved tensor")
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
@@ -248,16 +256,22 @@ class _StagedScratchHome(_ScratchHome):
         scratch, extents = self._scratch, self._extents
 
         def write(first: int, _count: int, memory: Memory) -> TransferHandle:
+            # In the staging's thread; `close` and `read` look at `extents` only once this transfer
+            # has ended.
             extents[first] = scratch.put(memory, label="saved tensor")
             return extents[first].written
 
         self._written = self._staging.take(write, nbytes, source, source_offset)
+        # The device's memory is free when its bytes are in pinned memory; waiting for the file
+        # would stop the forward for the disk.
         return _Left(self._written)
 
     def close(self) -> None:
         """See `HomePool.home`. Pieces that were not begun yet get their room first."""
         extents, written = self._extents, self._written
         if written is not None:
+            # From the staging's thread, which may still be filling `extents`: freeing them here
+            # would miss those to come.
             written.call_when_ended(lambda: [extent.give_back() for extent in extents.values()])
 
 

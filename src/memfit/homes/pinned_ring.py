@@ -67,6 +67,7 @@ class PinnedRing:
         if piece.storage.nbytes() < nbytes:
             self._unpin(piece.storage)
             piece.storage = new_storage(0)  # the old one goes before the new one comes
+            # Pinned anew: a copy from memory that is not pinned would stop the host.
             piece.storage = self._made(nbytes)
         return piece
 
@@ -86,6 +87,7 @@ class PinnedRing:
         """Unpins and frees all, when their copies are done."""
         for piece in self._ring:
             if piece.busy is not None:
+                # Unpinning memory that a copy still uses is undefined on a device.
                 piece.busy.join()
             self._unpin(piece.storage)
         self._ring.clear()

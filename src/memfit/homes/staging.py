@@ -75,10 +75,13 @@ class Staged(TransferHandle):
     def end(self, copy: StreamCopy | None = None, error: BaseException | None = None) -> None:
         """Ends the transfer; called by the thread."""
         with self._lock:
+            # Everything before the events: whoever wakes up reads these without the lock. `after`
+            # goes, or a chain of old transfers would stay alive.
             self._copy, self._error, self.after = copy, error, ()
             self._ended.set()
             self._left.set()
             acts, self._acts = self._acts, []
+        # Outside of the lock: what is called may begin another transfer, or wait.
         for act in acts:
             act()
 
@@ -92,6 +95,7 @@ class Staged(TransferHandle):
 
     def wait_until_left(self) -> None:
         """Waits until the storage of a transfer outward may be freed."""
+        # `left` is set at the end of a failed transfer too: nobody waits for ever.
         _wait(self._left)
         if self._ended.is_set():
             self._raise()
@@ -372,6 +376,7 @@ class _Direction:
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
+                # Behind all jobs: the thread ends when they are done.
                 self._jobs.put(None)
         if thread is not None:
             thread.join()
@@ -386,8 +391,11 @@ def _serve(jobs: queue.SimpleQueue[tuple[Staged, Callable[[_Pieces], None]] | No
         if job is None:
             return
         staged, run = job
+        # The queue's tuple would keep the storage alive while the thread waits for its next job.
         del job
         try:
+            # Older transfers of the same bytes, which may run in the other direction's thread. They
+            # were queued before, so that they end.
             for older in staged.after:
                 older.join()
             with torch.no_grad():

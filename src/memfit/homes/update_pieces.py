@@ -116,6 +116,7 @@ class PieceUpdates:
     def begin(self, block: BlockWeights, piece: UpdatePiece) -> Coming:
         """Begins to read a piece."""
         slot = piece.slot
+        # All reads begin before any is waited for: they come beside the piece that is updated now.
         gradient = self._gradients.begin_piece(block, slot, piece.first, piece.count)
         state = self._states[block.index].begin_read(slot, piece.first, piece.count, block.update_device)
         weight, ready, moved = self._begin_weight(block, piece)
@@ -135,10 +136,13 @@ class PieceUpdates:
             return typed_view(resting, offset, slot.master_dtype, (piece.count,)), DONE, None
         if block.updates_on_host and home.tier is Tier.DEVICE and not block.has_masters:
             moved = self._take(nbytes)
+            # The ring hands this memory out again only when the copy into it is done: it must know
+            # it.
             ready = home.read(offset, nbytes, moved.storage)
             assert isinstance(ready, HostCopy)
             moved.busy = ready.copy
             return typed_view(moved.storage, 0, slot.master_dtype, (piece.count,)), ready, moved
+        # Nothing else holds this memory while bytes arrive: the handle and the piece do.
         weight = torch.empty(piece.count, dtype=slot.master_dtype, device=device)
         return weight, home.read(offset, nbytes, weight.untyped_storage()), None
 
@@ -153,6 +157,8 @@ class PieceUpdates:
         piece, weight, state = coming.piece, coming.weight, coming.state
         slot = piece.slot
         states = self._states[block.index]
+        # All three must have arrived before the optimizer's class sees any: it may read and write
+        # each of them in any order.
         gradient = self._gradients.finish_piece(coming.gradient)
         coming.ready.wait()
         state.ready.wait()
@@ -168,6 +174,8 @@ class PieceUpdates:
                 key: _in_memory_order(value, slot) if _is_like(states, slot, key) else value
                 for key, value in new.items()
             }
+        # Before the numbers (counts of steps) are kept: where a write cannot begin, no count is
+        # ahead of its states.
         leaving = states.write(slot, piece.first, piece.count, new, block.update_device)
         if piece.is_last:
             states.keep_numbers(slot, new)
@@ -209,10 +217,13 @@ class PieceUpdates:
         flat = self._rounded(piece, master)
         offset = slot.offset_bytes + piece.first * slot.dtype.itemsize
         if (resting := home.memory_at(block.update_device)) is not None:
+            # In place: whoever asked for the update has waited for all kernels and copies that read
+            # the weight (`homes.updates`).
             typed_view(resting, offset, slot.dtype, (piece.count,)).copy_(flat)
             return []
         if home.tier is not Tier.DEVICE:
             return [_write(home, slot.offset_bytes, piece, flat.to(slot.dtype))]
+        # Waits for the copy that used this pinned piece last: the stream may read it still.
         moved = self._take(piece.count * slot.dtype.itemsize)
         weight = typed_view(moved.storage, 0, slot.dtype, (piece.count,)).copy_(flat)
         return [_send(block, piece, weight, moved)]
@@ -242,6 +253,7 @@ def _send(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor, moved: 
     assert block.home is not None
     leaving = _write(block.home, piece.slot.offset_bytes, piece, weight)
     assert isinstance(leaving, StreamCopy)
+    # Before the ring comes round: else the next piece is written over bytes that still leave.
     moved.busy = leaving
     return leaving
 
