@@ -1,7 +1,9 @@
-"""memfit: you say how much memory there is; it trains your PyTorch model inside it and shows the proof.
+"""memfit: you say how much memory there is; it trains your PyTorch model inside it and shows the
+proof.
 
-Names are loaded when they are first used: importing a part that needs no torch (`memfit.core`, `memfit.host`, the
-command line's help) does not load it, and settings that torch reads when it is loaded can still be made.
+Names are loaded when they are first used: importing a part that needs no torch (`memfit.core`,
+`memfit.host`, the command line's help) does not load it, and settings that torch reads when it is
+loaded can still be made.
 """
 
 from __future__ import annotations

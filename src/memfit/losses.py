@@ -1,6 +1,8 @@
-"""Losses for your own loss functions, whose logits are never whole: in plain PyTorch and under memfit alike.
+"""Losses for your own loss functions, whose logits are never whole: in plain PyTorch and under
+memfit alike.
 
-In: hidden states, a head, targets. Out: the cross-entropy and its gradients, of as many tokens at a time as `chunk_tokens` says.
+In: hidden states, a head, targets. Out: the cross-entropy and its gradients, of as many tokens at a
+time as `chunk_tokens` says.
 """
 
 from __future__ import annotations
@@ -61,30 +63,38 @@ def chunked_cross_entropy(
     reduction: Reduction = "mean",
     chunk_tokens: int = 256,
 ) -> Float[Tensor, ""] | tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Computes `torch.nn.functional.cross_entropy(head(hidden), target)` a chunk of tokens at a time.
+    """Computes `torch.nn.functional.cross_entropy(head(hidden), target)` a chunk of tokens at a
+    time.
 
-    The sums are those of the whole loss in another order (*reordered*): equal up to rounding, computed in fp32 (fp64 for fp64).
+    The sums are those of the whole loss in another order (*reordered*): equal up to rounding,
+    computed in fp32 (fp64 for fp64).
 
         def loss(model, batch):
-            hidden = model.model(batch["input_ids"]).last_hidden_state[:, :-1]
-            return memfit.losses.chunked_cross_entropy(hidden, model.lm_head, batch["input_ids"][:, 1:])
+            tokens = batch["input_ids"]
+            hidden = model.model(tokens).last_hidden_state[:, :-1]
+            return memfit.losses.chunked_cross_entropy(hidden, model.lm_head, tokens[:, 1:])
 
-    For `(sum, count)`, which memfit divides by the count of the whole batch: `reduction="sum_and_count"`.
+    For `(sum, count)`, which memfit divides by the count of the whole batch:
+    `reduction="sum_and_count"`.
 
-    Memory: with a `torch.nn.Linear` or a weight, the logits of a chunk twice (2 x chunk_tokens x vocabulary x 4 bytes), and the gradients of `hidden`, weight
-    and bias from forward to backward; for 16-bit weights up to 128 MiB more. With another head, what it saves for one chunk, and its forward runs twice; its
-    gradients add up chunk by chunk in the dtype of its weights. Without gradients (`torch.no_grad()`) the logits of one chunk alone.
+    Memory: with a `torch.nn.Linear` or a weight, the logits of a chunk twice (2 x chunk_tokens x
+    vocabulary x 4 bytes), and the gradients of `hidden`, weight and bias from forward to backward;
+    for 16-bit weights up to 128 MiB more. With another head, what it saves for one chunk, and its
+    forward runs twice; its gradients add up chunk by chunk in the dtype of its weights. Without
+    gradients (`torch.no_grad()`) the logits of one chunk alone.
 
     Args:
         hidden: what goes into the head.
-        head: a `torch.nn.Linear`, whose weight and bias are read (it is not called, and its hooks do not run); the weight itself, tied or not; or any
-            module or function from states `(tokens, width)` to logits `(tokens, vocabulary)`, which treats tokens one by one.
+        head: a `torch.nn.Linear`, whose weight and bias are read (it is not called, and its hooks
+            do not run); the weight itself, tied or not; or any module or function from states
+            `(tokens, width)` to logits `(tokens, vocabulary)`, which treats tokens one by one.
             Under memfit a weight that is read without its module's call stays on the device.
         target: classes, of the shape of `hidden` without its last dimension.
         bias: of the head, where `head` is a weight.
         ignore_index: target of tokens that do not count.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
-        reduction: "mean" over the tokens that count, "sum", or "sum_and_count" for both parts of the mean.
+        reduction: "mean" over the tokens that count, "sum", or "sum_and_count" for both parts of
+            the mean.
         chunk_tokens: tokens whose logits are there at once.
 
     Returns:
@@ -98,7 +108,8 @@ def chunked_cross_entropy(
     wide = torch.promote_types(states.dtype, torch.float32)
     count = (classes != ignore_index).sum().to(wide)
     divisor = count if reduction == "mean" else None
-    if isinstance(head, nn.Linear) and type(head) is nn.Linear:  # those made from it compute something else
+    # subclasses may compute something else
+    if isinstance(head, nn.Linear) and type(head) is nn.Linear:
         head, bias = head.weight, head.bias
     if isinstance(head, Tensor):
         loss = _of_weight(states, head, bias, classes, divisor, chunk_tokens, ignore_index, label_smoothing)
@@ -119,7 +130,8 @@ def _of_weight(
 ) -> Tensor:
     kind = states.device.type
     if torch.is_autocast_enabled(kind):
-        # The products that autocast would make; inside, gradients are written where casts have no place.
+        # The products that autocast would make; inside, gradients are written where casts have no
+        # place.
         narrow = torch.get_autocast_dtype(kind)
         states, weight = states.to(narrow), weight.to(narrow)
         bias = None if bias is None else bias.to(narrow)

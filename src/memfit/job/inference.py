@@ -84,8 +84,8 @@ class Inference:
         """Runs several requests concurrently, so that weights are read once for all of them: all
         pass a block before any enters the next.
 
-            answers = session.together([lambda p=p: session.model.generate(p, max_new_tokens=50) for
-            p in prompts])
+            generate = session.model.generate
+            answers = session.together([lambda p=p: generate(p) for p in prompts])
 
         Each request computes the same as alone, bit for bit, whatever the shapes of the others (no
         padding). If several requests draw random numbers, the m-th uses stream m of
