@@ -64,17 +64,23 @@ class BackwardPasses:
 
     def watch_cut(self, outputs: Iterable[torch.Tensor]) -> None:
         """Withholds the hooks on outputs of a call before the tail until the joint backward."""
+        # The dictionaries, not the tensors: holding an output would keep its graph past the joint
+        # backward.
         self._hooks_before_tail += [hooks_of(t) for t in outputs if t.grad_fn is not None]
 
     def run_tail(self, microbatch: int, seeds: Seeds) -> None:
         """Runs the backward of a microbatch's tail to its cut."""
         began = self._tail_began.get(microbatch, sequence_number())
+        # Withheld: the tail's backward asks for the gradients of these tensors, which would advance
+        # the list to their calls' backward too early.
         with withheld(self._hooks_before_tail), self._absent_weights_told():
             self._cuts.extend(differentiate_tail(seeds.losses.pop(), seeds.factors[0], began, self.aliases))
+        # The next microbatch's tail makes aliases of its own.
         self.aliases.forget()
 
     def run_joint(self) -> None:
         """Runs one backward from the cuts of all microbatches."""
+        # Off this object before autograd runs: nothing of the graph may outlive its backward.
         cuts, self._cuts = self._cuts, []
         self._run_from(cuts)
 
@@ -85,6 +91,7 @@ class BackwardPasses:
             # queue].
             pairs = zip(seeds.losses, seeds.factors, strict=True)
             starts = [start for loss, factor in pairs for start in differentiate_on_host(loss, factor)]
+            # The starts hold what is still needed; a loss would hold its whole graph.
             seeds.losses.clear()
             self._run_from(starts)
         else:
@@ -99,6 +106,7 @@ class BackwardPasses:
         if self._has_accelerator and self._is_new:
             refuse_detours(start.edge.node for start in starts)
         edges, gradients = [start.edge for start in starts], [start.gradient for start in starts]
+        # The caller's list: it would keep nodes and gradients past their backward.
         starts.clear()
         with self._absent_weights_told():
             torch.autograd.backward(edges, gradients)

@@ -127,25 +127,33 @@ class Coroutine:
     def resume(self) -> None:
         """Runs until the next `pause` or the end. Errors of the user's code come out here."""
         outside = ThreadState.capture(self._device_types)
+        # After the capture, which has emptied the stacks: `install` pushes onto them.
         (self._state or outside).install()
         if self._stream is not None:
+            # Until `leave`: all random numbers in between are this microbatch's.
             self._stream.enter()
+        # Attributes of modules are everybody's: another microbatch has set its own since.
         outside_notes = self._modules.enter(self.notes) if self._modules is not None else None
         self._forget_casts()
         try:
+            # Each time: a finished greenlet passes control to its parent, who may be another caller
+            # than last time.
             self._greenlet.parent = greenlet.getcurrent()
             result = self._greenlet.switch()
         finally:
+            # Also after an error, like all below: the thread must be the caller's own again.
             self._forget_casts()
             if self._modules is not None and outside_notes is not None:
                 self.notes = self._modules.leave(outside_notes)
             if self._stream is not None:
                 self._stream.leave()
+            # Takes the stacks off before the caller's are put back.
             self._state = ThreadState.capture(self._device_types)
             outside.install()
         if self._greenlet.dead:
             self.is_finished = True
             self.call = None
+            # The graph hangs on it: it is dropped with `take_result`.
             self.result = result
 
     def _forget_casts(self) -> None:
@@ -160,6 +168,7 @@ class Coroutine:
         self.call = call
         parent = self._greenlet.parent
         assert parent is not None
+        # The user's code stands still here, with its locals, until `resume`.
         parent.switch()
         self.call = None
 
@@ -174,6 +183,8 @@ class Coroutine:
             outside = ThreadState.capture(self._device_types)
             (self._state or outside).install()
             try:
+                # With its own switches: the user's `finally` and `with` clauses undo what they did
+                # to them.
                 self._greenlet.throw(greenlet.GreenletExit)
             finally:
                 ThreadState.capture(self._device_types)
@@ -188,6 +199,7 @@ def can_pause() -> bool:
 def _take_saved_tensor_hooks() -> tuple[Any, ...]:
     hooks: list[Any] = []
     while (top := _saved_hooks._top_saved_tensors_default_hooks(False)) is not None:  # noqa: FBT003, a C function
+        # From the top down, so that `install` pushes them in reverse.
         hooks.append(top)
         _saved_hooks._pop_saved_tensors_default_hooks()
     return tuple(hooks)

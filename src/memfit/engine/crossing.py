@@ -42,6 +42,7 @@ def differentiate_on_host(loss: torch.Tensor, factor: torch.Tensor | None) -> tu
         UnsupportedError: Parameters on the processor take part.
     """
     assert loss.grad_fn is not None
+    # Already in the accelerator's queue: it may be a root as it is.
     if not _is_on_host(loss.grad_fn):
         gradient = torch.ones_like(loss) if factor is None else factor
         return (CutEdge(edge=GradientEdge(loss.grad_fn, loss.output_nr), gradient=gradient),)
@@ -52,6 +53,8 @@ def differentiate_on_host(loss: torch.Tensor, factor: torch.Tensor | None) -> tu
             if node is None:
                 continue
             if not _is_on_host(node):
+                # Each edge once: autograd sums what arrives at it, in the order of a plain
+                # backward.
                 edges[node, number] = GradientEdge(node, number)
             elif not node.next_functions:
                 raise UnsupportedError(
@@ -61,8 +64,12 @@ def differentiate_on_host(loss: torch.Tensor, factor: torch.Tensor | None) -> tu
                 seen.add(node)
                 pending.append(node)
     if not edges:
+        # Nothing of the accelerator takes part: its parameters get no gradient, as in plain
+        # PyTorch.
         return ()
     outputs = None if factor is None else [factor.to(loss.device)]
+    # Now, in the caller's thread: these nodes would run in an order of their own beside those of
+    # the accelerator.
     gradients = torch.autograd.grad([loss], list(edges.values()), grad_outputs=outputs, allow_unused=True)
     return tuple(CutEdge(edge=e, gradient=g) for e, g in zip(edges.values(), gradients, strict=True) if g is not None)
 

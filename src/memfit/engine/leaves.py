@@ -69,6 +69,7 @@ class MicrobatchLeaves:
 
     def leave(self, replaced: Replaced) -> None:
         """Puts the replaced parameters back."""
+        # Backwards: a place that was replaced twice gets what it had first.
         for container, key, before in reversed(replaced):
             container[key] = before
 
@@ -82,6 +83,7 @@ def watch_arrivals(blocks: Sequence[BlockWeights], gradients: GradientHomes) -> 
     """Registers hooks by which every trainable weight hands its gradient on as soon as it is
     complete. Returns handles to `remove`.
     """
+    # The weights are the user's and outlive the job: a hook must not hold its homes.
     reference = weakref.ref(gradients)
     return [
         slot.parameter.register_post_accumulate_grad_hook(_Arrival(reference, slot))

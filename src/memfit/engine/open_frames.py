@@ -40,11 +40,14 @@ class OpenFrames:
 
     def reach(self, first: int, last: int, microbatch: int) -> None:
         """Notes that autograd has reached the backward of these calls."""
+        # The frames that autograd is in: they are emptied when it has left them, not before it has
+        # read what they hold.
         self._current = [(call, microbatch) for call in range(first, last + 1)]
 
     def leave(self) -> None:
         """Empties the frames of the backward that has ended."""
         for key in self._current:
+            # Out of the table first: a frame whose end fails is not ended again by `finish_all`.
             frame = self._frames.pop(key, None)
             if frame is not None:
                 frame.finish()
@@ -57,6 +60,7 @@ class OpenFrames:
         A backward that the schedule passes is not over by that: where calls left the traced order,
         its gradient may still come.
         """
+        # What autograd was in last belongs to this pass.
         self.leave()
         for key in [key for key in self._frames if key[1] in microbatches]:
             self._frames.pop(key).finish()
@@ -65,6 +69,7 @@ class OpenFrames:
         """Ends all frames, after an error."""
         for frame in self._frames.values():
             frame.finish()
+        # Frames hold storages: an error's traceback would keep them alive.
         self.forget()
 
     def forget(self) -> None:

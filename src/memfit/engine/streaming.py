@@ -80,6 +80,8 @@ class WeightStream:
             return  # inside another call, whose blocks include its own
         running = self._running
         if running is not None and running.is_current and can_pause():
+            # Before the site's blocks are asked for: which site is next is decided when all
+            # requests wait at one.
             running.pause(site)
         self._open.append(site)
         if self._observe is not None:
@@ -90,9 +92,12 @@ class WeightStream:
         self.at = f"module {self._sites[site].name!r}"
         needed = self._travelling(site)
         if self._is_first:  # for the others of a group, what is next is on its way already
+            # Before the fetch: a wrong guess goes before others come, so that two sites' weights
+            # are the most.
             self._release(self._visiting - needed)
         self._fetch(needed)
         for b in sorted(needed):
+            # Of this site alone: the next one's are asked for behind it and come while it runs.
             self._blocks[b].wait()
         follower = self._follower.get(site)
         if follower is not None:
@@ -103,6 +108,7 @@ class WeightStream:
         del output
         if not self._open or self._open[-1] != site:
             return
+        # Inner calls first: only the outermost one's end gives anything up.
         self._open.pop()
         if not self._open and not self._more_wait:
             follower = self._follower.get(site)
@@ -139,12 +145,16 @@ class WeightStream:
                 site = max(counts, key=lambda s: (counts[s], -s if s is not None else 0))
                 group = [one for one in waiting if one.call == site]
                 for number, one in enumerate(group):
+                    # Read by `enter` and `leave` inside the coroutine: the first of a group
+                    # fetches, the last one releases.
                     self._is_first, self._more_wait = number == 0, number + 1 < len(group)
                     self._resume(one)
             return [one.take_result() for one in coroutines]
         finally:
             self._is_first, self._more_wait = True, False
             for one in coroutines:
+                # Also after an error: a paused request holds its arguments, its caches and its
+                # modes.
                 one.cancel()
 
     def _resume(self, coroutine: Coroutine) -> None:
@@ -156,6 +166,7 @@ class WeightStream:
 
     def close(self) -> None:
         """Removes the hooks and ends all visits."""
+        # First: what ends below must not be called any more.
         self._hooks.remove()
         self._open.clear()
         if self._caches is not None:
@@ -188,4 +199,5 @@ class WeightStream:
             try:
                 check_untouched([self._blocks[b]])
             finally:
+                # Also where the check fails: its bytes would stay for good.
                 self._blocks[b].release()

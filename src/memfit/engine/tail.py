@@ -68,11 +68,13 @@ def withheld(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
     """
     kept = [(own, dict(own)) for own in hooks if own]
     for own, _ in kept:
+        # The dictionaries themselves are emptied: autograd's nodes refer to them.
         own.clear()
     try:
         yield
     finally:
         for own, those in kept:
+            # Also after an error: the user's hooks are on these tensors too.
             own.update(those)
 
 
@@ -105,8 +107,11 @@ class TailAliases:
             alias = made.get(id(parameter))
             if alias is None:
                 alias = made[id(parameter)] = torch.nn.Parameter(parameter.detach())
+                # By identity: the alias must live as long as the entry, or another tensor takes its
+                # number.
                 self._original[id(alias)] = parameter
                 self._alive.append(alias)
+            # Not by `setattr`: that would register the alias with the module and its hooks.
             part._parameters[name] = alias
 
     def leave(self, module: torch.nn.Module) -> None:
@@ -152,6 +157,7 @@ def differentiate_tail(
         UnsupportedError: code between the tail's calls reads a weight that the layers read too.
     """
     cut = _cut(loss, began_at)
+    # Before anything runs back: a refused step must leave no gradient behind.
     _check_leaves(cut, aliases)
     if not cut.edges and not cut.leaves:
         return ()
@@ -296,5 +302,7 @@ def _add_to_leaves(leaves: Sequence[Any], gradients: Sequence[torch.Tensor | Non
                 taken.add(storage)
             else:
                 parameter.grad += gradient
+        # A copy: a hook may remove itself. Behind the sum, as autograd runs them: they take the
+        # gradient off the leaf.
         for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)

@@ -29,6 +29,8 @@ class TurnGates:
     def open(self, keep: Operation) -> None:
         """Opens the gate of a turn that was committed."""
         if keep.gives is not None and keep.gives in self._gates:
+            # Only now may the next turn's blocks be written over the versions that were just
+            # replaced.
             self._gates[keep.gives].open()
 
     def shut(self) -> None:
@@ -36,4 +38,6 @@ class TurnGates:
         for these gates.
         """
         for gate in self._gates.values():
+            # In the thread of the run; the updates' thread wakes up with the error and changes
+            # nothing.
             gate.shut(StoreError("the step was given up before this block's turn"))

@@ -59,12 +59,15 @@ class UpdatePhase:
             case Accumulate(b):
                 self._gradients.accumulate(self._blocks[b])
             case Clear(b):
+                # The update reads this gradient.
                 self.wait_for_device(b)
                 self._gradients.clear(self._blocks[b])
             case Commit():
                 if self.skips:
+                    # No update takes them: they would be added to the next step's.
                     self._gradients.here.drop(self._blocks)
                 self._update_late()
+                # Behind the late ones, which it waits for too.
                 for b in tuple(self._updating):
                     self.wait(b)
 
@@ -75,6 +78,7 @@ class UpdatePhase:
         assert self._gradients is not None and self._updates is not None
         block = self._blocks[b]
         self._accumulate_late([block])
+        # The update reads it at its home, from another thread.
         self._gradients.wait()
         if self.skips:
             return
@@ -98,6 +102,7 @@ class UpdatePhase:
 
     def wait(self, b: int) -> None:
         """Waits for the block's update, if one is under way."""
+        # Off the table first: an error is told once.
         handle = self._updating.pop(b, None)
         if handle is not None:
             handle.wait()
@@ -128,6 +133,7 @@ class UpdatePhase:
         """
         assert self._gradients is not None and self._updates is not None
         self._accumulate_late(self._blocks)
+        # Late ones included: an infinity in one of them must skip the others too.
         self.skips = not self._gradients.is_finite(self._updates.trained)
         return not self.skips
 
@@ -148,6 +154,7 @@ class UpdatePhase:
         """
         updating, self._updating = self._updating, {}
         try:
+            # Nothing may write weights or states once the caller takes the step back.
             TransferGroup(list(updating.values())).wait()
         except Exception as error:  # noqa: BLE001, reported beside the first error
             self._depart(f"an update failed as well: {error!r}")

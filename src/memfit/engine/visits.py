@@ -41,6 +41,8 @@ class Visits:
 
     def fetch(self, b: int) -> None:
         """Begins a visit that the schedule asks for."""
+        # Before the bytes come: they are those of before the update, at a home that it is about to
+        # write.
         self._wait_for_update(b)
         self._begin(b)
         self._on_demand.discard(b)
@@ -52,8 +54,10 @@ class Visits:
             UnsupportedError: the model's own code has changed a weight meanwhile, which would be
                 lost.
         """
+        # Before the bytes go: an update that works on them here would write into freed memory.
         self._wait_on_device(b)
         block = self._blocks[b]
+        # Before the release: afterwards nothing shows what the model's code wrote.
         check_untouched([block])
         before = self._versions.pop(b, None)
         if before is not None and block.travels and block.versions() != before:
@@ -67,6 +71,7 @@ class Visits:
     def _begin(self, b: int) -> None:
         block = self._blocks[b]
         if not block.is_here:
+            # When the visit begins: `release` compares, and a write in between would be lost.
             self._versions[b] = block.versions()
         block.fetch()
 
@@ -79,9 +84,11 @@ class Visits:
             if not block.is_here:
                 if not is_foreseen:
                     self._depart(f"block {block.name!r} was needed where the schedule had not fetched it")
+                # As for a visit of the schedule, which would have waited too.
                 self._wait_for_update(b)
                 self._begin(b)
                 self._on_demand.add(b)
+            # Also for a visit that is under way: code is about to read the bytes.
             block.wait()
 
     def end_on_demand(self) -> None:

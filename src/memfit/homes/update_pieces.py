@@ -135,6 +135,8 @@ class PieceUpdates:
         if (resting := home.memory_at(device)) is not None:
             return typed_view(resting, offset, slot.master_dtype, (piece.count,)), DONE, None
         if block.updates_on_host and home.tier is Tier.DEVICE and not block.has_masters:
+            # Taken in the order in which pieces begin: the ring has room for one that leaves, one
+            # in work, one that comes.
             moved = self._take(nbytes)
             # The ring hands this memory out again only when the copy into it is done: it must know
             # it.
