@@ -128,7 +128,6 @@ class _HookedFrame(Frame):
         self._site = site
         self._hooks: saved_tensors_hooks | None = None
         self._modes: list[TorchDispatchMode] = []
-        self._is_finished = False
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         raise NotImplementedError

@@ -29,14 +29,12 @@ class Setting:
         reason: what it is good for.
         yours: what the user has set in this matter, such as "OMP_NUM_THREADS=4": it stays, and
             memfit sets nothing. None: nothing.
-        is_in_force: this process was started with it by memfit's command line.
     """
 
     name: str
     value: str
     reason: str
     yours: str | None
-    is_in_force: bool
 
 
 def choose_settings(host: Host) -> tuple[Setting, ...]:
@@ -134,7 +132,6 @@ def _setting(host: Host, name: str, value: str, reason: str, rivals: tuple[str, 
         value=value,
         reason=reason,
         yours=", ".join(yours) or None,
-        is_in_force=name in host.set_by_memfit,
     )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -33,7 +32,6 @@ class ChannelTraffic:
 
     moved_bytes: int = 0
     cached_bytes: int = 0
-    busy_s: float = 0.0
     transfers: int = 0
     failed_transfers: int = 0
 
@@ -152,7 +150,6 @@ class Channel:
                 tag: ChannelTraffic(
                     moved_bytes=found.moved_bytes,
                     cached_bytes=found.cached_bytes,
-                    busy_s=found.busy_s,
                     transfers=found.transfers,
                     failed_transfers=found.failed_transfers,
                 )
@@ -240,7 +237,6 @@ class Channel:
             del work
 
     def _perform(self, transfer: DiskTransfer, position: int, nbytes: int, staging: Memory) -> None:
-        started_s = time.perf_counter()
         transfer.note_start()
         failure: StoreError | None = None
         try:
@@ -261,7 +257,6 @@ class Channel:
             failure = _explain_transfer(error, transfer, position, nbytes)
         with self._condition:
             counted = self._traffic.setdefault(transfer.tag, ChannelTraffic())
-            counted.busy_s += time.perf_counter() - started_s
             if failure is None:
                 counted.moved_bytes += nbytes
                 counted.cached_bytes += 0 if transfer.handle.is_direct else nbytes

@@ -33,7 +33,7 @@ DEFAULT_PIECE_BYTES = 4 * MIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IOTraffic:
-    """Bytes and seconds of transfers for one purpose, or in all."""
+    """Bytes and numbers of transfers for one purpose, or in all."""
 
     read_bytes: int = 0
     """Bytes that arrived in memory; the blocks around unaligned edges are not counted."""
@@ -42,10 +42,6 @@ class IOTraffic:
     cached_bytes: int = 0
     """Bytes of both that went through the page cache because the file system refused direct I/O.
     """
-    read_busy_s: float = 0.0
-    """Seconds that threads spent reading, added over the threads."""
-    write_busy_s: float = 0.0
-    """Seconds that threads spent writing, added over the threads."""
     transfers: int = 0
     """Transfers that ended."""
     failed_transfers: int = 0
@@ -292,8 +288,6 @@ def _merged(reads: Iterable[ChannelTraffic], writes: Iterable[ChannelTraffic]) -
         read_bytes=sum(found.moved_bytes for found in read),
         written_bytes=sum(found.moved_bytes for found in written),
         cached_bytes=sum(found.cached_bytes for found in read + written),
-        read_busy_s=sum(found.busy_s for found in read),
-        write_busy_s=sum(found.busy_s for found in written),
         transfers=sum(found.transfers for found in read + written),
         failed_transfers=sum(found.failed_transfers for found in read + written),
     )
