@@ -9,6 +9,7 @@ import dataclasses
 import math
 import random
 import struct
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -83,6 +84,13 @@ def values_of_codes(name: str) -> list[float]:
     codes = np.arange(1 << bits, dtype=np.uint16 if bits > 8 else np.uint8)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         return codes.view(SMALL_FLOATS[name][0]).astype(np.float64).tolist()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def values_are_dropped() -> Iterator[None]:
+    """Each trace looks through what cached functions keep: 130,000 numbers would slow down all tests that come later in the process."""
+    yield
+    values_of_codes.cache_clear()
 
 
 def cast_by_ml_dtypes(name: str, values: list[float]) -> list[int]:
