@@ -27,12 +27,12 @@ from memfit.job.machine import prepare_process
 
 mode, directory = sys.argv[1], sys.argv[2]
 MIB = 1 << 20
-rows = 12288
+rows, width = 49152, 64  # 12 MiB an output, for few operations
 torch.manual_seed(0)
 def build():
     torch.manual_seed(1)
-    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
-batches = [torch.randn(rows, 256) for _ in range(6)]
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())))
+batches = [torch.randn(rows, width) for _ in range(6)]
 extra = []
 def loss(model, batch):
     held = [np.ones(nbytes, dtype=np.uint8) for nbytes in extra]
@@ -62,9 +62,9 @@ for batch in batches[:2]:
     peak = job.step(batch).peak_bytes
 spare = limit - peak
 if mode == "growth":
-    taken = np.ones(spare - 12 * MIB, dtype=np.uint8)
+    taken = np.ones(spare - 20 * MIB, dtype=np.uint8)
     job.step(batches[2])
-    more = np.ones(36 * MIB, dtype=np.uint8)  # 24 too many
+    more = np.ones(44 * MIB, dtype=np.uint8)  # 24 too many
     try:
         job.step(batches[3])
     except memfit.LimitBreachError as error:
@@ -116,9 +116,9 @@ torch.save([p.detach() for p in model.parameters()], directory + "/found.pt")
 def _wanted() -> list[torch.Tensor]:
     torch.manual_seed(0)
     torch.manual_seed(1)
-    model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh())))
+    model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())))
     torch.manual_seed(0)
-    batches = [torch.randn(12288, 256) for _ in range(6)]
+    batches = [torch.randn(49152, 64) for _ in range(6)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in batches:
         optimizer.zero_grad()
