@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import torch
@@ -68,3 +69,38 @@ def test_a_trace_leaves_no_tensors_without_data_in_caches_outside_of_modules() -
     assert list(TABLES) == [6]
     assert TABLES[6] is mine
     assert torch.equal(loss(model, x), expected)
+
+
+class Circular(nn.Module):
+    """Holds a large result in a cycle, until a collection; makes others by the thousand, so that one comes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cycle: list[Any] = [torch.cat([x] * 8)]
+        cycle.append(cycle)
+        del cycle
+        for _ in range(20_000):
+            other: list[Any] = []
+            other.append(other)
+        return self.inner(x)
+
+
+def test_what_only_a_collection_frees_counts_as_alive_whenever_one_comes() -> None:
+    model, x = nn.Sequential(Circular(), Circular()), torch.randn(256, 64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    assert gc.isenabled()
+    found = profile_step(model, loss, x, find_blocks(model))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        again = profile_step(model, loss, x, find_blocks(model))
+    finally:
+        gc.enable()
+    assert found == again
+    assert found.traces[256].whole_peak_bytes > 2 * 8 * x.nbytes

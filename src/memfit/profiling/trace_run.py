@@ -6,6 +6,7 @@ generators and the user's caches are afterwards as they were.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +83,8 @@ def run_traced(
     recorder = TraceRecorder(sites, follows_values=is_fake, guesses=setting.guesses, known=setting.known)
     with ExitStack() as stack:
         stack.enter_context(trial())
+        if is_fake:
+            stack.enter_context(_without_collections())
         has_drawn = stack.enter_context(untouched_generators())
         stack.enter_context(untouched_caches(setting.model))
         program = stack.enter_context(untouched_program(setting.program, setting.model))
@@ -186,6 +189,23 @@ def _check_present(setting: TraceSetting) -> None:
                     f"the loss fails on tensors without values, or reads numbers of them; on real ones it takes the weights, and {name!r} is away. See that the "
                     "batch is as the sample of fit was, in shapes and dtypes; or bring the weights (with job.weights(): ...), or keep them on the device"
                 ) from None
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python's collector of cycles from running meanwhile.
+
+    What only a collection frees counts as alive, whenever one would have come: a trace is the same
+    each time. Nothing is allocated that a collection would have to give back, and it took a sixth
+    of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
