@@ -1,4 +1,4 @@
-"""CPU-seconds that a batch of a new shape takes before it can run, and that `fit` takes, by models and layers.
+"""CPU-seconds that a batch of a new shape takes before it can run, and that `fit` takes, first and again, by models and layers.
 
     python benchmarks/new_shapes.py
     python benchmarks/new_shapes.py --models gpt2 --layers 16 --out benchmarks/results/new-shapes.json
@@ -26,6 +26,8 @@ from typing import Any
 import common
 
 WORDS, ROWS, PLACES = 512, 8, 32
+# Room for everything: `fit` probes the disk, tries the loss on rows and looks for a plan.
+LIMIT = "4GiB"
 
 
 def build(name: str, layers: int) -> Any:
@@ -54,12 +56,17 @@ def measure(name: str, layers: int, shapes: int) -> dict[str, Any]:
     def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(input_ids=tokens, labels=tokens).loss
 
-    torch.manual_seed(0)
-    model = build(name, layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    began = time.process_time()
-    job = memfit.fit(model, optimizer, loss, batch(PLACES))
-    fit_s = time.process_time() - began
+    def fit() -> tuple[Any, float]:
+        torch.manual_seed(0)
+        model = build(name, layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        began = time.process_time()
+        job = memfit.fit(model, optimizer, loss, batch(PLACES), limit=LIMIT)
+        return job, time.process_time() - began
+
+    first, fit_s = fit()
+    first.close()
+    job, again_s = fit()
     job.step(batch(PLACES))
     assembly, found = job._assembly, []  # noqa: SLF001, the look at a batch alone, without its step
     for index in range(shapes):
@@ -72,6 +79,7 @@ def measure(name: str, layers: int, shapes: int) -> dict[str, Any]:
         "model": name,
         "layers": layers,
         "fit_s": round(fit_s, 3),
+        "fit_again_s": round(again_s, 3),
         "least_s": round(min(found), 3),
         "median_s": round(statistics.median(found), 3),
         "shapes": shapes,
@@ -95,7 +103,7 @@ def main() -> int:
     for name, layers in cases:
         rows.append(measure(name, layers, arguments.shapes))
         print(rows[-1], file=sys.stderr, flush=True)
-    keys = ["model", "layers", "fit_s", "least_s", "median_s"]
+    keys = ["model", "layers", "fit_s", "fit_again_s", "least_s", "median_s"]
     print(common.table(keys, [[row[key] for key in keys] for row in rows]))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"machine": common.machine(), "rows": rows}, indent=1) + "\n")
