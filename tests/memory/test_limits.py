@@ -62,7 +62,7 @@ def allocator() -> Iterator[Allocator]:
     found.set_limit(None)
 
 
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_tensors_stay_below_a_limit_at_which_plain_training_dies(
     share: int, allocator: Allocator, tmp_path: Path
 ) -> None:
@@ -250,7 +250,7 @@ def test_the_benchmark_holds_on_its_smallest_case(tmp_path: Path) -> None:
     assert half["holds"], half
 
 
-@pytest.mark.parametrize("fate", [Saved.OFFLOAD, Saved.RECOMPUTE], ids=str)
+@pytest.mark.parametrize("fate", [Saved.OFFLOAD, pytest.param(Saved.RECOMPUTE, marks=pytest.mark.slow)], ids=str)
 def test_the_allocator_sees_all_memory_that_a_step_takes(fate: Saved, allocator: Allocator, tmp_path: Path) -> None:
     """What the process held at its peak is what was there before and what the allocator gave: nothing goes past it."""
     rows, width, layers = 2048, 512, 8
