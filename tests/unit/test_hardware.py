@@ -18,7 +18,8 @@ from memfit.homes.state_codecs import probe_codecs
 from memfit.job import probing
 from memfit.job.machine import open_machine
 from memfit.job.problem import read_hardware
-from memfit.store import DiskIO, DiskSpeed, probe_disk
+from memfit.store import DiskIO, probe_disk
+from memfit.store.probe import DiskSpeed
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
 MACHINE = Hardware(
