@@ -18,7 +18,8 @@ waited for on the spot), counted as a departure and reported.
 The host waits for the tokens that an operation names, and for no others: before it is done for
 `waits` and `after`, at its end for `waits_after`. Two are waited for as late as may be within their
 operation: weights of a forward by the call that reads them, reloaded tensors by whoever unpacks
-them. What is served on demand is waited for beside the list.
+them. What an operation lists as `awaited` (a sum that it adds to) it reads and waits for itself.
+What is served on demand is waited for beside the list.
 """
 
 from __future__ import annotations
