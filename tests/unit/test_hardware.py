@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from memfit.homes.state_codecs import probe_codecs
 from memfit.job import probing
 from memfit.job.machine import open_machine
 from memfit.job.problem import read_hardware
-from memfit.store import DiskIO, probe_disk
-from memfit.store.probe import DiskSpeed
+from memfit.store import DiskIO
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
 MACHINE = Hardware(
@@ -103,17 +101,15 @@ def test_codecs_are_probed_in_a_plausible_time() -> None:
 def test_the_disk_is_probed_with_the_pieces_and_threads_that_homes_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speeds: list[DiskSpeed] = []
+    made: list[tuple[Any, ...]] = []
 
-    def probe(*args: Any, **options: Any) -> DiskSpeed:
-        speeds.append(probe_disk(*args, **options))
-        return speeds[-1]
+    def make(*args: Any, **options: Any) -> DiskIO:
+        made.append((args, options))
+        return DiskIO(*args, **options)
 
-    monkeypatch.setattr(probing, "probe_disk", probe)
+    monkeypatch.setattr("memfit.store.probe.DiskIO", make)
     found = probing.probe(open_machine(torch.device("cpu"), Limits.read(None)), tmp_path / "homes")
-    own = {name: given.default for name, given in inspect.signature(DiskIO).parameters.items()}
-    (trial,) = speeds[0].trials
-    assert own["read_threads"] == own["write_threads"] == trial.threads
-    assert own["piece_bytes"] == trial.piece_bytes
+    assert made == [((), {})]  # as homes make theirs
     link = found.tiers[Tier.DISK].link
-    assert link == Link(read_bytes_per_s=trial.read_bytes_per_s, write_bytes_per_s=trial.write_bytes_per_s)
+    assert link is not None
+    assert min(link.read_bytes_per_s, link.write_bytes_per_s) > 0
