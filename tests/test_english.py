@@ -136,6 +136,9 @@ def settle_it(value):
 HAZARDOUS = (
     "activations/offload.py",
     "allocator/binding.py",
+    "allocator/kernel.py",
+    "devices/accelerator.py",
+    "devices/cuda.py",
     "engine/backward.py",
     "engine/coroutines.py",
     "engine/crossing.py",

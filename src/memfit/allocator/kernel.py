@@ -53,10 +53,12 @@ class KernelLimit:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if soft != self._armed:
             self._before = soft  # somebody else's, or nobody's
+        # Read last: what this function itself allocates is part of what the process has.
         wanted = procfs.read_status().data_bytes + max(0, room_bytes)
         for other in (hard, self._before):
             if other is not None and other != resource.RLIM_INFINITY:
                 wanted = min(wanted, other)
+        # The soft limit alone: a hard one could not be raised again.
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
         self._armed = wanted
 
@@ -66,6 +68,7 @@ class KernelLimit:
         May be repeated.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        # Somebody else's newer limit stays: it is not this object's to lift.
         if self._armed is not None and soft == self._armed and self._before is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self._before, hard))
         self._armed = self._before = None
@@ -113,6 +116,8 @@ def drop_mapped_files() -> None:
     their pages; nothing is lost, neither what was written to them. Not libraries, not private
     mappings (their changes would be lost), not files in memory.
     """
+    # Before the maps are read: mappings may go while they are gone through, and advice about a
+    # range that is gone is refused.
     kinds = _file_systems()
     advise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text("utf-8", errors="replace").splitlines():

@@ -97,6 +97,7 @@ class Accelerator:
         the copy stream is entered by the caller, by the update worker and by autograd's device
         thread.
         """
+        # Both kept in this frame, which no other thread shares.
         device_index, before = torch.accelerator.current_device_index(), self.current_stream(stream.device)
         torch.accelerator.set_stream(stream)
         try:
@@ -166,6 +167,7 @@ class Accelerator:
         register = getattr(self._module, "host_register", None)
         if register is None or not storage.nbytes():
             return False
+        # Until `unpin`: the memory must not be freed before that, or its next owner's is pinned.
         register(storage.data_ptr(), storage.nbytes())
         return True
 
@@ -173,6 +175,7 @@ class Accelerator:
         """Ends what `pin` began; copies that use the storage are through before (the caller sees to
         it).
         """
+        # The caller has waited for every copy from and to it.
         self._module.host_unregister(storage.data_ptr())
 
     # ------------------------------------------------------------------ generators

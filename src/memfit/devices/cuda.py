@@ -20,10 +20,12 @@ class Cuda(Accelerator):
         if not storage.nbytes():
             return False
         runtime: Any = torch.cuda.cudart()
+        # In exact size: a copy from memory that is not registered would block the host.
         torch.cuda.check_error(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
         return True
 
     def unpin(self, storage: torch.UntypedStorage) -> None:
         """See `Accelerator.unpin`."""
         runtime: Any = torch.cuda.cudart()
+        # Only when no copy uses it any more.
         torch.cuda.check_error(runtime.cudaHostUnregister(storage.data_ptr()))
