@@ -32,7 +32,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         "accelerator.late", reason="the late device needs a C++ compiler", exc_type=NoCompilerError
     )
     torch.accelerator.empty_cache()
-    wanted = "latest" if request.node.get_closest_marker("latest") else request.config.getoption("--lateness")
+    is_latest = request.node.get_closest_marker("latest") is not None
+    wanted = "latest" if is_latest else str(request.config.getoption("--lateness"))
     mode, _, seed = wanted.partition(":")
     with late.lateness(mode, int(seed or 0)), late.checked():
         yield torch.device("late", 0)
