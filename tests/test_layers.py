@@ -1,4 +1,4 @@
-"""Imports go only along the arrows of DESIGN.md, section 3; torch stays out of the packages that plan and predict.
+"""Imports go only along the arrows of docs/architecture.md, "Rooms"; torch stays out of the packages that plan and predict.
 
 Every import is read from the source with `ast`: at the top, inside functions, under TYPE_CHECKING, and calls of
 `import_module` and `__import__` with a constant name.
@@ -148,7 +148,7 @@ def find_violations(source: Path) -> list[str]:
     for path in sorted(source.rglob("*.py")):
         room = room_of(module_name(path, source))
         if room not in ARROWS:
-            found.append(f"{path}: the room {room!r} is not in the table of DESIGN.md section 3 and of this test")
+            found.append(f"{path}: the room {room!r} is not in the table of docs/architecture.md and of this test")
             continue
         for one in read_imports(path, source):
             where = f"{path}:{one.line}"
