@@ -5,7 +5,8 @@ Out: a `Frame`, entered before the call and left after it, that gives backward t
 for bit.
 Parts: `frames` (what the engine drives), `recompute` and `select` (made again), `offload` (moved
 away and back), `call_arguments`, `attributes` and `surroundings` (what running again needs),
-`handles` (what autograd holds).
+`handles` (what autograd holds), `reads` and `writes` (what operations of a forward read and
+change), `structure` and `saved_tensors` (tools over nested values, and over one tensor).
 """
 
 from memfit.activations.frames import CallSite, Frame, make_frame

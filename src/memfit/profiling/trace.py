@@ -46,11 +46,11 @@ from memfit.tensors.dense import check_dense
 __all__ = ["Loss", "Source", "arrange_blocks", "profile_step"]
 
 Source = Literal["auto", "fake", "real"]
-# What fake tensors raise where data is missing, and what programs raise that stumble over the
-# missing data later.
 _MEMFIT = Path(__file__).parents[1]
 _STANDARD = Path(os.__file__).parent
 _SHARE_OF_FREE = 0.5
+# What fake tensors raise where data is missing, and what programs raise that stumble over the
+# missing data later.
 _FAKE_FAILURES = (RuntimeError, NotImplementedError, TypeError, AssertionError, AttributeError, ValueError, LookupError)
 
 
@@ -75,7 +75,7 @@ def profile_step(
     Args:
         model: in the mode (training or not) in which it is to be profiled. It is left as it was.
         loss: `loss(model, batch)`, a scalar that requires gradients.
-        batch: the batch of a whole step (see `profiling.batch`).
+        batch: the batch of a whole step (see `batches.batch`).
         block_map: from `find_blocks(model)`.
         rows: sizes of microbatches; the whole batch if None.
         parts: a microbatch of each size, the largest of them the whole batch, where batches are cut

@@ -1,4 +1,5 @@
-"""Output for people: progress, tables, pictures.
+"""Output for people: so far the progress of a run (`progress`).
 
-In: results and timelines. Out: text. Nothing here imports torch.
+In: results of steps. Out: text. The tables of `memfit report` are in `cli.report_command`. Nothing
+here imports torch.
 """
