@@ -6,10 +6,11 @@ In: blocks, optimizer states, buffers. Out: regions by name.
 What lies in the store follows from the model, the optimizer and the formats that bytes rest in, not
 from homes and order: for each block its weights (with masters: those too) and its states, and the
 model's buffers. So a run can go on under another plan, be it with another limit or after a breach.
-What belongs to a plan only (gradients between two passes, activations) lies in a temporary
-directory beside it. Where a block rests in memory, a commit writes its bytes to the spare slots:
-one writing of what was updated, no reading. Weights that are rounded from whole masters are made
-from them again when they are needed, so a double-buffered run never writes them for their own sake.
+What belongs to a plan only (activations, and gradients unless a journal makes them durable) lies in
+a temporary directory beside it. Where a block rests in memory, a commit writes its bytes to the
+spare slots: one writing of what was updated, no reading. Weights that are rounded from whole
+masters are made from them again when they are needed, so with `generations` they are never written
+for their own sake.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 In: blocks, their optimizer states, the model's buffers. Out: the regions of a run's store, and what
 may be written to them when.
 
-| scheme         | slots of what trains | a crash goes back to                       | between two steps        |
-|----------------|----------------------|--------------------------------------------|--------------------------|
-| double-buffered| two                  | the last commit                            | weights may be changed   |
-| journaled      | one, and the largest | the last commit, or forward to the step    | weights on disk are only |
-|                | block once more      | that was decided, from its gradients       | changed by steps         |
+| scheme        | class            | slots of what trains | a crash goes back to        | between two steps   |
+|---------------|------------------|----------------------|-----------------------------|---------------------|
+| "generations" | `DoubleBuffered` | two                  | the last commit             | weights may be      |
+|               |                  |                      |                             | changed             |
+| "journal"     | `Journaled`      | on disk one, with    | the last commit, or forward | weights on disk are |
+|               |                  | one spare room for   | to the step that was        | changed by steps    |
+|               |                  | all; else two        | decided, from its gradients | only                |
 """
 
 from __future__ import annotations

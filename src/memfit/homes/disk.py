@@ -23,8 +23,9 @@ _COPY_BYTES = 4 << 20
 class DiskHome(ByteHome):
     """Home in a region of a store.
 
-    Written in place (one slot), or version by version (two slots): then reads give the committed
-    version, writes go to the spare slot, and `complete` makes the spare slot whole before a commit.
+    Written in place (one slot), or version by version (two slots): then reads give the current
+    version, writes go to the spare slot, and `complete` makes the spare slot whole before it becomes
+    current.
 
     Memory: none beyond the store's staging, and where an accelerator computes that of
     `homes.staging`.

@@ -84,8 +84,8 @@ class RegionStore(Protocol):
 
 
 class WorkingStore:
-    """Store of one job, deleted by `close`. Nothing in it survives a power cut, since it has no
-    commits.
+    """Store of one job, deleted by `close`. Its commits make versions current without a sync, so
+    nothing in it survives a power cut.
 
     Args:
         directory: is made.

@@ -54,8 +54,9 @@ class CommittedStore(ClosesAtExit):
     step writes what it changes, once; a commit adds the state, the manifest and four or more syncs
     (docs/store.md).
 
-    Regions with one slot are room to work in, such as gradients: they belong to no commit and hold
-    anything after a crash.
+    Regions with one slot are room to work in: they belong to no commit and hold anything after a
+    crash. Only in a store with a journal do commits make them whole (gradients of a decided step,
+    and what does not train): [Note: journal] in `journal`.
 
     Attributes:
         durability: see `Durability`.

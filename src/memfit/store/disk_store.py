@@ -406,8 +406,8 @@ class DiskStore(ClosesAtExit):
             self._regions.adopt(manifest, flipped)
 
     def forget_writes(self, names: Iterable[str]) -> None:
-        """Drops what was written to uncommitted regions with one slot: writes
-        that failed are not asked for any more.
+        """Drops what was written to uncommitted regions with one slot: writes that failed are not
+        asked for any more.
 
         Raises:
             UsageError: there is none of that name, or it is committed.

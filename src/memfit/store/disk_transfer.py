@@ -89,13 +89,13 @@ class DiskTransfer:
         self.path = handle.path
         self.watcher = watcher
         self.pads = pads
-        # Set by the submitting thread, read by threads of the disk. `_handle` and `_memory` keep
-        # the file open and the memory alive until `finish`.
-        # The four below belong to the channel and change under its lock.
+        # The next four belong to the channel and change under its lock.
         self.cursor = 0
         self.in_flight = 0
         self.blockers = 0
         self.is_over = False
+        # These two keep the file open and the memory alive while threads of the disk use them, until
+        # `finish`.
         self._handle: FileHandle | None = handle
         self._memory: Memory | None = memory
         self._channel: Channel | None = channel
@@ -216,8 +216,8 @@ class DiskTransfer:
     def finish(self) -> None:
         """Drops memory and file, wakes the waiters, then tells the transfers that come after."""
         self._finished_s = time.perf_counter()
-        handle, self._handle, self._memory, self._channel = self._handle, None, None, None
         # Memory and file go before the event is set: whoever wakes up may count on both being free.
+        handle, self._handle, self._memory, self._channel = self._handle, None, None, None
         self.watcher = None
         if handle is not None:
             handle.release()

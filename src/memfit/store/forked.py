@@ -37,6 +37,7 @@ def let_go(descriptor: int) -> None:
 
 
 def _close_kept() -> None:
+    # By number: one that was closed without `let_go` could be another file's by now.
     while _kept:
         with contextlib.suppress(OSError):
             os.close(_kept.pop())

@@ -102,8 +102,8 @@ class DiskIO:
         self._is_closed = False
         channels = (self._reads, self._writes)
         # At interpreter exit the threads are joined; when the object is dropped they are only told,
-        # because a finalizer may run in any thread, inside any lock.
-        # Holds the channels, never this object: a reference to it would keep it from being dropped.
+        # because a finalizer may run in any thread, inside any lock. Both hold the channels, never
+        # this object: a reference to it would keep it from being dropped.
         at_exit = functools.partial(_end_at_exit, channels)
         atexit.register(at_exit)
         self._finalizer = weakref.finalize(self, _tell_to_end, channels, at_exit)

@@ -5,7 +5,7 @@ In: torch storages and tensors, or a number of bytes. Out: `Memory`.
 [Note: memory under transfer]
 A transfer holds the `owner` of its memory until it is done, so the memory cannot be freed under it.
 It cannot hold against `UntypedStorage.resize_`: that frees the bytes while the storage object lives
-on. Resize only after `Transfer.wait()`.
+on. Resize only after `DiskTransfer.wait()`.
 """
 
 from __future__ import annotations

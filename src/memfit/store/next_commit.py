@@ -1,5 +1,4 @@
-"""Builds the manifest of a commit from what was written to the regions of a
-store.
+"""Builds the manifest of a commit from what was written to the regions of a store.
 
 In: the manifest before, the regions' states, which of them flip. Out: the next manifest; nothing is
 changed.

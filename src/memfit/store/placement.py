@@ -146,7 +146,7 @@ def lay_out_moving(regions: Mapping[str, RegionSpec], units: Sequence[Sequence[s
 
 
 def store_bytes(regions: Mapping[str, RegionSpec]) -> int:
-    """Disk that a store of these regions takes, manifest aside.
+    """Disk that a store of these regions takes without a journal, manifest aside.
 
     Raises `UsageError` for a region that cannot be.
     """
