@@ -24,8 +24,8 @@ class DiskHome(ByteHome):
     """Home in a region of a store.
 
     Written in place (one slot), or version by version (two slots): then reads give the current
-    version, writes go to the spare slot, and `complete` makes the spare slot whole before it becomes
-    current.
+    version, writes go to the spare slot, and `complete` makes the spare slot whole before it
+    becomes current.
 
     Memory: none beyond the store's staging, and where an accelerator computes that of
     `homes.staging`.
