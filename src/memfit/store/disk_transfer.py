@@ -94,8 +94,8 @@ class DiskTransfer:
         self.in_flight = 0
         self.blockers = 0
         self.is_over = False
-        # These two keep the file open and the memory alive while threads of the disk use them, until
-        # `finish`.
+        # These two keep the file open and the memory alive while threads of the disk use them,
+        # until `finish`.
         self._handle: FileHandle | None = handle
         self._memory: Memory | None = memory
         self._channel: Channel | None = channel
