@@ -170,9 +170,9 @@ def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _Ru
 
 
 def _begin_checked(planned: Planned, sample: Any, found: Profile) -> StepRunner:
-    """Begins runner, and shows that the loss is what it says, and adds up over microbatches.
+    """Begins the steps, and checks that the loss is what it says and adds up over microbatches.
 
-    Else everything is given back.
+    If a check fails, everything is given back.
     """
     runner, setup = begin_steps(planned), planned.setup
     try:

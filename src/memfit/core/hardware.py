@@ -138,7 +138,7 @@ class Hardware:
 
 
 def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
-    """Reads a tier of a hardware file; None if both of its fields are null."""
+    """Yields a tier of a hardware file; nothing if both of its fields are null."""
     try:
         tier = Tier(name)
     except ValueError as error:

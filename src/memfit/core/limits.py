@@ -14,7 +14,7 @@ from types import MappingProxyType
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, parse_bytes
 
-# FACTS measured here: oneDNN and OpenMP scratch of 5 to 65 MB, absolute, not proportional; 2 MB a
+# Measured: scratch of oneDNN and OpenMP takes 5 to 65 MB whatever the model's size, and 2 MB a
 # thread.
 RESERVE_BYTES = 64 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB

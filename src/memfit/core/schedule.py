@@ -25,7 +25,7 @@ needs the result waits for it, which is part of its meaning:
 | unscale             | from here on, updates and norms multiply gradients with its inverse         | all accumulates          |
 | check               | if a gradient is infinite or NaN, the updates that follow do nothing        | all accumulates          |
 | norm                | the global gradient norm and the clip factor become known                   | all accumulates          |
-| update B3           | starts the optimizer on block 3, where its master weight lives              | accumulate of B3, norm,  |
+| update B3           | starts the optimizer on block 3, on the device or on the host's cores       | accumulate of B3, norm,  |
 |                     |                                                                             | check                    |
 | clear B3            | block 3's gradient on the device is given up                                | update of B3             |
 | release B3          | block 3's bytes on the device are given up                                  | update of B3             |

@@ -1,7 +1,7 @@
 """Timeline: bytes and seconds of a step, action by action.
 
 In: filled by `prediction` (predicted) or by the engine's recorder (measured). Out: `Timeline`, read
-by verification and report.
+by the planner, by the job's proof and by `memfit report`.
 """
 
 from __future__ import annotations

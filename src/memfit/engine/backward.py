@@ -87,8 +87,8 @@ class BackwardPasses:
     def run_whole(self, seeds: Seeds) -> None:
         """Runs one backward of the sum of these losses."""
         if len(seeds.losses) > 1 and self._has_accelerator:
-            # All roots must lie in the accelerator's queue. See crossing.py, [Note: one ready
-            # queue].
+            # All roots must lie in the accelerator's queue. See `engine.crossing`, [Note: one
+            # ready queue].
             pairs = zip(seeds.losses, seeds.factors, strict=True)
             starts = [start for loss, factor in pairs for start in differentiate_on_host(loss, factor)]
             # The starts hold what is still needed; a loss would hold its whole graph.

@@ -88,7 +88,7 @@ class Coroutine:
         microbatch: its index.
         call: index of the call at whose entry it is paused; None before the start, and after the
             end.
-        loss: result of the user's function, once finished.
+        result: what the user's function returned, once finished; see `take_result`.
         is_finished: the function has returned.
         position: index of the first call that it has not made yet.
         notes: attributes that it set on modules (see `engine.modules`).

@@ -6,7 +6,7 @@ gradients.
 
 [Note: one ready queue]
 That one backward visits blocks in the reverse order of the forward rests on autograd's choice of
-the latest-made ready node (engine.py, [Note: who drives whom]). It chooses within one queue. Nodes
+the latest-made ready node (`engine.run`, [Note: who drives whom]). It chooses within one queue. Nodes
 of the processor have a queue of their own in the caller's thread: there the roots of several losses
 on the CPU would be handed over one by one, while the device's thread already takes whatever is
 ready, an earlier microbatch's first block if need be. Gradients would reach blocks that have been

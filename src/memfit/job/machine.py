@@ -212,7 +212,7 @@ class Machine:
 
     @contextmanager
     def host_ledger(self) -> Iterator[None]:
-        """Counts what is allocated inside counts as host memory (emulated device only)."""
+        """Context in which allocations count as host memory (emulated device only)."""
         context = (
             self.allocator.ledger("host")
             if self.is_emulated and isinstance(self.allocator, Allocator)

@@ -1,4 +1,4 @@
-"""Settings that a run used of the machine's settings, for its report.
+"""Settings of the machine and of the process that a run used, for its report.
 
 In: this process. Out: one line a subject. Nothing is measured and nothing is set.
 """

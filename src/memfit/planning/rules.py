@@ -82,7 +82,7 @@ def choose_plan(
         limits: of tiers beside the device; one that is not named is limited by the hardware's
             capacity.
         scheme: of the store that the run is committed to, whose room counts as disk; with a journal
-            only plans that go with it, and with `like`, see `planning.journaling`.
+            only plans that go with it, and with `like`, see `planning.journal_rules`.
         staging_bytes: as in `scheduling.lower`.
         checked_rows: so many rows run forward whole before a batch is cut, to show that it may be;
             such a plan takes that too. 0: they do not.

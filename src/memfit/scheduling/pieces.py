@@ -66,7 +66,7 @@ class UpdatePieces:
         plan: the decisions.
         profile: with `updates`; a parameter without an entry is not updated.
         is_summed: gradients on the device are in the masters' dtype.
-        device: as `core.plan.is_processor` takes it.
+        device: as `core.tiers.is_processor` takes it.
     """
 
     def __init__(self, plan: Plan, profile: Profile, *, is_summed: bool, device: str = "cpu") -> None:

@@ -163,7 +163,7 @@ def update_traffic(
 ) -> UpdateTraffic:
     """Bytes that an update of a block moves between the processor that computes it and the homes.
 
-    What is updated where it rests does not move (`core.plan.updates_in_place`). All else is read,
+    What is updated where it rests does not move (`core.tiers.updates_in_place`). All else is read,
     and weight, master and states are written back; a weight that visits is not read again, nor is
     one that is rounded from a whole master. On the host nothing visits: what rests there does not
     move, and a weight at home on the device comes down, unless a whole master says it, and goes up
