@@ -1,4 +1,4 @@
-"""The one place where the parts are wired together.
+"""The calls of a user: the one place that knows planning and jobs.
 
 In: the user's model, optimizer, loss and one sample batch. Out: a `Job` that trains them inside a
 limit (`fit`), or what memory they would take (`profile`); models built without the bytes of their

@@ -1,4 +1,6 @@
-"""Which plan: of all that are allowed and fit, the fastest. `fit` and `advise` both ask here.
+"""Choice of a plan: the fastest that fits, over all ways to compute that are allowed (dtype, chunks
+of the loss, format of states). `planning.rules` searches within one way; `deciding` and `advise`
+ask here.
 
 In: a problem, its first profile, a budget and what is allowed. Out: `Choice`, or the refusal with
 the smallest limit that would do.

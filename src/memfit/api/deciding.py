@@ -1,4 +1,5 @@
-"""Deciding: from a setup to the plan that a job begins with, and to another one while it runs.
+"""Deciding: from a setup to the plan that a job begins with (given, the run's own, or chosen by
+`choosing`), and to another one while it runs.
 
 In: a setup, a batch, a budget. Out: `Planned`, checked; or the refusal with the smallest limit that
 would do.

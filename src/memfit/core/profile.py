@@ -1,7 +1,7 @@
 """Profile: the memory of a training step as data (blocks, calls, storages).
 
-In: nothing (the `profiling` package fills it). Out: frozen dataclasses that planning and
-scheduling read without torch; prediction reads only the `Step` that is made of them.
+In: nothing (the `profiling` package fills it). Out: frozen dataclasses that planning and scheduling
+read without torch; prediction reads only the `Step` that is made of them.
 
 [Note: segments of a trace]
 A microbatch's forward is cut at the *entry* of each call. What runs from the beginning to the first

@@ -6,12 +6,12 @@ gradients.
 
 [Note: one ready queue]
 That one backward visits blocks in the reverse order of the forward rests on autograd's choice of
-the latest-made ready node (`engine.run`, [Note: who drives whom]). It chooses within one queue. Nodes
-of the processor have a queue of their own in the caller's thread: there the roots of several losses
-on the CPU would be handed over one by one, while the device's thread already takes whatever is
-ready, an earlier microbatch's first block if need be. Gradients would reach blocks that have been
-left, and been updated. So all roots of a joint backward lie on the accelerator. A detour over the
-processor in the middle of the graph has the same effect, cannot be cut off, and is refused.
+the latest-made ready node (`engine.run`, [Note: who drives whom]). It chooses within one queue.
+Nodes of the processor have a queue of their own in the caller's thread: there the roots of several
+losses on the CPU would be handed over one by one, while the device's thread already takes whatever
+is ready, an earlier microbatch's first block if need be. Gradients would reach blocks that have
+been left, and been updated. So all roots of a joint backward lie on the accelerator. A detour over
+the processor in the middle of the graph has the same effect, cannot be cut off, and is refused.
 """
 
 from __future__ import annotations
