@@ -210,6 +210,7 @@ class StepCalls:
                 "microbatches that take turns would get each other's; plan microbatches=1, or order='microbatch-major'",
             )
         if call in self._firsts and can_pause():
+            # Before the weights are asked for: when this returns, the schedule has fetched them.
             coroutine.pause(call)
         coroutine.position = call + 1
         self.ensure(blocks)

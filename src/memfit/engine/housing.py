@@ -332,8 +332,8 @@ class House:
         """
         self.placed.clear()
         with ExitStack() as stack:
-            # Files first: what passes through memory of the host on its way to them has ended
-            # before that is freed.
+            # The stack calls in reverse, so files first: what passes through memory of the host on
+            # its way to them has ended before that is freed.
             for factory in self._factories.values():
                 stack.callback(factory.close)
 

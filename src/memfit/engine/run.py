@@ -152,6 +152,7 @@ class StepRun:
         error is already being raised.
         """
         parts = self._parts
+        # First: `abandon` waits for updates, and these for the gates of their turns.
         self._gates.shut()
         for coroutine in self._coroutines.values():
             try:
@@ -159,7 +160,9 @@ class StepRun:
             except Exception as error:  # noqa: BLE001, a user's `finally` may fail as well; it is reported beside the first error
                 parts.departures.append(f"while ending microbatch {coroutine.microbatch}: {error!r}")
         self._frames.finish_all()
+        # Behind the coroutines: calls that `GreenletExit` has ended never came to `leave`.
         self.calls.restore()
+        # Before any block goes: an update under way would write into freed memory.
         parts.update_phase.abandon()
         for block in parts.blocks:
             block.take_back_changes()  # an error is on its way
@@ -382,6 +385,8 @@ class StepRun:
         Raises:
             UnsupportedError: the loss differentiates by itself.
         """
+        # Called by autograd's hooks: on an accelerator in its device thread, while the caller's
+        # thread waits in C++ for the end of backward. So actions are done in either thread.
         if self.phase is EnginePhase.FORWARD:
             raise UnsupportedError(
                 f"the loss function differentiates through {self._parts.sites[site].name!r} itself (autograd.grad or backward inside the loss): "
@@ -397,6 +402,8 @@ class StepRun:
 
     def _advance(self, action: Backward) -> None:
         position = self._position_of.get(action)
+        # Before the actions in between, as they are priced: what the ended backward held goes, then
+        # what they fetch comes.
         self._frames.leave()
         self._end_compute()
         if position is None or position < self._next:

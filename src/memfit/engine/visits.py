@@ -41,8 +41,7 @@ class Visits:
 
     def fetch(self, b: int) -> None:
         """Begins a visit that the schedule asks for."""
-        # Before the bytes come: they are those of before the update, at a home that it is about to
-        # write.
+        # Before the bytes come: until the update is through, its home has those of before it.
         self._wait_for_update(b)
         self._begin(b)
         self._on_demand.discard(b)

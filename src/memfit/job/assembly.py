@@ -128,6 +128,7 @@ class Assembly(Contents):
         """Starts the threads and hooks of the steps, and arms the limit."""
         setup, machine = self.setup, self.machine
         problem = setup.problem
+        # Closed in reverse: hooks, the updates' thread, the pinned memory that it copies through.
         self._running.enter_context(casting_inputs(problem.casts, cast_dtype(self.plan.compute_dtype)))
         noise = self.noise if self.plan.drops_masters else None
         moved = None
@@ -201,6 +202,7 @@ class Assembly(Contents):
         May be repeated.
         """
         self.has_begun = False
+        # Threads and hooks first: they use what goes next.
         self._running.close()
         for block in self.blocks:
             block.give_up()
@@ -221,7 +223,9 @@ class Assembly(Contents):
         """
         if self.has_ended:
             return
+        # First: all weights and states at once may be above the limit.
         self.machine.hard_limit.disarm()
+        # Before the blocks: the updates' thread writes what is given back.
         self._running.close()
         if restore:
             self._give_back()

@@ -219,6 +219,7 @@ class StepJournal:
                 TransferGroup(handles).wait()
                 self.keep([block.index for block in turn])
         finally:
+            # Also after an error: the updates' thread would wait for these gates for ever.
             for gate in gates:
                 gate.shut(StoreError("the step was given up before this block's turn"))
 

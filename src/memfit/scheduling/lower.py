@@ -207,6 +207,7 @@ class _Lowering:
     def _lower(self, action: Action) -> Operation:
         draft = self._draft
         draft.begin()
+        # Before the action: what these give up is gone at its peak (`during` begins with them).
         if not self._tail_left:
             self._gradients.end_arrivals()
         self._activations.end_cuts()
