@@ -67,6 +67,7 @@ class DeviceGradients:
         from a leaf of a microbatch, it is on `.grad` even where sums are made.
         """
         if self.adds_apart and slot.parameter.grad is not None:
+            # Also where only `has` asks: the gradient moves to the sum, and `.grad` is None after.
             self.receive(slot, slot.parameter)
         total = self._sums.get(slot.name)
         return slot.parameter.grad if total is None else total

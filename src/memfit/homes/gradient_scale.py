@@ -46,6 +46,8 @@ class GradientScale:
         if device.type != "cpu" or value.device.type == "cpu":
             return value
         if self._on_host is None or self._on_host[0] is not value:
+            # Stops this thread for the device, once a step; an update on the host has waited for
+            # the norm already.
             self._on_host = value, value.cpu()
         return self._on_host[1]
 

@@ -86,7 +86,8 @@ class GradientHomes:
         self._norms: dict[str, torch.Tensor] = {}
         self._keeps_peaks = keeps_peaks
         self._peaks: dict[str, torch.Tensor] = {}
-        self._clipped: set[str] = set()
+        # Parameters whose gradient an update has scaled in place.
+        self._scaled: set[str] = set()
         self._leaving: TransferHandle | None = None
 
     def begin_step(self) -> None:
@@ -97,7 +98,7 @@ class GradientHomes:
         self._norms.clear()
         self._peaks.clear()
         self.scaling.begin_step()
-        self._clipped.clear()
+        self._scaled.clear()
         if self._kept is not None:
             self._kept.clear()
 
@@ -232,7 +233,8 @@ class GradientHomes:
         if self.scaling.value is None:
             return piece.values.to(slot.master_dtype)
         if piece.ready is None and piece.values.dtype == slot.master_dtype:
-            self._clipped.add(slot.name)  # in place, where it lies
+            # In the update's thread: `read` looks only after the update was waited for.
+            self._scaled.add(slot.name)
         return piece.values.to(slot.master_dtype).mul_(self.scaling.at(piece.values.device))
 
     def read(self, block: BlockWeights, slot: ParameterSlot) -> torch.Tensor | None:
@@ -246,12 +248,12 @@ class GradientHomes:
             return None
         if gradient is not None:
             whole = gradient.to(slot.master_dtype, copy=True)
-            return whole if self.scaling.value is None or slot.name in self._clipped else whole.mul_(self.scaling.value)
+            return whole if self.scaling.value is None or slot.name in self._scaled else whole.mul_(self.scaling.value)
         self.wait()
         home = self._homes[block.index]
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
         home.read(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
-        return whole if self.scaling.value is None or slot.name in self._clipped else whole.mul_(self.scaling.value)
+        return whole if self.scaling.value is None or slot.name in self._scaled else whole.mul_(self.scaling.value)
 
     def clear(self, block: BlockWeights) -> None:
         """Frees the block's gradients on the device."""

@@ -14,11 +14,12 @@ of handles derive from it:
 |                      |                                                    | ordered behind it          |
 | `memory.HostCopy`    | a copy from an accelerator to the host             | its bytes are there        |
 | `staging.Staged`     | a range between an accelerator and a file          | see there, by direction    |
+| `offloaded._Left`    | an offloaded storage on its way to a file          | its bytes left the device  |
 | `updates.UpdateHandle` | an update                                        | new weights are home       |
 | `updates.Gate`       | nothing: somebody opens it                         | it was opened              |
 
-A store's `DiskTransfer` and an offloaded storage's handles have the same `wait`; the rooms that
-they are in do not know this one, or are known by it only.
+Some classes only have the same `wait`, which is all that the protocol asks for: `DiskTransfer` (the
+room `store` may not import this one) and whatever a home of a further tier returns.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def rest_nbytes(block: BlockWeights) -> int:
 
 
 def rest_tensors(block: BlockWeights) -> list[tuple[str, torch.dtype, int, int]]:
-    """Yields (parameter, dtype, elements, offset) of each difference, or whole weight, in the
+    """Returns (parameter, dtype, elements, offset) of each difference, or whole weight, in the
     `rest_nbytes` bytes; marks are left out.
     """
     places, _ = _layout(block)

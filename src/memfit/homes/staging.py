@@ -8,8 +8,10 @@ offloaded activations share one `Staging`.
 A transfer is cut into pieces. Inward, the file's threads fill a piece, and the copy stream takes it
 to the device; outward the copy stream fills one, and the file's threads write it. A piece is used
 again when its copy (inward: an event) or its write (outward: a handle) is done, so that while one
-is copied the other is filled. Nobody but the two threads waits for the disk: a caller's wait ends
-when the last copy is *enqueued*, and orders the current stream behind it.
+is copied the other is filled. A caller's wait inward ends when the last copy is *enqueued*, and
+orders the current stream behind it; outward it ends when the file has everything. A caller that
+only wants its device memory back waits until the last byte has left it (`wait_until_left`), not for
+the disk.
 
 [Note: order in staging]
 A file's own order begins when the staging thread asks for a range, which is later than the caller
@@ -86,7 +88,7 @@ class Staged(TransferHandle):
             act()
 
     def leave(self) -> None:
-        """Notes of a transfer outward that its last byte is in host memory."""
+        """Notes that the last byte of a transfer outward is in host memory."""
         self._left.set()
 
     def join(self) -> None:
@@ -291,7 +293,7 @@ class _Piece:
         return memory_of_storage(self.storage, 0, nbytes)
 
     def bytes(self, nbytes: int) -> torch.Tensor:
-        """Storage for copies."""
+        """A view of its first bytes, for copies."""
         return bytes_view(self.storage, 0, nbytes)
 
 
@@ -314,7 +316,7 @@ class _Pieces:
             self._ring.append(_Piece(storage))
 
     def cut(self, nbytes: int) -> list[tuple[int, int]]:
-        """Yields (offset, bytes) of the pieces of a transfer."""
+        """Returns (offset, bytes) of the pieces of a transfer."""
         size = self._piece_bytes
         return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]
 
@@ -332,6 +334,8 @@ class _Pieces:
     def close(self) -> None:
         """Unpins and frees the pieces."""
         for piece in self._ring:
+            # Copies may still read these pages; writes to files have ended (`_take` waits for its
+            # own).
             if isinstance(piece.busy, torch.Event):
                 piece.busy.synchronize()
         while self._pinned:

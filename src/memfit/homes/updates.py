@@ -58,6 +58,7 @@ class Gate(TransferHandle):
     def shut(self, error: Exception) -> None:
         """Whoever waits, now or later, gets the error; nothing if it was opened."""
         if not self._decided.is_set():
+            # Before the event: whoever wakes up reads it without a lock.
             self._error = error
             self._decided.set()
 
@@ -84,6 +85,7 @@ class UpdateHandle(TransferHandle):
             sent: a device, and the event behind the copies that an update on the host has enqueued
                 to it.
         """
+        # Both before the event: whoever wakes up reads them without a lock.
         self._error, self._sent = error, sent
         self._done.set()
 
@@ -153,7 +155,7 @@ class UpdateWorker:
         self.updated_blocks.append(block.index)
         if not is_beside:
             with torch.no_grad():
-                _Line(lambda: None).run(job)
+                _Pipeline(lambda: None).run(job)
             job.handle.wait()
             return job.handle
         if self._thread is None:
@@ -265,8 +267,9 @@ class _SubmittedUpdate:
         self.handle.finish(error, sent)
 
 
-class _Line:
-    """Update pipeline, across blocks: while one piece is computed the next ones are read.
+class _Pipeline:
+    """Update pipeline, across blocks: while one piece is computed the next one is read, and the one
+    before goes home.
 
     Args:
         more: returns the next update, if it was submitted already.
@@ -324,5 +327,5 @@ def _work(jobs: queue.SimpleQueue[_SubmittedUpdate | None]) -> None:
             job = jobs.get()
             if job is None:
                 return
-            _Line(more).run(job)
+            _Pipeline(more).run(job)
             del job

@@ -290,6 +290,7 @@ class BlockWeights:
         if self._is_here:
             return
         assert self.home is not None
+        # The same storage object, with fresh memory: what autograd saved finds its bytes again.
         self.storage.resize_(self.nbytes)
         self._arriving = self.home.visit(self.storage)
         self._is_here = True
@@ -369,6 +370,9 @@ class BlockWeights:
         return tuple(slot.parameter._version for slot in self.slots)
 
     def _leave(self) -> None:
+        # Kernels that read these bytes may still be enqueued: the caching allocator gives the
+        # memory to later work of their own stream only. Copies on other streams must have been
+        # waited for.
         self.storage.resize_(0)
         self._is_here = False
         for slot in self.slots:
