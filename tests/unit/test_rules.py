@@ -132,6 +132,20 @@ def test_no_candidate_that_fits_is_faster_than_the_chosen_one() -> None:
     assert error.value.smallest_limit_bytes == peaks[0]
 
 
+def test_the_reason_tells_why_microbatches_do_not_take_turns() -> None:
+    profile = gpt_profile(layers=8, batch_rows=8, rows=(8, 4, 2, 1))
+    alone = predicted(Plan(microbatches=8, order=Order.MICROBATCH_MAJOR), profile)
+    told = "Microbatches run one after the other: a forward changes \"count['calls']\""
+    for carried in ((), ("count['calls']",)):
+        one = replace(profile, carried=carried)
+        choice = choose_plan(one, limit(alone.peak_bytes), machine(), tiers=(), staging_bytes=0)
+        assert choice.plan.microbatches > 1
+        assert (told in choice.reason) == bool(carried)
+        assert not carried or choice.plan.order is Order.MICROBATCH_MAJOR
+    without_limit = choose_plan(replace(profile, carried=("a",)), Budget(limit_bytes=None), machine())
+    assert "one after the other" not in without_limit.reason
+
+
 def test_blocks_of_unequal_size_get_more_buffers_where_there_is_room_for_them() -> None:
     """The vocabulary's visit takes longer than a layer computes: two buffers cannot hide it, four do better, where they fit."""
     profile = gpt_profile(layers=6, width=256, vocabulary=32_768, tokens=64, batch_rows=4, rows=(4, 2, 1), factor=16)

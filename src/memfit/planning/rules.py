@@ -137,12 +137,19 @@ def _answer(question: PlanQuestion) -> PlanChoice:
         schedule=step.schedule,
         timeline=predict(step, question.hardware),
         front=pareto_front(built, best),
-        reason=give_reason(built, best, question.budget),
+        reason=give_reason(built, best, question.budget) + _order_told(best, question.profile),
         built=len(built),
         regroups=best.priced.regroups,
         unchanged_s=_unchanged_seconds(priced, built, waiting),
         least_s=min(p.seconds_bound for p in priced),
     )
+
+
+def _order_told(best: BuiltCandidate, profile: Profile) -> str:
+    """Says why microbatches run one after the other, where what a forward keeps forbids turns."""
+    if best.priced.candidate.plan.microbatches == 1 or not profile.carried:
+        return ""
+    return f" Microbatches run one after the other: a forward changes {profile.carried[0]!r}, which the next one meets."
 
 
 def _unchanged_seconds(
