@@ -275,8 +275,8 @@ class _Search:
 
 
 def _leaves_no_gain(choice: Choice, compute: ComputeDtype, best_s: float) -> bool:
-    """The loss whole in this dtype is so near to the least that any plan takes, chunks or not, that
-    chunks cannot gain what a plan must that regroups sums.
+    """Tells whether the loss whole in this dtype is so near to the least that any plan takes that
+    chunks of the loss, which regroup sums, cannot gain as much as they must.
     """
     is_same = choice.plan.compute_dtype is compute and choice.plan.loss_chunk_tokens is None
     return is_same and best_s <= weighed_seconds(choice.found.least_s, regroups=True)

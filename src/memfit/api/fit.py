@@ -347,7 +347,7 @@ def _begin(setup: Setup, sample: Any, given: Plan | None, budget: Budget, saved:
 
 
 def _save_in(directory: str | Path | None) -> Path | None:
-    """The directory, if it holds no run but what `Job.save` writes."""
+    """Returns the directory if it has a save of `Job.save` and no run; else None."""
     if directory is None:
         return None
     path = Path(directory).expanduser()

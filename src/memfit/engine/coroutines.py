@@ -192,7 +192,9 @@ class Coroutine:
 
 
 def can_pause() -> bool:
-    """False where switches are set that cannot be moved between coroutines."""
+    """Tells whether a coroutine can pause here: not where switches are set that cannot be moved
+    between coroutines.
+    """
     return not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
 

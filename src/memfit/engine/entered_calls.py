@@ -128,7 +128,7 @@ class ServedCalls:
         self._parts.visits.end_on_demand()
 
     def ensure(self, blocks: Sequence[int]) -> None:
-        """The blocks' weights are here when this returns."""
+        """Brings the blocks' weights to the device, where they are not there yet."""
         self._parts.visits.ensure(blocks, is_foreseen=True)
 
 
@@ -249,7 +249,7 @@ class StepCalls:
             self._passes.watch_cut(tensors)
 
     def ensure(self, blocks: Sequence[int]) -> None:
-        """The blocks' weights are here when this returns."""
+        """Brings the blocks' weights to the device, where they are not there yet."""
         with nullcontext() if self._recorder is None else self._recorder.stall("fetch"):
             self._parts.visits.ensure(blocks)
 

@@ -212,7 +212,7 @@ class Assembly(Contents):
         self.house.close()
 
     def hand_over(self) -> None:
-        """The machine and the run, which were shared, are the next assembly's to end."""
+        """Leaves the machine and the run, which are shared, for the next assembly to end."""
         self.has_ended = True
 
     def end(self, *, restore: bool) -> None:

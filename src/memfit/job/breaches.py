@@ -203,7 +203,7 @@ def _exchange(given_up: Assembly, planned: Planned, interrupts: Interrupts) -> A
 
 
 def _may_cut(now: Assembly, batch: Any) -> bool:
-    """The plan does not cut batches, or the loss adds up over what it cuts them into."""
+    """Tells whether the plan cuts no batches, or the loss adds up over what it cuts them into."""
     if now.plan.microbatches == 1 or now.planned.adds_up is not None:
         return True
     try:
@@ -214,7 +214,7 @@ def _may_cut(now: Assembly, batch: Any) -> bool:
 
 
 def _take_back(now: Assembly, planned: Planned, excess: str, refused: Exception, interrupts: Interrupts) -> Assembly:
-    """The plan before takes the run up again, from the same commit.
+    """Takes the run up again under the plan before, from the same commit.
 
     Or the job ends, with the refusal.
     """

@@ -38,7 +38,7 @@ _torchs: list[Callable[..., Any]] = []
 
 
 def watch(job: _LiveJob) -> None:
-    """From now on clipping of the job's parameters is told. See [Note: who hears of clipping]."""
+    """Begins to watch for clipping of the job's parameters. See [Note: who hears of clipping]."""
     _jobs.add(job)
     found = getattr(clip_grad, _NAME, None)
     if found is not None and found is not _heard:
@@ -47,7 +47,7 @@ def watch(job: _LiveJob) -> None:
 
 
 def unwatch(job: _LiveJob) -> None:
-    """The job has ended. Torch's functions are as they were when it was the last one."""
+    """Stops watching for a job. After the last one torch's function is as it was."""
     _jobs.discard(job)
     if not _jobs and getattr(clip_grad, _NAME, None) is _heard:
         setattr(clip_grad, _NAME, _torchs[0])

@@ -68,7 +68,9 @@ class Contents:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within it nothing else is done with the job, and what is written is no version yet."""
+        """Context of a step: nothing else is done with the job, and what is written is no version
+        yet.
+        """
         self.is_stepping = True
         try:
             yield

@@ -192,7 +192,9 @@ def _scale(state: Mapping[str, Any], *, is_decided: bool = False) -> dict[str, A
 
 
 def _check_plain(identity: Mapping[str, str], directory: str | Path) -> None:
-    """Bytes that only a job can read are not copied out as something else."""
+    """Refuses a run with bytes that only a job can read: they would be copied out as something
+    else.
+    """
     if identity.get("masters") not in ("whole", "none"):
         raise UnsupportedError(
             f"the run in {directory} keeps masters {identity.get('masters')!r:.80}, which only a job decodes: go on with it and call job.save(...)"
@@ -339,8 +341,8 @@ def _source(home: ByteHome, place: TensorPlace, order: Any) -> HomeSource:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Each element has its own place, and there are no others: dimensions by stride, as if they
-    were row-major in some order.
+    """Tells whether the elements of a tensor fill a range without gaps: row-major, with dimensions
+    in some order.
     """
     if len(shape) != len(stride) or not all(type(one) is int for one in stride):
         return False

@@ -43,7 +43,9 @@ _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, A
 
 
 def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> EvaluateResult:
-    """The loss of a batch, forward only, in evaluation mode, weights streamed as in a step."""
+    """Computes the loss of a batch, forward only, in evaluation mode, with weights streamed as in a
+    step.
+    """
     began = time.perf_counter()
     prepared = assembly.shapes.prepare(batch)
     parts, factors = cut(assembly, prepared, batch)
@@ -207,7 +209,7 @@ def _tried(assembly: Assembly, trial: Trial) -> tuple[Any, list[Any]]:
 
 
 def check_first(assembly: Assembly, batch: Any) -> None:
-    """The same on the first batch, where the sample's rows were alike.
+    """Checks as `check_split` does, on the first batch, where the sample's rows were alike.
 
     Once: batches of the same kind follow.
 

@@ -30,7 +30,7 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note_holder(holder: ModelOwner) -> None:
-    """From now on it is asked, as long as it lives."""
+    """Registers a holder, which is asked from now on, as long as it lives."""
     _holders.add(holder)
 
 

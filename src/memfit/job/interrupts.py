@@ -44,7 +44,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Ctrl-C waits for `check`, at the latest for the end of the context."""
+        """Context in which Ctrl-C waits for `check`, at the latest for the context's end."""
         is_ours = threading.current_thread() is threading.main_thread() and not self._is_holding
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield

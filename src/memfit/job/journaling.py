@@ -97,11 +97,11 @@ class StepJournal:
         return self._journal.step == self._house.step + 1
 
     def begin_step(self) -> None:
-        """Before a step's gradients."""
+        """Prepares the journal for a step's gradients."""
         self._journal.begin_step()
 
     def decide(self, outcome: Outcome) -> None:
-        """All gradients of a step are at home: it is decided.
+        """Decides a step, all of whose gradients are at home.
 
         Its updates are listed behind it, and a `keep` for each turn.
 
@@ -131,7 +131,8 @@ class StepJournal:
         self._begin_turns(record)
 
     def take_up(self) -> None:
-        """As a run goes on: a step that was decided is made, and the counters are those after it.
+        """Makes the updates of a step that was decided before the run goes on; counters are those
+        after it.
 
         Raises:
             StoreError: the disk, or a record that cannot be used.
@@ -179,7 +180,7 @@ class StepJournal:
             self._driver.abandon_step()
 
     def random(self) -> dict[str, Any]:
-        """Where the generators stand after the step that is waiting.
+        """Returns where the generators stand after the step that is waiting.
 
         Raises `StoreError` for a record that cannot be used.
         """
@@ -207,7 +208,7 @@ class StepJournal:
         )
 
     def _make(self, record: Mapping[str, Any]) -> None:
-        """The updates that are left, as many blocks at a time as the spare room takes."""
+        """Makes the updates that are left, as many blocks at a time as the spare room takes."""
         self._begin_turns(record)
         turns = [[self._by_name[name] for name in names] for names in self._journal.turns()]
         gates = [Gate() for _ in turns]
@@ -224,7 +225,7 @@ class StepJournal:
                 gate.shut(StoreError("the step was given up before this block's turn"))
 
     def turns(self) -> list[tuple[int, ...]]:
-        """Blocks of the next step, in the order in which the store has room for them."""
+        """Returns the next step's blocks, in the order in which the store has room for them."""
         return [tuple(self._by_name[name].index for name in turn) for turn in self._journal.turns(of_next=True)]
 
     def keep(self, blocks: Sequence[int]) -> None:
@@ -258,7 +259,9 @@ class StepJournal:
 
 
 def _number(record: Mapping[str, Any], key: str) -> float | None:
-    """A number of the record, or None where it says so. Raises `StoreError` for anything else."""
+    """Returns a number of the record, or None where it says so. Raises `StoreError` for anything
+    else.
+    """
     found = record.get(key)
     if found is None or isinstance(found, float):
         return found

@@ -37,7 +37,7 @@ class PlanningLeft:
     left_bytes: int = 0
 
     def note(self, before_bytes: int, after_bytes: int) -> None:
-        """A fit was refused; the process held so much before it and after it."""
+        """Notes what the process held before and after a fit that was refused."""
         if self.first_base_bytes is None:
             self.first_base_bytes = before_bytes
         self.left_bytes += max(0, after_bytes - before_bytes)

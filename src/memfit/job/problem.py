@@ -54,7 +54,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 def encodes_states(allow: Collection[str]) -> bool:
-    """Optimizer states may rest in fewer bits."""
+    """Tells whether optimizer states may rest in fewer bits."""
     return any(one.allowance in allow for one in STATE_FORMATS)
 
 
@@ -73,14 +73,19 @@ class Problem:
     cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
 
     def counts(self, batch: Any) -> tuple[int, ...]:
-        """Into how many microbatches a batch may be cut, as plans are looked for."""
+        """Returns the numbers of microbatches that plans are looked for with: 1, 2, 4, and so on up
+        to the rows of the batch (`MOST_MICROBATCHES` at most); only 1 where sums may not be
+        regrouped.
+        """
         rows, counts = 1 if self.numerics == "exact" else self.cut.rows(batch), [1]
         while 2 * counts[-1] <= min(rows, MOST_MICROBATCHES):
             counts.append(2 * counts[-1])
         return tuple(counts)
 
     def ways(self, sample: Any, split: UserSplit | None) -> list[Cut]:
-        """How a sample's batches may be cut, likelier ways first; the last is not to cut them."""
+        """Returns the ways to cut a sample's batches, likelier ones first; the last is not to cut
+        them.
+        """
         if split is not None:
             return [ByUser(split), Whole("its parts, as fit(split=...) makes them, cannot be trained one by one")]
         try:
@@ -240,7 +245,7 @@ class Problem:
         )
 
     def encodes(self, chosen: StateFormat) -> bool:
-        """A state of the optimizer would rest in this format."""
+        """Tells whether a state of the optimizer would rest in this format."""
         return any(one.encoded for one in self._state_sizes(ComputeDtype.GIVEN, chosen).values())
 
     def _state_sizes(self, compute: ComputeDtype, chosen: StateFormat) -> dict[str, StoredStates]:
@@ -434,7 +439,7 @@ def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> Non
 
 
 def unfit_for(compute: ComputeDtype, model: nn.Module) -> str | None:
-    """Why the model cannot compute so; None if it can."""
+    """Returns why the model cannot compute in this dtype; None if it can."""
     if compute.has_masters:
         return _unfit_for_masters(model, compute)
     return _unfit_for_autocast(model) if compute is ComputeDtype.FLOAT16 else None

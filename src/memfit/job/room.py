@@ -97,8 +97,8 @@ class Room:
         return max(_SMALL_GROWTH_BYTES, self._reserve_bytes - max(0, taken))
 
     def begin_plan(self) -> int:
-        """A plan's homes are there, and its steps begin: what the process grew by until now was for
-        planning.
+        """Begins the steps of a plan whose homes are there: what the process grew by until now was
+        for planning.
 
         Returns:
             What tensors may take.
@@ -109,7 +109,7 @@ class Room:
         return self.left_bytes
 
     def begin(self) -> int:
-        """A call of the job begins: what grew since the last one is the user's.
+        """Begins a call of the job: what grew since the last one is the user's.
 
         Returns:
             What tensors may take, for the allocator's limit.
@@ -120,7 +120,7 @@ class Room:
         return self.left_bytes
 
     def end(self, scratch_bytes: int | None = None) -> None:
-        """The call has ended: what grew in it is the libraries'.
+        """Ends a call of the job: what grew in it is the libraries'.
 
         Args:
             scratch_bytes: what a step held at its peak beside its tensors and what is held now;
@@ -133,7 +133,8 @@ class Room:
             self._make_free()
 
     def excess(self, peak_bytes: int) -> str | None:
-        """Why a step of that predicted peak does not fit what is left, in words; None if it does.
+        """Returns why a step of that predicted peak does not fit what is left, in words; None if it
+        does.
 
         Where it seems not to, malloc's free pages and the pages of mapped files go first.
         """
@@ -174,7 +175,7 @@ class Room:
             self._kernel.lift()
 
     def _make_free(self) -> None:
-        """Pooled memory goes back to the system, oldest first, as far as what happens between two
+        """Gives pooled memory back to the system, oldest first, as far as what happens between two
         steps may need its bytes.
         """
         if not isinstance(self._allocator, Allocator):

@@ -17,7 +17,8 @@ from memfit.huggingface.noop_cache import CacheUse, caches_in_training
 
 @contextmanager
 def training_setting(model: nn.Module, chunk_tokens: int | None, caches: CacheUse) -> Iterator[None]:
-    """Known losses run in chunks of `chunk_tokens`, and transformers' caches hold nothing.
+    """Context in which known losses run in chunks of `chunk_tokens`, and transformers' caches hold
+    nothing.
 
     See [Note: caches in training] in `huggingface.noop_cache`.
     """

@@ -130,7 +130,8 @@ class Prepared:
         return self.plan.microbatches
 
     def in_turns(self, turns: Sequence[tuple[int, ...]]) -> Step:
-        """The step of a run with a journal, whose store lets blocks be written in these turns.
+        """Returns the step of a run with a journal, whose store lets blocks be written in these
+        turns.
 
         They come round again, so that each order is lowered once.
         """

@@ -27,7 +27,7 @@ from memfit.tensors.trees import tensors_in
 
 
 def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], factors: Sequence[float] | None) -> Outcome:
-    """Forward, backward and update.
+    """Makes a step: forward, backward and update.
 
     Args:
         assembly: everything at home.
@@ -79,7 +79,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
 
 
 def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
-    """The step that was decided before, in this process or another.
+    """Finishes the step that was decided before, in this process or another.
 
     See [Note: a step from its journal] in `job.journaling`.
     """
@@ -118,7 +118,7 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
 
 
 def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], list[float] | None]:
-    """The microbatches of a batch, and what each one's loss is multiplied with."""
+    """Returns the microbatches of a batch, and what each one's loss is multiplied with."""
     way = assembly.setup.problem.cut
     parts = way.parts(batch, prepared.microbatches)
     return parts, shares(batch, parts, way, assembly.setup.weight)
@@ -131,7 +131,7 @@ def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
 
 
 def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[str, dict[str, Any]]]) -> None:
-    """A step did not end: forget it, or say that it tore the weights.
+    """Ends a step that failed: forgets it, or says that it tore the weights.
 
     Allocation failures become breaches.
     """

@@ -64,8 +64,8 @@ class _SavedChoice:
 
 
 def update_time(profile: Profile, *, clips_norm: bool) -> UpdateTime:
-    """When blocks are updated: as soon as backward has left them, unless gradients are needed
-    together.
+    """Returns when blocks are updated: as soon as backward has left them, unless gradients are
+    needed together.
     """
     return UpdateTime.AFTER_BACKWARD if clips_norm or profile.read_gradients else UpdateTime.IN_BACKWARD
 

@@ -21,7 +21,7 @@ SMALL_BLOCK_BYTES = MIB
 
 
 def journaled(plan: Plan, profile: Profile, like: Plan | None = None) -> Plan:
-    """The plan with gradients at home on disk and updates after backward.
+    """Returns the plan with gradients at home on disk and updates after backward.
 
     Homes of weights and states are left as they are.
 

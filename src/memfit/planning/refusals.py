@@ -52,7 +52,7 @@ class Refusal:
         return round_up(found + _BASE_VARIATION_BYTES, MIB) if self.varies else found
 
     def error(self, remark: str = "") -> DoesNotFitError:
-        """The refusal, to be raised; the message ends with the remark."""
+        """Makes the error to be raised; its message ends with the remark."""
         message = f"{self}{remark}"
         return DoesNotFitError(
             message, smallest_limit_bytes=self.smallest_limit_bytes, report=self.report, refusal=self

@@ -165,7 +165,7 @@ def _unchanged_seconds(
 
 
 def _masters(plan: Plan) -> tuple[bool, bool]:
-    """How masters rest."""
+    """Returns how masters rest: (split, dropped)."""
     return plan.splits_masters, plan.drops_masters
 
 
@@ -195,8 +195,8 @@ def _search(
 def _search_leanest(
     waiting: list[PricedCandidate], built: list[BuiltCandidate], question: PlanQuestion
 ) -> list[BuiltCandidate]:
-    """Nothing fits: builds what may have the smallest peak of all, in the order of a lower bound of
-    it.
+    """Builds, where nothing fits, what may have the smallest peak of all, in the order of a lower
+    bound of it.
     """
     if not waiting:
         return []

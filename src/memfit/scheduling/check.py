@@ -146,8 +146,8 @@ class _Checker:
                 self.committed = True
 
     def _journal(self, action: Decide | Keep) -> None:
-        """Decided once, before any update, with all gradients at home; each block is kept once,
-        after its update.
+        """Checks that a step is decided once, before any update and with all gradients at home, and
+        that each block is kept once, after its update.
         """
         if isinstance(action, Decide):
             _require(not self.is_decided, "the step is already decided")
@@ -166,7 +166,7 @@ class _Checker:
             self.kept.add(block)
 
     def _scale(self, action: Scale | Unscale | Check) -> None:
-        """Scale, then all backwards, then unscale, then check."""
+        """Checks the order of a step that scales losses: scale, all backwards, unscale, check."""
         _require(self.shape.scales_losses, "the plan scales no losses")
         order = ["scale", "unscale", "check"]
         _require(order[: len(self.scaling) + 1] == [*self.scaling, str(action)], f"it comes after {self.scaling}")

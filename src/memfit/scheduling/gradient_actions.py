@@ -24,8 +24,8 @@ from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
 
 def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
-    """After the last backward of a stage that adds to a block's gradient, it goes home (if that is
-    not the device).
+    """Places an accumulate after the last backward of a stage that adds to a block's gradient,
+    where the gradient's home is not the device.
     """
     shape = order.shape
     contributors = {c.position: shape.contributes[c.segment] for c in order.computes if c.is_backward}
@@ -45,8 +45,8 @@ def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
 
 
 def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) -> Mapping[int, int]:
-    """By block: position of the computing action after which its update starts; empty if updates
-    wait for the end.
+    """Returns, by block, the position of the computing action after which its update starts; empty
+    if updates wait for the end.
 
     That is the last backward that reads its weights, not only the last that adds to its gradient: a
     recompute that followed the update would see new weights.
@@ -98,8 +98,8 @@ def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:
 
 
 def _clears(plan: Plan, order: ComputeOrder, block: int) -> list[Action]:
-    """The clear of a block; none where the gradient rests elsewhere: its accumulate has taken it
-    away already.
+    """Returns a block's clear; none where the gradient rests elsewhere, since its accumulate has
+    taken it away already.
     """
     is_on_device = plan.block(order.shape.blocks[block]).gradient_home is Tier.DEVICE
     return [Clear(block)] if is_on_device else []

@@ -83,8 +83,8 @@ class GradientBytes:
         self.contribute(self._shape.loose)
 
     def contribute(self, blocks: Iterable[int], segment: int | None = None) -> int:
-        """Gradients begin; returns the bytes of the largest one that is made beside the one it is
-        added to.
+        """Counts gradients from the first backward on that adds to them; returns the bytes of the
+        largest one that is made beside the one it is added to.
 
         Where a shared weight's gradient waited in the trace, the traced rise holds the one that is
         added to it. What the tail has made lies on the parameter when the joint backward begins to
@@ -122,20 +122,22 @@ class GradientBytes:
         return added
 
     def end_arrivals(self) -> None:
-        """A tail's backward is through: what it made is added to what was there."""
+        """Ends a tail's backward: what it made has been added to what was there."""
         while self._arrived:
             block, nbytes = self._arrived.popitem()
             self._change(block, -nbytes)
 
     def end_waiting(self, segment: int) -> None:
-        """All uses of a shared weight in this microbatch are through: their sum is added to what
-        earlier microbatches gave.
+        """Ends the wait of sums of a shared weight's uses: when all uses in this microbatch are
+        through, they are added to what earlier microbatches gave.
         """
         for b in [b for b in self._waiting if not self._facts.waits_on(self._shape.blocks[b], segment)]:
             self._change(b, -self._waiting.pop(b))
 
     def accumulate(self, block: int) -> int:
-        """A block's gradient goes home; returns what is made of it for that, beside what leaves."""
+        """Counts a block's gradient as leaving for home; returns the bytes that are made for that,
+        beside what leaves.
+        """
         profile = self._profile.blocks[block]
         held = self._held.pop(block, 0)
         is_narrow = not self.is_summed and held
@@ -149,13 +151,13 @@ class GradientBytes:
         return max(leaving + passing, added_bytes(profile) if is_added else 0)
 
     def end_leaving(self) -> None:
-        """Gradients that were on their way home have no bytes on the device any more."""
+        """Ends the way home of gradients: they have no bytes on the device any more."""
         while self._leaving:
             block, nbytes = self._leaving.popitem()
             self._change(block, -nbytes)
 
     def clear(self, block: int) -> None:
-        """A block's gradient is given up."""
+        """Counts a block's gradient as freed."""
         self._change(block, -self._held.pop(block, 0))
 
     def _adding_bytes(self, block: int) -> int:
@@ -181,15 +183,16 @@ class GradientBytes:
         return flat_gradient_bytes(self._profile.blocks[block], is_summed=self.is_summed)
 
     def _sums_uses_apart(self, block: int, segment: int) -> bool:
-        """Autograd sums the uses of a backward apart, and only then adds them to the gradient that
-        earlier microbatches gave.
+        """Tells whether autograd sums a weight's uses in this backward apart, and only then adds
+        them to the gradient that earlier microbatches gave.
         """
         is_alone = self._plan.order is Order.MICROBATCH_MAJOR and self._plan.microbatches > 1
         return is_alone and self._facts.waits_on(self._shape.blocks[block], segment)
 
     def _contribute_apart(self, blocks: list[int], *, is_tail: bool) -> int:
-        """Each arrival, of the weights' dtype, lives beside the sum until it is added; those of a
-        tail come all at once, at its end.
+        """Counts gradients that are added to sums in the masters' dtype: each arrival, of the
+        weights' dtype, lives beside the sum until it is added; those of a tail come all at once, at
+        its end.
         """
         profiled = self._profile.blocks
         for b in blocks:

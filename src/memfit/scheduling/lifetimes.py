@@ -176,7 +176,9 @@ class Lifetimes:
                 self.alive_bytes += s.nbytes
 
     def _first_segment_after(self, call: int) -> int:
-        """The first segment whose end lies behind the end of `call`: there, use no longer keeps."""
+        """Returns the first segment whose end lies behind the end of `call`: from there on use no
+        longer keeps a storage alive.
+        """
         return next(i for i, (_, last) in enumerate(self.facts.shape.segments) if last > call)
 
     def _keepers(self, s: StorageProfile, moves: set[int]) -> list[tuple[dict[int, list[StorageProfile]], int]]:

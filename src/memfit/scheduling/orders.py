@@ -120,8 +120,8 @@ class ComputeOrder:
         return {ordinal: last[c.microbatch] for ordinal, c in enumerate(self.computes) if of_tail[ordinal]}
 
     def stays(self, ordinal: int, following: int) -> bool:
-        """A block used by both stays between: they are neighbours, or both in a tail that keeps its
-        blocks.
+        """Tells whether a block that both use stays between them: they are neighbours, or both in a
+        tail that keeps its blocks.
         """
         if following == self._tail_ends.get(ordinal, ordinal) + 1:
             return True

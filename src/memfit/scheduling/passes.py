@@ -59,27 +59,27 @@ class Passes:
         return self._has_tail and bool(self._pending) and self._pending[0][0] >= self._shape.tail_segment
 
     def has_run(self, segment: int, microbatch: int) -> bool:
-        """The segment went forward for this microbatch."""
+        """Tells whether the segment went forward for this microbatch."""
         return self._progress.get(microbatch, 0) > segment
 
     def has_returned(self, segment: int, microbatch: int) -> bool:
-        """The segment came back for this microbatch."""
+        """Tells whether the segment came back for this microbatch."""
         return (segment, microbatch) in self._returned
 
     def contributes_later(self, block: int) -> bool:
-        """A backward still to come in this step adds to the block's gradient."""
+        """Tells whether a backward still to come in this step adds to the gradient."""
         if block in self._shape.loose:
             return not self.is_over
         return self._remaining.get(block, 0) > 0
 
     def contributes_in_stage(self, block: int) -> bool:
-        """A backward still to come in the running pass adds to the block's gradient."""
+        """Tells whether a backward still to come in the running pass adds to the gradient."""
         if block in self._shape.loose:
             return bool(self._pending)
         return any(block in self._shape.contributes[segment] for segment, _ in self._pending)
 
     def refuse(self, action: Start | Forward | Seed | Joint | Backward) -> str | None:
-        """Why an action is out of order; None if it is not."""
+        """Returns why an action is out of order; None if it is not."""
         match action:
             case Start(microbatch=m):
                 return None if m in range(self._microbatches) and m not in self._started else "it cannot start (again)"
@@ -176,7 +176,7 @@ class Passes:
         return self._backwards(range(self._microbatches), 0, self._shape.tail_segment)
 
     def _backwards(self, microbatches: range, begin: int, end: int) -> list[tuple[int, int]]:
-        """In the order of their forwards, so that the next backward stands last."""
+        """Lists backwards in the order of their forwards, so that the next one stands last."""
         return [
             (segment, m)
             for segment, m in self._forwards

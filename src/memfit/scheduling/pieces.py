@@ -82,7 +82,8 @@ class UpdatePieces:
         return Tier.HOST if homes.updates_on_host(self._device) else Tier.DEVICE
 
     def of(self, block: int, *, is_here: bool) -> tuple[PieceBytes, ...]:
-        """The pieces of a block in order; of a long row of equal ones no more than tell its most.
+        """Returns the pieces of a block in order; of many equal ones only as many as the peak
+        depends on.
 
         Args:
             block: by index.
@@ -183,18 +184,18 @@ class Line:
         self.peak_bytes: dict[Tier, int] = dict.fromkeys((Tier.DEVICE, Tier.HOST), 0)
 
     def submit(self, block: int, *, is_here: bool) -> None:
-        """A block's update begins."""
+        """Begins a block's update."""
         self._waiting.append((block, is_here))
         self._join(self._pieces.place(block), self._pieces.of(block, is_here=is_here))
 
     def wait(self, block: int) -> None:
-        """A block's update is through, and with it those that began before."""
+        """Ends a block's update, and with it those that began before."""
         blocks = [waiting for waiting, _ in self._waiting]
         if block in blocks:
             self._restart(self._waiting[blocks.index(block) + 1 :])
 
     def wait_for_all(self) -> None:
-        """Nothing is under way any more."""
+        """Ends all updates."""
         self._restart([])
 
     def _restart(self, left: list[tuple[int, bool]]) -> None:

@@ -99,14 +99,16 @@ class SegmentFacts(SegmentStorages):
         return max(0, self.trace.calls[call].backward_peak_bytes - begun)
 
     def has_waited(self, block: str, segment: int) -> bool:
-        """In the trace, a gradient of this block from a later call waits when this segment's
-        backward adds to it.
+        """Tells whether, in the trace, a gradient of this block from a later call waits when this
+        segment's backward adds to it.
         """
         calls = self.shared_by.get(block)
         return calls is not None and calls[-1] > self.shape.segments[segment][1]
 
     def waits_on(self, block: str, segment: int) -> bool:
-        """After this segment's backward, earlier calls are still to add to the block's gradient."""
+        """Tells whether earlier calls are still to add to the block's gradient after this segment's
+        backward.
+        """
         calls = self.shared_by.get(block)
         return calls is not None and calls[0] < self.shape.segments[segment][0] <= calls[-1]
 
@@ -166,7 +168,9 @@ class SegmentFacts(SegmentStorages):
         return max(0, replay - counted, back - held)
 
     def least_backward_rise(self, segment: int) -> int:
-        """The same above what lies there and the segment's gradients, however these come."""
+        """Returns the least rise of a segment's backward above what lies there and the segment's
+        gradients, however these come.
+        """
         first, last = self.shape.segments[segment]
         adding = self.backward_rise(segment, Arrival.ADDING) + self._largest_bytes(first, last)
         return min(self.backward_rise(segment), self.backward_rise(segment, Arrival.FRESH), adding)

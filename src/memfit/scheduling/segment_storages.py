@@ -46,8 +46,8 @@ class SegmentStorages:
         return made
 
     def used_until(self, s: StorageProfile) -> int:
-        """Last call's segment at whose end use still keeps it; below its own segment: not even
-        there.
+        """Last call of the trace at the end of whose segment use still keeps the storage alive;
+        below the storage's own segment: not even there.
         """
         last = max(s.last_use, s.segment, *s.saved_inside, *s.saved_outside, *s.argument_of)
         until = s.held_until if s.held_until > last else last - 1
@@ -110,8 +110,8 @@ class SegmentStorages:
         return self.copies_bytes[segment]
 
     def _movable(self, segment: int) -> list[StorageProfile]:
-        """Bytes that a segment which does not keep moves, but for what stays: all it saved
-        (offload), or its arguments (recompute).
+        """Storages that a segment moves if it does not keep them: all it saved (offload), or its
+        arguments (recompute). Of these some stay (`StorageProfile.leaves`).
         """
         first, last = self.shape.segments[segment]
         related = self._related_to(first, last)

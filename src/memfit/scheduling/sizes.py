@@ -84,15 +84,15 @@ def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
 
 
 def uses_disk(plan: Plan, shape: StepShape) -> bool:
-    """Something rests in files, or leaves to them."""
+    """Tells whether something rests in files, or leaves to them."""
     homes = (plan.block(name) for name in shape.blocks)
     used = {tier for h in homes for tier in (h.weight_home, h.gradient_home, h.state_home)}
     return any(tier.traits.is_files for tier in (*used, *(tier for tier in shape.leaves if tier is not None)))
 
 
 def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
-    """Bytes of weights, gradients and states whose home is a tier; on disk kept ones have a spare
-    slot where steps are atomic.
+    """Bytes of weights, gradients and states whose home is a tier. In files, weights, masters and
+    states count twice where steps are atomic: each has a spare slot.
     """
     working = sum(
         flat_gradient_bytes(block)
@@ -108,7 +108,7 @@ def kept_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
 
 
 def kept_bytes_of(plan: Plan, profile: Profile, block: BlockProfile, tier: Tier) -> int:
-    """The same of one block."""
+    """The part of `kept_bytes` that is one block's."""
     homes, kept = plan.block(block.name), 0
     if homes.weight_home is tier:
         kept += flat_weight_bytes(block)
