@@ -108,11 +108,12 @@ def fit(
         optimizer: any `torch.optim.Optimizer` whose step works on parameters one at a time.
         loss: `loss(model, batch)` -> a scalar tensor, or (sum, count) where the mean over counts is
             meant.
-        sample: a batch as `step` will get them. Where dimension 0 of all its tensors (and lists
-            with as many entries) counts rows it may be cut into microbatches, and batches of
-            transformers' vision-language models, whose images' patches lie in one tensor, by the
-            rows that they belong to; a batch of any other kind is trained whole. That a cut means
-            the same is tried out on the sample (and on the first batch, if its rows are alike).
+        sample: a batch as `step` will get them. It may be cut into microbatches if dimension 0 of
+            all its tensors counts rows (lists with as many entries are cut too). A batch of
+            transformers' vision-language models, whose images' patches lie in one tensor, is cut by
+            the rows that the patches belong to. Any other batch is trained whole. Whether a cut
+            means the same is tried out on the sample (and on the first batch, if the sample's rows
+            are alike).
 
         -- what to fit into --
         limit: bytes of the device that must never be passed, as an integer or text such as "8GiB"
@@ -192,13 +193,13 @@ def fit(
             or `memfit export` wrote: then as `weights`, and optimizer states, settings, loss scale,
             steps and torch's random numbers are the save's too (`job.extra` is what it was given
             along); nothing is committed.
-        durability: "step": each step survives a kill and a power cut from the moment on that the
-            next one begins. N: every N-th does. "exit": only what `close` commits, and the
-            beginning.
+        durability: "step": each step is committed when the next one begins, and from then on
+            survives a kill and a power cut. N: every N-th step is. "exit": the run is committed
+            only when it begins and by `close`.
         scheme: how a new store keeps a whole step on disk at every instant; a store that is there
             keeps its own. "generations" (None): two slots of every weight and state, 24 bytes a
             parameter with AdamW in fp32. "journal": one slot, room for the largest block to move
-            through, and the gradients, some 16 bytes a parameter: for disks that have not more.
+            through, and the gradients, some 16 bytes a parameter: for disks without more room.
             Then weights and states rest on disk and updates wait until all gradients of a step are
             durable; durability is "step"; weights and states of blocks on disk change by steps only
             (docs/store.md).

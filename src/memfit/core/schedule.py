@@ -30,8 +30,8 @@ needs the result waits for it, which is part of its meaning:
 | clear B3            | block 3's gradient on the device is given up                                | update of B3             |
 | release B3          | block 3's bytes on the device are given up                                  | update of B3             |
 | decide              | gradients and the step's record are durable: a journal has the step          | all accumulates          |
-| keep B0 B3          | the new versions of blocks 0 and 3 are committed, before the next turn's are | updates of B0 and B3     |
-|                     | written; their updates change nothing before                                 |                          |
+| keep B0 B3          | the new versions of blocks 0 and 3 are committed; only then do updates of    | updates of B0 and B3     |
+|                     | the next turn's blocks change anything                                       |                          |
 | commit              | the step is complete: homes flip to the new state                           | all updates              |
 
 *Passes of backward.* Without a tail, a seed runs through all the backwards that follow it. With a

@@ -1,6 +1,7 @@
 """Data of a run of a step: its input, its outcome, and the parts of the engine that it uses.
 
-In: the job's, once. Out: data for `engine.engine` and `engine.run`.
+In: a step's `StepInput`, from the job; `EngineParts`, made once with the engine. Out: an `Outcome`.
+Nothing is computed here; `engine.engine` and `engine.run` do.
 """
 
 from __future__ import annotations

@@ -60,7 +60,18 @@ def encodes_states(allow: Collection[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Model, loss and optimizer to be trained, as profiles see it."""
+    """Model, loss and optimizer to be trained, as profiles see it.
+
+    Attributes:
+        model, loss: the user's.
+        driver: of the user's optimizer.
+        block_map: blocks and call sites.
+        aside: weights that lie in a file while `fit` plans; None: there is room for them.
+        caches: what transformers' key-value caches do while the model trains.
+        numerics: see `core.numerics.Wish`.
+        workspaces: memory that operations take inside, from a table or measured.
+        cut: the way in which batches are cut.
+    """
 
     model: nn.Module
     loss: Loss

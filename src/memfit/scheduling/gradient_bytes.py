@@ -1,7 +1,7 @@
 """Gradients of parameters on the device: when they come, lie beside others, and leave.
 
 In: `StepShape`, `SegmentFacts` and the actions of a step one by one. Out: changes of device bytes,
-a block each; what a moment holds beside them.
+block by block; and what an action holds beside them while it runs.
 
 A block's gradient is counted from the first backward that adds to it to its `clear`; for an
 `accumulate`, to the end of the compute action after it.

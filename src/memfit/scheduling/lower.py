@@ -4,11 +4,11 @@ In: `Schedule`, `Plan`, `Profile`. Out: `core.step.Step`.
 
 What is counted on the device, by category: *weight*, flat buffers (`core.layout`) of blocks, the
 model's buffers and the batch; *gradient*, see `gradient_bytes`; *state*, of the optimizer, and
-masters, where their home is the device; *activation* and *transient*, see `lifetimes`, a transient
-also holds the gradient that is about to be added to another; *staging*, what updates hold of the
-pieces that they work on and of what the optimizer makes (`pieces`), from an update to the action
-that waits for it; pieces of gradients that are widened or added at home; the disk's bounce buffers,
-which beside an accelerator are host memory. Not modelled: scratch that no trace sees (the reserve
+masters, where their home is the device; *activation* and *transient*, see `lifetimes` (a transient
+also holds the gradient that is about to be added to another); *staging*: the pieces that updates
+work on and what the optimizer makes (`pieces`), from an update to the action that waits for it,
+pieces of gradients that are widened or added at home, and the disk's bounce buffers, which beside
+an accelerator are host memory. Not modelled: scratch that no trace sees (the reserve
 of a limit), loss chunking (the trace must have been taken with it).
 
 What waits for what is `core.schedule`'s [Note: what an action means], as tokens.

@@ -20,8 +20,8 @@ from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier, updates_in_place
 from memfit.core.units import MIB, round_up
 
-# Of the disk's threads, two each way, for what does not begin or end on a block. They are the
-# process's own: beside an accelerator they are host memory.
+# Bounce buffers of the disk's threads, two each way, for ranges that do not begin and end on pages.
+# They are the process's own: beside an accelerator they are host memory.
 STAGING_BYTES = 4 * MIB
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
