@@ -35,7 +35,7 @@ class HeldAttributes:
     Args:
         module: the site.
         place: its name, for messages.
-        stays: see `tensors.Stays`.
+        stays: see `saved_tensors.Stays`.
         writes: of the job's forwards.
     """
 

@@ -72,7 +72,7 @@ class HeldArguments:
     Args:
         args, kwargs: as given.
         place: the site, for messages.
-        stays: see `tensors.Stays`.
+        stays: see `saved_tensors.Stays`.
         made_by: position of a tensor that an earlier call of the segment returned, else None.
         copies: the call changes arguments in place; copies are made now, and after the call kept of
             those that changed.

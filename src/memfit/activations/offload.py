@@ -67,7 +67,7 @@ class MovedStorage:
         self._transfer: TransferHandle | None = None
         self._storage: torch.UntypedStorage | None = None
         # Backward on an accelerator unpacks in autograd's device thread, while the engine drops and
-        # reloads in its own. Reentrant: `drop` leaves, `bring` reloads.
+        # reloads in its own. Reentrant: `drop` calls `leave`, `bring` calls `reload`.
         self._lock = threading.RLock()
 
     @property
@@ -81,7 +81,7 @@ class MovedStorage:
         return self._source is None and self._storage is None
 
     def watched(self, geometry: Geometry) -> Watched:
-        """Some of its elements since it was made."""
+        """Returns some of its elements, watched since it was made."""
         return Watched(self._written, self._mark, ByteRange.of(geometry))
 
     def leave(self) -> None:
@@ -178,7 +178,7 @@ class MovedHandle:
 
     Args:
         tensor: as autograd packed it.
-        moved storage: of its storage.
+        moved: the moved storage of its storage.
         place: the site, for messages.
     """
 
@@ -235,8 +235,7 @@ class Offloader:
     ) -> None:
         self._writes = Writes() if writes is None else writes
         self._pools = dict(pools)
-        # Tensors always name their GPU by number.
-        # `cuda` and `cuda:0` are not equal.
+        # Tensors always name their GPU by number, and `cuda` and `cuda:0` are not equal.
         self._device = torch.empty(0, device=device).device
         self._minimum_bytes = minimum_bytes
         self._moved_storages: weakref.WeakValueDictionary[tuple[int, int, int], MovedStorage] = (

@@ -49,6 +49,7 @@ class TraceRecorder(TorchDispatchMode):
         sites: where calls begin and end, by `id` of the module.
         follows_values: whether known values of fake tensors are followed.
         known: runs operations on fake tensors, and tells what is to be known of each.
+        guesses: reads of unknown numbers are answered; see `known_values`, [Note: likely values].
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Records of a trace: storages, calls, stretches of the log.
 
-In: nothing. Out: mutable records, which a `Recorder` fills and `summary` reads.
+In: nothing. Out: mutable records, which a `TraceRecorder` fills and `summary` reads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from memfit.profiling.blocks import ModuleSite
 
 
 class Role(Enum):
-    """MADE: by the step.
+    """Part of a storage in the step.
 
-    INPUT: there before it (batch, buffer, constant). WEIGHT, GRADIENT: of a parameter.
+    MADE: the step made it. INPUT: there before it (batch, buffer, constant). WEIGHT, GRADIENT: of a
+    parameter.
     """
 
     MADE = "made"
@@ -41,14 +42,47 @@ class TraceEvent(Enum):
 
 @dataclass(eq=False)
 class StorageRecord:
-    """One storage; `order` counts those made, equal in two runs of the same program."""
+    """One storage. Segments are those of the forward, by number: -1 is what comes before the first
+    call.
+
+    Attributes:
+        role: see `Role`.
+        nbytes: its size; where it is resized, the largest so far.
+        order: counts those that are made, equal in two runs of the same program; -1 for others.
+        segment: the one in which it was first seen; the last one, if that was in backward.
+        is_backward: it was first seen in backward.
+        cause: of one that is made: operation, module, shape, dtype.
+        block: of a weight.
+        is_batch: it belongs to the batch.
+        saved_inside: calls in which autograd saved it.
+        saved_outside: segments in which autograd saved it between calls.
+        argument_of: calls that it was given to.
+        last_use: the last segment in which an operation read it.
+        freed_in: the segment in which it was freed; None: in backward, or never.
+        freed_in_backward: it was freed in backward.
+        is_trusted: what `known_values` knows of it still holds.
+        selected_in: the call that made it by an operation whose results a policy keeps; -1: none,
+            or it was written since.
+        kept_by: these policies.
+        origins: bits that say what its values are made from; see `origins`.
+        is_written: an operation of the forward wrote it in place.
+        writes: number of such operations.
+        is_movable: all that was saved of it or given to calls may leave the device.
+        is_left: the program kept it from an earlier forward.
+        is_made_once: the first forward leaves it behind, and the second does not make it again.
+        key: address of the storage object that the program holds.
+        holders: storage objects of this record that are alive; see `storage_log`, [Note: two
+            holders].
+        let_go_in: the segment in which the program let go of it; None: not in the forward.
+        saved: the second storage object, which autograd is given.
+    """
 
     role: Role
     nbytes: int
     order: int
     segment: int
     is_backward: bool
-    cause: tuple[Any, ...] = ()  # operation, module, shape, dtype
+    cause: tuple[Any, ...] = ()
     block: str = ""
     is_batch: bool = False
     saved_inside: set[int] = field(default_factory=set)
@@ -91,7 +125,22 @@ class StorageRecord:
 
 @dataclass(eq=False)
 class CallRecord:
-    """One call of a site."""
+    """One call of a site. What a plan needs of it is said in `core.profile.CallProfile`, under the
+    same names.
+
+    Attributes:
+        began, returned: places in the log.
+        depth: modules that were entered when it began, itself among them.
+        reads: blocks of the weights that it reads.
+        saves: tensors that autograd has saved in it.
+        selected: by `id` of a record, results of operations that a policy keeps, and how many
+            tensors had been saved before.
+        arguments: tensors that it was given, with their version, their record and its writes then.
+        copied: ids of records of arguments that it changed.
+        received: its arguments, while it runs.
+        held_at_entry: ids of the tensors in them as it began.
+        kept: tensors on its module, with the writes to each as it began.
+    """
 
     index: int
     site: ModuleSite

@@ -230,6 +230,8 @@ def storage_resizes(log: StorageLog) -> Iterator[None]:
     """Tells the log of `UntypedStorage.resize_`, which no dispatch mode sees."""
     original = torch.UntypedStorage.resize_
 
+    # Process-wide: other threads' storages come here too, and `note_resize` passes over those that
+    # the log does not know.
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
         log.note_resize(storage)
