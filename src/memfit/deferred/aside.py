@@ -60,6 +60,7 @@ class WeightsAside(ClosesAtExit):
         if storage.nbytes() < _LEAST_BYTES or not storage.resizable() or storage._cdata in self._away:
             return
         extent = self._file.put(memory_of_storage(storage), label="weight")
+        # Before the storage is emptied: the disk's threads read its bytes.
         extent.written.wait()
         self._away[storage._cdata] = (storage, extent)
         storage.resize_(0)
@@ -89,14 +90,14 @@ class WeightsAside(ClosesAtExit):
         self._file.free(extent)
 
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """The bytes of these are not asked for any more: they have others by now."""
+        """Gives up the bytes of these: they have others by now."""
         for parameter in parameters:
             entry = None if is_away(parameter) else self._away.pop(parameter.untyped_storage()._cdata, None)
             if entry is not None:
                 self._file.free(entry[1])
 
     def take_back(self, name: str, parameter: torch.nn.Parameter) -> bool:
-        """Takes none: what was whole in memory comes back whole."""
+        """Takes none back, see `Origin.take_back`: what was whole in memory comes back whole."""
         del name, parameter
         return False
 

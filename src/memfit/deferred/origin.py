@@ -62,18 +62,16 @@ class Origin:
                 self._give(key, self._program.values([key])[key])
 
     def make_room(self, parameter: nn.Parameter) -> None:
-        """Gives a parameter memory, uninitialised, for values that come from elsewhere.
-
-        And those that share its storage.
+        """Gives a parameter, and those that share its storage, uninitialised memory for values
+        that come from elsewhere.
         """
         key = self._keys.get(id(parameter))
         if key is not None:
             self._give(key, self._program.blank(key))
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These got memory and values elsewhere.
-
-        What their own initialisation was is not asked for any more.
+        """Gives a parameter, and those that share its storage, memory without values for values
+        asked for any more.
         """
         for parameter in parameters:
             key = self._keys.pop(id(parameter), None)

@@ -1,7 +1,8 @@
 """Weights from files, a parameter at a time.
 
 In: a directory as `save_pretrained` or `Job.save` writes it, or what `torch.save` wrote; a model
-whose weights may have no bytes. Out: each parameter's values when its block moves in.
+whose weights may have no bytes. Out: each parameter's values when its block moves in. Shards are
+here the files that a save is cut into, not shares of processes.
 """
 
 from __future__ import annotations

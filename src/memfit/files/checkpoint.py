@@ -1,4 +1,5 @@
-"""Reading tensors from a file that `torch.save` wrote, without loading it.
+"""Reading tensors from a file that `torch.save` wrote (a checkpoint, as such files are called; the
+runs that memfit commits are in `checkpoints`), without loading it.
 
 In: a file. Out: what `TensorFile` gives for safetensors: names and places, then tensors copied into
 memory that exists already.
@@ -58,8 +59,8 @@ class CheckpointFile(TensorFile):
 
     Raises:
         StoreError: it cannot be opened, is no such file, is compressed, or holds what torch refuses
-            to read with `weights_only=True`. UsageError: there is no
-        state dict in it.
+            to read with `weights_only=True`.
+        UsageError: there is no state dict in it.
     """
 
     def _read_header(self, status: os.stat_result) -> Header:

@@ -37,7 +37,7 @@ class SaveFile:
 
 
 def wait_for_updates(blocks: Sequence[BlockWeights]) -> None:
-    """Nothing is on its way any more: not to a block, and on CUDA not in a stream."""
+    """Waits until no block is arriving and, on an accelerator, until all its streams are done."""
     for block in blocks:
         if block.is_here:
             block.wait()
@@ -167,7 +167,7 @@ def pack_states(sources: Mapping[str, TensorSource]) -> SaveFile:
 def trained_slots(
     blocks: Sequence[BlockWeights], states: Mapping[int, BlockStates]
 ) -> Iterator[tuple[BlockStates, ParameterSlot]]:
-    """Returns the states that exist by now, and the slots of the parameters."""
+    """Yields for each parameter with states by now: the states of its block, its slot."""
     for block in blocks:
         own = states.get(block.index)
         for slot in block.slots if own is not None else ():

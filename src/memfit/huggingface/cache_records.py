@@ -5,12 +5,12 @@ In: a layer of a transformers cache, and homes for storages. Out: its tensors fe
 
 [Note: rows at home]
 A layer grows by making a new tensor of its old rows (one a token) and the new ones. Its rows of
-before are at home already, so from its second departure on only what is new is written: at home it
-lies row by row, in *pages* of some rows each, of which the last, if it is not full, is written
-again. It comes back in that order as well, as a tensor whose strides say so; growing makes an
-ordinary one of it, and so does reading it for anything else, because kernels may choose their way
-of adding up by strides. Rows count as those of before while the tensor's version counter says that
-nobody wrote to them.
+before are at home already, so from the second time that it leaves on only what is new is written:
+at home it lies row by row, in *pages* of some rows each, of which the last, if it is not full, is
+written again. It comes back in that order as well, as a tensor whose strides say so; growing makes
+an ordinary one of it, and so does reading it for anything else, because kernels may choose their
+way of adding up by strides. Rows count as those of before while the tensor's version counter says
+that nobody wrote to them.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ class CacheRecord:
         self.layer = weakref.ref(layer)
         self.caches = caches
         self.follower: weakref.ref[CacheRecord] | None = None
-        self._rests: dict[
-            int, tuple[torch.UntypedStorage, int, OffloadedStorage, object]
-        ] = {}  # storage -> (it, bytes, rest, version)
+        # By address of the storage object: it, its bytes, where they rest, the tensor's version.
+        self._rests: dict[int, tuple[torch.UntypedStorage, int, OffloadedStorage, object]] = {}
         self._pages: dict[str, _Pages] = {}
         self._growing: set[str] = set()
         self._coming: list[TransferHandle] = []

@@ -5,11 +5,11 @@ In: a model and a batch that holds `input_ids` with placeholders, and all rows' 
 of images, in one tensor. Out: the places that count rows.
 
 [Note: images of a row]
-Rows take images in order. An image of the grid (t, h, w) has t * h * w patches in `pixel_values`
-and, merged, a whole fraction of that many placeholders in its row of `input_ids`; the fraction is
-the same for all. So a row's number of placeholders says how many of the next images are its. Videos
-are the same in `pixel_values_videos` and `video_grid_thw`. Without a grid, each image has one entry
-and equally many placeholders. Where numbers do not come out even the batch is not cut.
+Rows take images in order. An image of the grid (t, h, w) has t * h * w patches in `pixel_values`.
+The model merges n of them into one, so that its row of `input_ids` has t * h * w / n placeholders;
+n is the same for all. So a row's number of placeholders says how many of the next images are its.
+Videos are the same in `pixel_values_videos` and `video_grid_thw`. Without a grid, each image has
+one entry and equally many placeholders. Where numbers do not come out even the batch is not cut.
 """
 
 from __future__ import annotations

@@ -260,9 +260,8 @@ class OptimizerDriver:
 
         Returns:
             The new state: the tensors that were lent, states that came into being (of the piece's
-                size, to be copied
-            home), and new scalars. Scalars are the same for every piece; store them once, with the
-            last.
+            size, to be copied home), and new scalars. Scalars are the same for every piece; store
+            them once, with the last.
 
         Raises:
             UsageError: outside of a step, twice in a step, pieces out of order or not aligned, or
@@ -390,9 +389,8 @@ class OptimizerDriver:
         scalars = {key: value for key, value in state.items() if key in scalar_keys}
         lent = dict(state)
         lent.update({key: value.clone() for key, value in scalars.items() if isinstance(value, torch.Tensor)})
-        if (
-            not entry.parameter.shape
-        ):  # a 0-d weight lies in its home as one element; the class knows it without dimensions
+        if not entry.parameter.shape:
+            # A 0-d weight lies in its home as one element; the class knows it without dimensions.
             weight, gradient = weight.view(()), gradient.view(())
             lent = {key: value if key in scalars or value is None else value.view(()) for key, value in lent.items()}
         part = Part(

@@ -130,7 +130,7 @@ class Interception:
         *,
         master_dtype: torch.dtype | None = None,
     ) -> None:
-        """Prepare; changes nothing yet.
+        """Prepares; changes nothing yet.
 
         Args:
             optimizer: the live optimizer.
@@ -154,7 +154,7 @@ class Interception:
         self._step = _RefusedStep()
 
     def install(self) -> None:
-        """Put the stand-ins in place."""
+        """Puts the stand-ins in place."""
         attributes = vars(self._optimizer)
         self._before = {name: attributes[name] for name in INTERCEPTED_METHODS if name in attributes}
         attributes.update(
@@ -168,7 +168,7 @@ class Interception:
         self._hide_state()
 
     def remove(self) -> None:
-        """Give the object back: its own methods, its own `state` object (with whatever `restore`
+        """Gives the object back: its own methods, its own `state` object (with whatever `restore`
         put into it).
         """
         attributes = vars(self._optimizer)

@@ -47,7 +47,7 @@ class Verdict:
     a parameter.
     """
     reason: str
-    """One sentence for error messages and for `explain`."""
+    """One sentence, for error messages."""
 
 
 # Source: torch/optim/*.py of 2.11 and 2.13. Each of these touches element i of the weight, the

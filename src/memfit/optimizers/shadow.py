@@ -191,9 +191,8 @@ class Shadow:
         try:
             with torch.no_grad():
                 device_type = parts[0].weight.device.type
-                if torch.is_autocast_enabled(
-                    device_type
-                ):  # the caller may stand inside the user's autocast; torch's step does not
+                if torch.is_autocast_enabled(device_type):
+                    # The caller may stand inside the user's autocast; torch's step does not.
                     with torch.autocast(device_type, enabled=False):
                         self._step(instance)
                 else:
