@@ -70,8 +70,8 @@ class Origin:
             self._give(key, self._program.blank(key))
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives a parameter, and those that share its storage, memory without values for values
-        asked for any more.
+        """Notes that these got memory and values elsewhere; what their own initialisation was is
+        not asked for any more.
         """
         for parameter in parameters:
             key = self._keys.pop(id(parameter), None)
