@@ -108,8 +108,9 @@ class Operation(NamedTuple):
         awaited: transfers that the main thread starts after `after`, before all others, and waits
             for one after the other.
         is_chain: each transfer begins when the one before it has ended; else all begin at once.
-        after: tokens that must be done before its transfers begin; the main thread does not wait
-            for them.
+        after: tokens that must be done before its transfers begin. As predicted the main thread
+            does not wait for them; a run, which begins the transfers itself, does (`engine.run`,
+            [Note: who waits]), but for a journal's keeps.
         behind: the update before it in the pipeline of updates, if it is an update: what it reads
             begins to come when all that the other one reads has come.
         gives: tokens that are done when its transfers and its work on either processor are.

@@ -42,7 +42,8 @@ class Timeline:
         peaks: peak bytes by tier; a tier that is never used is not named.
         bytes_read, bytes_written: bytes moved over the links, by category.
         stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload",
-            "accumulate", "update".
+            "accumulate", "update". Measured ones are of the first and the last two alone
+            (`engine.measured_step`).
         commit_s: seconds of the step's share of a commit to a store, after its last action.
     """
 

@@ -44,7 +44,8 @@ class StepRecorder:
     one.
 
     Work beside the host (streams, the disk, updates) counts in the interval of the operation that
-    waits for it. Categories of bytes are not known: `Moment.by_category` stays empty.
+    waits for it. Categories of bytes are not known: `Moment.by_category` stays empty. Stalls for
+    saved tensors are not seen: their frames wait for offloads and reloads themselves.
 
     Args:
         meter: of the device; None: bytes are 0.

@@ -217,6 +217,7 @@ def infer(
             )
             stack.callback(house.close)
             if was_whole:
+                # The stack calls in reverse: the limit goes before all weights come back at once.
                 stack.callback(house.give_back)
                 stack.callback(machine.hard_limit.disarm)
             house.move_in(WeightSources(open_sources(model, weights, loading)).bring)

@@ -1,4 +1,4 @@
-"""Saving a job, and loading what was saved into ordinary objects.
+"""Saving a job (`loading` reads it back).
 
 In: a job's parts. Out: a directory that transformers' `from_pretrained` and plain `load_file` read,
 with what continues the run beside it:

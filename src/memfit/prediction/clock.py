@@ -10,7 +10,8 @@ writing are two queues a tier. The main thread stops only where an operation wai
 are stalls, by what was waited for. An update's elements are worked on by the device, which delays
 compute, or by the host's cores, which take one update after the other beside it. Not modelled:
 links and compute slowing each other, updates on the host taking memory's bandwidth from transfers,
-the cost of a first step.
+a run's main thread that waits before it begins a transfer (`Operation.after`), the cost of a first
+step.
 """
 
 from __future__ import annotations
