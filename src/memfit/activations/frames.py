@@ -7,9 +7,10 @@ schedule's actions to.
     frame = make_frame(policy, site, args, kwargs, offloader=..., group=...)
         in the pre-hook, after the engine has yielded
     frame.enter()
-        last thing in the pre-hook
+        at the end of the pre-hook; only leaves and aliases of weights take their places after it
     frame.leave(outputs)
-        first thing in the post-hook; `leave(None)` whenever the call raised
+        in the post-hook, when modules have their own weights back; `leave(None)` whenever the call
+        raised
     frame.offload(); frame.drop(); frame.reload()
         the schedule's actions; nothing to do for policies that do not offload
     frame.finish()

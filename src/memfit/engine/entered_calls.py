@@ -216,6 +216,7 @@ class StepCalls:
         self.ensure(blocks)
         frame = parts.frames.begin(call, coroutine.microbatch, parts.sites[site], args, kwargs)
         if frame is not None:
+            # In the table before it is entered: after an error `finish_all` ends what is there.
             self._frames.add(call, coroutine.microbatch, frame)
             if not is_own and isinstance(frame, RecomputedFrame) and torch.is_grad_enabled():
                 raise _refused_substitutes(name, f"running it again would compute with its own; {TRY_ANOTHER_POLICY}")
@@ -232,6 +233,7 @@ class StepCalls:
         opened = self._opened.pop()
         if opened.call is None and self._opened:
             return
+        # Before the frame is left, which may raise: modules have their own weights back by then.
         if opened.call is not None and self._passes.is_in_tail(opened.call):
             self._passes.aliases.leave(self._parts.sites[site].module)
         if self._leaves is not None:

@@ -139,6 +139,7 @@ class StepRun:
         parts = self._parts
         parts.update_phase.begin()
         if parts.gradients is not None:
+            # From here to `forget`, what hooks on weights see are gradients of this step.
             parts.gradients.is_receiving = self._trains
         while self._next < len(self._operations):
             self._next += 1

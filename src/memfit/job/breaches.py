@@ -108,6 +108,7 @@ def assemble_tighter(
         while True:
             now.give_up()
             clear_frames(error)
+            # Behind both: what is still allocated is not the job's.
             foreign_bytes = now.machine.meter.live_bytes()
             tighter = replan(batch, like=planned.plan, adds_up=adds_up, margin_bytes=margin, below_bytes=peak)
             now = _exchange(now, tighter, interrupts)
@@ -196,6 +197,7 @@ def _exchange(given_up: Assembly, planned: Planned, interrupts: Interrupts) -> A
     Where that fails, machine and run are still to be ended by the assembly that was given up.
     """
     before = given_up.run_checkpointer
+    # First: the next assembly takes weights and states from the store, as of the last commit.
     before.run.go_back()
     after = assemble(planned, scaler=given_up.scaler, interrupts=interrupts, before=before)
     given_up.hand_over()

@@ -237,9 +237,11 @@ class StepJournal:
         """
         turn = [self._house.blocks[index] for index in blocks]
         for block in turn:
+            # Before the commit: the new version must be whole when it becomes current.
             self._copies.write_block(block)
         self._record["counters"] |= {block.name: self._counters(block.index) for block in turn}
         self._journal.moved([block.name for block in turn], self._record)
+        # Behind the commit: later writes must not go to the version that is current now.
         self._copies.begin_versions(turn)
         if not self._journal.pending and not torch.equal(self._random_before, torch.get_rng_state()):
             raise UnsupportedError(
