@@ -65,6 +65,8 @@ class Switches:
         with ExitStack() as stack:
             for (read, write), value in zip(_SETTINGS, self.settings, strict=True):
                 present = read()
+                # Only what differs: some of these belong to the process, and the worker of updates
+                # runs beside a recomputation.
                 if present != value:
                     write(value)
                     stack.callback(write, present)

@@ -132,7 +132,7 @@ class OffloadedCaches:
         self._make_room(0, record)
 
     def drop(self, key: int, nbytes: int) -> None:
-        """A layer is gone, which had so much here."""
+        """Counts a layer off that is gone, which had so much here. May run in a finalizer."""
         self.here_bytes -= nbytes
         self._recent.pop(key, None)
 
@@ -162,9 +162,10 @@ class OffloadedCaches:
         self._recent[id(record)] = weakref.ref(record)
 
     def _make_room(self, coming_bytes: int, current: CacheRecord) -> None:
-        """The ones used last, but for the current one, leave first."""
+        """Sends layers home, those used last first, until there is room; never the current one."""
         if self.here_bytes + coming_bytes <= self.limit_bytes:
             return
+        # A copy: a layer that is collected meanwhile takes itself out (`drop`).
         for key, reference in reversed(tuple(self._recent.items())):
             record = reference()
             if record is None or record is current or record.is_coming:

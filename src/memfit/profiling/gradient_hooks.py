@@ -76,6 +76,7 @@ class GradientReads:
                 self.found[name] = None
             return given.__get__(there)
 
+        # On the class, so for every thread: tensors that the trace does not know are read as ever.
         torch.Tensor.grad = property(read, given.__set__, given.__delete__)  # type: ignore[assignment]
         try:
             yield

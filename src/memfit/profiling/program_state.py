@@ -55,7 +55,7 @@ class _Found:
 
 
 class ProgramState:
-    """Returns the objects that a function names, as they are now.
+    """The objects that a function names, as they are now.
 
     Memory: shallow copies of containers, and of tensors up to 1 MiB each.
 
