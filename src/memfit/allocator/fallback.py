@@ -32,6 +32,8 @@ def tame_malloc() -> None:
         TierUnavailableError: the C library is not glibc, or refuses.
     """
     libc = _glibc()
+    # Either option also ends glibc's own adjusting, which raises both with each large block that is
+    # freed: freed tensors would stay in the heap from then on.
     for name, option in (("M_MMAP_THRESHOLD", _M_MMAP_THRESHOLD), ("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD)):
         if libc.mallopt(option, _THRESHOLD_BYTES) != 1:
             raise TierUnavailableError(f"glibc refused mallopt({name}, {_THRESHOLD_BYTES})")
@@ -74,6 +76,7 @@ class FallbackAllocator:
             TierUnavailableError: no glibc or no /proc.
         """
         tame_malloc()
+        # The limit is read before any of ours is set: it is what `set_limit(None)` goes back to.
         status = procfs.read_status()
         base_bytes = status.anonymous_bytes + status.shared_bytes
         return cls(base_bytes=base_bytes, unlimited=resource.getrlimit(resource.RLIMIT_DATA))
@@ -83,6 +86,7 @@ class FallbackAllocator:
         _only_device(ledger)
         status = procfs.read_status()
         live_bytes = max(0, status.anonymous_bytes + status.shared_bytes - self._base_bytes)
+        # The kernel counts in each thread apart, so its peak may lag behind what lives now.
         peak_bytes = max(live_bytes, status.resident_peak_bytes - status.file_bytes - self._base_bytes)
         return AllocatorStats(
             live_bytes=live_bytes,
@@ -117,17 +121,21 @@ class FallbackAllocator:
             if limit_bytes < 0:
                 raise UsageError(f"a limit cannot be negative: {limit_bytes}")
             status = procfs.read_status()
+            # Measured at once before it is armed: what other threads map meanwhile counts as used.
             gap_bytes = status.data_bytes - status.anonymous_bytes
             soft = self._base_bytes + limit_bytes + gap_bytes
             if hard != resource.RLIM_INFINITY and soft > hard:
                 raise UsageError(
                     f"the limit needs RLIMIT_DATA of {soft} bytes, above this process's hard limit of {hard}"
                 )
+        # The soft one only: without privileges a hard limit can never be lifted again.
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        # Noted when the kernel has taken it: a refused limit is not in force.
         self._limit_bytes = limit_bytes
 
     def trim(self) -> int:
         """Gives malloc's free pages back; returns by how much that made the process smaller."""
+        # Other threads allocate between the two readings: the difference may be negative.
         before = procfs.read_status().anonymous_bytes
         _glibc().malloc_trim(0)
         return max(0, before - procfs.read_status().anonymous_bytes)

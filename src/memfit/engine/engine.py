@@ -121,6 +121,7 @@ class Engine:
             Whatever the user's code or a transfer raised; the coroutines are ended, and blocks and
             gradients are as `StepRun.recover` leaves them.
         """
+        # Before the listener is made: hooks in graphs of earlier steps keep the number of theirs.
         self._serial += 1
         self._parts.departures.clear()
         run = self._run = StepRun(
@@ -135,17 +136,24 @@ class Engine:
         self._calls = run.calls
         try:
             run.go()
+            # Inside of the `try`: a step whose weights were given other memory has failed.
             check_untouched(self._parts.blocks)
+            # Only a run that came to its end has seen all calls.
             self._learned[id(step)] = step
             return run.outcome
         except BaseException:
+            # Ctrl-C and the end of the process too: an update may still be writing to weights.
             run.recover()
             raise
         finally:
+            # The error's traceback holds this frame and so the run: it must let go of the graph.
             run.forget()
             self._run, self._ran_at = None, run.at
+            # Made anew: a call that an interrupt broke off was never left, and would count as open.
             self._calls = self._served()
+            # Behind `recover`: updates have ended, and nothing writes to these visits any more.
             self._parts.visits.end_on_demand()
+            # A copy, since the next run clears the list; last, when all have been told.
             run.outcome.departures = list(self._parts.departures)
 
     def evaluate(self, step: Step, work: StepInput) -> list[Any]:
@@ -208,7 +216,9 @@ class Engine:
             blocks: blocks whose weights it reads. They may still be away, if a gradient reached a
                 later call of the segment by another tensor before any of its outputs.
         """
+        # Held: the counter that goes down must be the one that went up.
         calls = self._calls
+        # Here, since sites are ignored from the next line on and fetch nothing.
         calls.ensure(blocks)
         calls.recomputing += 1
         try:
@@ -222,6 +232,7 @@ class Engine:
         if call is None or call < 0:  # served: weights must be here until autograd is through
             self._parts.visits.ensure(self._parts.sites[site].blocks, is_foreseen=True)
             if run is None:
+                # When the whole backward is over: nodes that were made earlier read weights still.
                 torch.autograd.Variable._execution_engine.queue_callback(self._parts.visits.end_on_demand)
             return
         if serial != self._serial or run is None or run.phase is EnginePhase.IDLE:
@@ -232,6 +243,7 @@ class Engine:
         run.reach(call, microbatch, site)
 
     def _listener(self) -> Listener:
+        # Weak: a loss that the user keeps holds its graph, and the graph would hold all the homes.
         return Listener(observer=weakref.ref(self), serial=self._serial)
 
     def _served(self) -> ServedCalls:

@@ -68,6 +68,7 @@ class Listener:
         tensors = [t for t in tensors_in(output) if t.requires_grad]
         tensors += [t._base for t in tensors if t._is_view() and t._base is not None]
         nodes = {t.grad_fn for t in tensors if t.grad_fn is not None}
+        # The number of the run: a graph that outlives it tells by it that its weights are gone.
         observer, serial = self.observer, self.serial
 
         def begins(_gradients: Any) -> None:
@@ -76,6 +77,7 @@ class Listener:
                 it.begins(serial, call, microbatch, site)
 
         for node in nodes:
+            # Ahead of the node, which reads weights that may still have to be fetched.
             node.register_prehook(begins)
         return tensors
 
@@ -114,6 +116,7 @@ class ServedCalls:
             return
         if not self._opened:
             self._parts.visits.ensure(self._parts.sites[site].blocks, is_foreseen=True)
+        # Behind the fetch: where it fails, torch calls `leave` all the same; it must find nothing.
         self._opened.append(site)
 
     def leave(self, site: int, output: Any) -> None:
@@ -125,6 +128,7 @@ class ServedCalls:
             return  # inside another call: part of it
         if output is not None and torch.is_grad_enabled():
             self._listener.watch(output, None, -1, site)
+        # Also after an error: a forward that failed must not leave its weights on the device.
         self._parts.visits.end_on_demand()
 
     def ensure(self, blocks: Sequence[int]) -> None:
@@ -168,6 +172,7 @@ class StepCalls:
         self._passes = passes
         self._leaves = leaves
         self._listener = listener
+        # One list for all microbatches: they pause only where nothing is open.
         self._opened: list[_OpenCall] = []
         self._firsts = {a.first for a in schedule.actions if isinstance(a, Forward)}
         self.running: Coroutine | None = None
@@ -176,6 +181,7 @@ class StepCalls:
     def resume(self, coroutine: Coroutine) -> None:
         """Resumes the microbatch's code until it pauses or ends."""
         self.running = coroutine
+        # For one turn: the next microbatch reads the same modules, and has leaves of its own.
         replaced = self._leaves.enter(self._parts.loose) if self._leaves is not None else []
         try:
             coroutine.resume()
@@ -214,6 +220,7 @@ class StepCalls:
             coroutine.pause(call)
         coroutine.position = call + 1
         self.ensure(blocks)
+        # Behind the pause: the frame copies buffers that other microbatches change meanwhile.
         frame = parts.frames.begin(call, coroutine.microbatch, parts.sites[site], args, kwargs)
         if frame is not None:
             # In the table before it is entered: after an error `finish_all` ends what is there.
@@ -221,6 +228,7 @@ class StepCalls:
             if not is_own and isinstance(frame, RecomputedFrame) and torch.is_grad_enabled():
                 raise _refused_substitutes(name, f"running it again would compute with its own; {TRY_ANOTHER_POLICY}")
             frame.enter()
+        # Behind `ensure`: a leaf of a weight that is away cannot be made.
         replaced = self._put_leaves(site)
         if self._passes.is_in_tail(call):
             self._passes.aliases.enter(parts.sites[site].module)
@@ -230,11 +238,14 @@ class StepCalls:
         """See `CallObserver`."""
         if self.recomputing or not self._opened or self._opened[-1].site != site:
             return
+        # Off first: where something below raises, torch calls `leave` for the outer sites as well.
         opened = self._opened.pop()
         if opened.call is None and self._opened:
             return
         # Before the frame is left, which may raise: modules have their own weights back by then.
         if opened.call is not None and self._passes.is_in_tail(opened.call):
+            # Aliases before leaves, as they came last: they give back the weight itself, and the
+            # turn's own leaf may have stood there.
             self._passes.aliases.leave(self._parts.sites[site].module)
         if self._leaves is not None:
             self._leaves.leave(opened.replaced)
@@ -257,6 +268,7 @@ class StepCalls:
 
     def restore(self) -> None:
         """Gives all modules their own weights back, after an error."""
+        # Whatever was open: modules that kept a leaf would train something that nobody updates.
         self._passes.aliases.restore_all()
         if self._leaves is not None:
             self._leaves.restore_all()

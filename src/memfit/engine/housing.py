@@ -73,6 +73,7 @@ class House:
         self.blocks = tuple(blocks)
         self.states = dict(states)
         self.step = 0
+        # Before the requests: a home that the host updates gets a stream of its own.
         for block in self.blocks:
             on_host = plan.block(block.name).updates_on_host(block.device.type)
             block.updates_on_host = on_host and block.index in self.states
@@ -98,6 +99,7 @@ class House:
                 adds_apart=plan.adds_apart(has_masters=has_masters, clips_norm=keeps_norms),
             )
         except BaseException:
+            # Nobody has this object yet who could close it: files and pinned memory would stay.
             self.close()
             raise
 
@@ -168,8 +170,10 @@ class House:
             try:
                 block.move_in(home, masters, bring)
             except BaseException:
+                # While its home is still open: what has left is read back from there.
                 _undo_move(block, masters or home, take_back)
                 raise
+        # Behind the weights: memory of states would stand beside weights that have yet to leave.
         for index, states in self.states.items():
             if states.nbytes:
                 states.home = self._place(state_region(self.blocks[index].name))
@@ -209,12 +213,14 @@ class House:
         for block in sorted(self.blocks, key=lambda b: self.plan.block(b.name).weight_home.traits.is_device):
             home, masters = self._weight_homes(block)
             region = master_region(block.name)
+            # Masters first: the weights are rounded from them where the store has none.
             if region in self.placed:
                 load(region, self.placed[region][1])
             if masters is None or self.plan.splits_masters or self.plan.drops_masters:
                 load(weight_region(block.name), home)
             elif not (home.is_stored and has_weights(block.name)):
                 round_masters(masters, block, home)  # whole masters say all of the weights
+            # Behind the loads: where one fails, the block has its own values still.
             if forget is not None:
                 forget([slot.parameter for slot in block.slots])
             block.rest_in(home, masters)
@@ -282,13 +288,17 @@ class House:
 
     def _publish(self, step: int) -> None:
         dirty = {region: home for region, (_, home) in self.placed.items() if home.is_dirty}
+        # All before the first is published: a version with gaps must never become current.
         for home in dirty.values():
             home.complete()
         for tier, factory in self._factories.items():
             changed = [region for region, home in dirty.items() if home.tier is tier]
             factory.publish(step, changed, is_new=step != self.step)
+        # Only now: it forgets which bytes were written, and a publish that failed needs them again.
         for home in dirty.values():
             home.begin_version()
+        # Last: an interrupt before this line leaves the old number, by which `forget_step` finds
+        # that the new version counts.
         self.step = step
 
     def forget_step(self) -> bool:
@@ -298,6 +308,7 @@ class House:
             True if its version is current nevertheless, because the interrupt came after the
             commit.
         """
+        # First: the next version must not take what this step wrote for its own.
         self._begin_versions()
         found = (factory.published_since(self.step) for factory in self._factories.values())
         published = next((step for step in found if step is not None), None)
@@ -351,5 +362,6 @@ def _undo_move(
         if (take_back is not None and take_back(slot.name, parameter)) or parameter.numel() == slot.numel:
             continue
         own = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=parameter.device)
+        # Waited for: `to` reads it at once, and may be the last to hold it.
         home.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
         parameter.data = own.to(slot.given_dtype)

@@ -142,6 +142,7 @@ class StepRun:
             # From here to `forget`, what hooks on weights see are gradients of this step.
             parts.gradients.is_receiving = self._trains
         while self._next < len(self._operations):
+            # Counted before it is done: hooks inside of a seed or joint advance the list from here.
             self._next += 1
             self._do(self._operations[self._next - 1])
         self._frames.end_pass(range(len(self._coroutines)))
@@ -155,6 +156,7 @@ class StepRun:
         parts = self._parts
         # First: `abandon` waits for updates, and these for the gates of their turns.
         self._gates.shut()
+        # While weights and leaves are still in place: the user's `finally` clauses may compute.
         for coroutine in self._coroutines.values():
             try:
                 coroutine.cancel()
@@ -175,6 +177,7 @@ class StepRun:
         """
         self.phase = EnginePhase.IDLE
         if self._parts.gradients is not None:
+            # Else a backward of the user's own would find its gradients taken off `.grad`.
             self._parts.gradients.is_receiving = False
         self._coroutines.clear()
         self._frames.forget()
@@ -205,6 +208,7 @@ class StepRun:
         if self._recorder is not None:
             self._recorder.end()
         if self._observe is not None:
+            # Last: it raises a Ctrl-C that was noted, and nothing may be half done then.
             self._observe(action)
 
     def _begin(self, operation: Operation) -> None:
@@ -231,12 +235,15 @@ class StepRun:
                 parts.update_phase.update(b, operation.update_place, self._gates.before(operation))
             case Decide():
                 assert work.journal is not None
+                # Gradients first: a journal that names one still on its way cannot be finished
+                # after a crash.
                 if parts.update_phase.gather():
                     work.journal.decide(self.outcome)
             case Keep(blocks):
                 if not parts.update_phase.skips:
                     assert work.journal is not None
                     work.journal.keep(blocks)
+                    # Not before: updates would write over the versions that a crash goes back to.
                     self._gates.open(operation)
             case Accumulate() | Clear() | Commit():
                 parts.update_phase.do(action)
@@ -255,6 +262,7 @@ class StepRun:
             case Check():
                 self.outcome.is_skipped = not self._parts.update_phase.check()
                 if not self.outcome.is_skipped and work.begin_updates is not None:
+                    # Only now: a step that is skipped must not be counted by the optimizer.
                     work.begin_updates()
 
     # --- waiting, see [Note: who waits] ----------------------------------------------------------
@@ -288,6 +296,7 @@ class StepRun:
         """Ends a forward or backward: gradients that left before it have no bytes on the device any
         more.
         """
+        # Taken off before the wait: where that raises, the next end must not raise the same again.
         owed, self._owed = self._owed, ()
         self._wait(owed)
 
@@ -314,6 +323,7 @@ class StepRun:
     def _forward(self, action: Forward, operation: Operation) -> None:
         coroutine = self._coroutines[action.microbatch]
         if self._passes.is_in_tail(action.first):
+            # Before its code goes on: the nodes that it makes from here on are the tail's.
             self._passes.begin_tail(action.microbatch)
         self._owed = operation.waits_after
         if coroutine.is_finished or (coroutine.call is not None and coroutine.call > action.first):
@@ -333,6 +343,7 @@ class StepRun:
                 )
         seeds = self._seeds(microbatches)
         if self._passes.tail is None:
+            # Before autograd runs: its hooks take a backward in another phase for the loss's own.
             self.phase = EnginePhase.BACKWARD
             self._passes.run_whole(seeds)
             self._end_pass(microbatches)
@@ -365,6 +376,7 @@ class StepRun:
         """Returns losses and factors of microbatches that have run forward, and adds them to the
         outcome.
         """
+        # Taken off the coroutines: they live until the step ends, and a result holds its graph.
         results = [self._coroutines[m].take_result() for m in microbatches]
         given = self._work.shares
         seeds = seed(
@@ -373,9 +385,11 @@ class StepRun:
             counts=self._counts,
             scale=self._loss_scale,
         )
+        # Copies: the loss's code may write into its tensor again for the next microbatch.
         self.outcome.losses += [loss.detach().clone() for loss in seeds.losses]
         self.outcome.shares += [1.0 if share is None else share for share in seeds.shares]
         if self._counts.is_complete:
+            # With the last microbatch's count, before any norm or update reads the gradients.
             self.outcome.shares = [self._counts.share] * len(self.outcome.losses)
             self._parts.update_phase.multiply(self._counts.correction)
         return seeds
@@ -398,6 +412,7 @@ class StepRun:
         first, last = self._segment_of[call]
         if (first, m) in self._begun:
             return
+        # Before the list advances: hooks on the segment's other outputs come here as well.
         self._begun.add((first, m))
         self._advance(Backward(first, last, m))
 
@@ -425,6 +440,7 @@ class StepRun:
             self._owed = self._operations[position].waits_after
         self._frames.reach(action.first, action.last, action.microbatch)
         for call in range(action.first, action.last + 1):
+            # Before the hook returns: the node that runs next reads the weights by their address.
             self.calls.ensure(self._schedule.calls[call].blocks)
         if self._observe is not None:
             self._observe(action)

@@ -205,6 +205,7 @@ class BlockWeights:
                 bring([p])
             with torch.no_grad():
                 _put(slot, p.data, home, masters)
+                # Only when the home has the values (`_put` waits): this frees the only other copy.
                 p.data = torch.empty(0, dtype=slot.dtype, device=p.device)
         self._place_in(home, masters, resting, device)
 
@@ -222,7 +223,7 @@ class BlockWeights:
         resting = home.memory if home.tier is Tier.DEVICE else None
         device = self.device
         for slot in self.slots:
-            mark_present(slot.parameter)
+            mark_present(slot.parameter)  # first: one that is away refuses to be given data
             slot.parameter.data = torch.empty(0, dtype=slot.dtype, device=device)
         self._place_in(home, masters, resting, device)
 
@@ -238,7 +239,7 @@ class BlockWeights:
         self._attributes = [keep_attributes(slot.parameter) for slot in self.slots]
         self._storage, self.home, self._masters = storage, home, masters
         if resting is None:
-            self._leave()
+            self._leave()  # last: parameters that are away refuse to be given data
 
     def move_out(
         self, *, as_given: bool = False, take_back: Callable[[str, torch.nn.Parameter], bool] | None = None
@@ -254,7 +255,7 @@ class BlockWeights:
             take_back: asked first, by name; a parameter for which it returns True never was in
                 memory, and is not read.
         """
-        self.wait()
+        self.wait()  # the buffer is freed below: a transfer may be filling it
         for slot in self.slots:
             parameter = slot.parameter
             if take_back is not None and take_back(slot.name, parameter):
@@ -269,6 +270,7 @@ class BlockWeights:
             if slot.dtype != own.dtype:
                 parameter.grad = None  # it is of the compute dtype, as the values no longer are
             parameter.data = own.to(slot.given_dtype) if as_given else own
+        # Behind the last parameter: where one cannot be read, the block is whole for another try.
         self.storage.resize_(0)
         self._storage, self.home, self._masters = None, None, None
         self._is_here = True
@@ -280,7 +282,7 @@ class BlockWeights:
         if self.home is None:
             return
         if self._arriving is not None:
-            self._arriving.wait()
+            self._arriving.wait()  # before the bytes go: it writes to their address
             self._arriving = None
         self._leave()
         self.home, self._masters = None, None
@@ -290,22 +292,21 @@ class BlockWeights:
         if self._is_here:
             return
         assert self.home is not None
-        # The same storage object, with fresh memory: what autograd saved finds its bytes again.
-        self.storage.resize_(self.nbytes)
+        self.storage.resize_(self.nbytes)  # first: the transfer is given these bytes' address
         self._arriving = self.home.visit(self.storage)
         self._is_here = True
 
     def wait(self) -> None:
         """Waits until the bytes are here; the parameters are usable then."""
         if self._arriving is not None:
-            arriving, self._arriving = self._arriving, None
+            arriving, self._arriving = self._arriving, None  # off first: an error is told once
             try:
                 arriving.wait()
             except Exception:
-                self._leave()
+                self._leave()  # no values came: a block that counted as here would use these bytes
                 raise
             for slot in self.slots:
-                mark_present(slot.parameter)
+                mark_present(slot.parameter)  # not before: what has not come must not be read
 
     def release(self) -> None:
         """Ends a visit: the device memory is freed. Changes must have been written home before."""
@@ -328,6 +329,7 @@ class BlockWeights:
         Returns:
             A description of the first parameter that was changed; None if none was.
         """
+        # While bytes arrive the parameters refuse all questions, and nobody can have changed them.
         if not self._is_here or self._arriving is not None or self._storage is None:
             return None
         begin, first = self._storage.data_ptr(), None
@@ -338,7 +340,7 @@ class BlockWeights:
             elif slot.numel and (p.data_ptr() != begin + slot.offset_bytes or p.stride() != slot.stride):
                 what = "was given other memory (parameter.data = ...)"
             if what is not None:
-                p.data = slot.view(self._storage)
+                p.data = slot.view(self._storage)  # while the buffer has bytes: not after a release
             attribute = changed_attribute(kept) if kept else None
             if attribute is not None:
                 put_back(kept)
@@ -354,6 +356,7 @@ class BlockWeights:
         Args:
             before: `versions()` from before the change.
         """
+        # Masters are home on return; the weights' bytes must stay until the handle was waited for.
         if self._masters is not None:
             for slot, old, new in zip(self.slots, before, self.versions(), strict=True):
                 if new != old:
@@ -370,11 +373,11 @@ class BlockWeights:
         return tuple(slot.parameter._version for slot in self.slots)
 
     def _leave(self) -> None:
-        # Kernels that read these bytes may still be enqueued: the caching allocator gives the
-        # memory to later work of their own stream only. Copies on other streams must have been
-        # waited for.
-        self.storage.resize_(0)
+        # Kernels that read these bytes may be enqueued still: the caching allocator gives memory
+        # to later work of their stream only. Copies on other streams must have been waited for.
+        self.storage.resize_(0)  # the object stays: what autograd saved finds its next bytes by it
         self._is_here = False
+        # Nothing of the user's may run in between: reading freed bytes crashes the process.
         for slot in self.slots:
             mark_away(slot.parameter, slot.name, self.name)
 
@@ -404,6 +407,7 @@ def put_values(block: BlockWeights, slot: ParameterSlot, values: torch.Tensor) -
         slot: the parameter's slot.
         values: of its shape, in the master's dtype.
     """
+    # A visit would hide the new values, and an update during it write the old ones home again.
     assert block.home is not None and (not block.travels or not block.is_here)
     with torch.no_grad():
         _put(slot, values, block.home, block.master_home if block.has_masters else None)
@@ -415,6 +419,7 @@ def check_untouched(blocks: Iterable[BlockWeights]) -> None:
 
     See [Note: what a visit may not change].
     """
+    # All are put back before the first is told: a release would lose what was not.
     changes = [change for block in blocks if (change := block.take_back_changes()) is not None]
     if changes:
         raise changes[0]
@@ -435,6 +440,7 @@ def _put(slot: ParameterSlot, values: torch.Tensor, home: ByteHome, masters: Byt
         slot.view(resting).copy_(values)
         return
     is_ready = tuple(values.stride()) == slot.stride and values.dtype == slot.dtype
+    # Waited for here: the caller frees the values, and `dense` goes with this frame.
     dense = values if is_ready else _dense_copy(values, slot.stride, slot.dtype)
     write_tensor(home, slot.offset_bytes, dense).wait()
 
@@ -457,7 +463,7 @@ def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor
     flat, size = dense.as_strided((slot.numel,), (1,)), slot.master_dtype.itemsize
     for start in range(0, slot.numel, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS].to(slot.master_dtype)
-        TransferGroup(handles).wait()
+        TransferGroup(handles).wait()  # else all widened pieces would be in memory at once
         handles = [write_tensor(home, slot.master_offset_bytes + start * size, piece)]
     return handles
 
@@ -472,7 +478,7 @@ def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> Non
             masters.read(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
             rounded = piece.to(slot.dtype)
             at = slot.offset_bytes + start * slot.dtype.itemsize
-            home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()
+            home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()  # frees it next
 
 
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
