@@ -397,7 +397,7 @@ UPDATES = (
     ),
     Mutation(
         says="split masters are joined before their pieces have come",
-        where="memfit.homes.split:SplitMasters._read",
+        where="memfit.homes.split_masters:SplitMasters._read",
         take="TransferGroup(coming)",
         put="TransferGroup([])",
         tests=[TRAVELS.format("split-host")],
@@ -406,7 +406,7 @@ UPDATES = (
     ),
     Mutation(
         says="differences of split masters go home without one waiting for the other",
-        where="memfit.homes.split:SplitMasters.write",
+        where="memfit.homes.split_masters:SplitMasters.write",
         take="TransferGroup(handles).wait()",
         put="pass",
         tests=[TRAVELS.format("split-host")],

@@ -35,7 +35,7 @@ from memfit.homes.gradients import GradientHomes
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.pinned_ring import PinnedRing
 from memfit.homes.rounded import RoundedMasters
-from memfit.homes.split import SplitMasters, rest_nbytes
+from memfit.homes.split_masters import SplitMasters, rest_nbytes
 from memfit.homes.update_pieces import PieceUpdates
 from memfit.homes.updates import UpdateWorker
 from memfit.homes.weights import BlockWeights

@@ -19,7 +19,7 @@ from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.homes.split import join, split
+from memfit.homes.split_masters import join, split
 
 ROWS, WIDTH, LAYERS, STEPS = 128, 128, 3, 2
 

@@ -18,7 +18,7 @@ from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import Tier
-from memfit.homes.split import SplitMasters
+from memfit.homes.split_masters import SplitMasters
 from memfit.job.loading import load
 from memfit.prediction.predict import predict
 from memfit.scheduling.lower import lower

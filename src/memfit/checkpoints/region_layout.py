@@ -24,7 +24,7 @@ from memfit.core.commits import Masters
 from memfit.core.layout import Scheme, flat_layout
 from memfit.homes.optimizer_states import BlockStates, StateSlot
 from memfit.homes.regions import gradient_region, master_region, state_region, weight_region
-from memfit.homes.split import rest_nbytes, rest_tensors
+from memfit.homes.split_masters import rest_nbytes, rest_tensors
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.store import RegionSpec, TensorPlace, dtype_name
 from memfit.store.journal import RECORD, record_region

@@ -30,7 +30,7 @@ from memfit.homes.offloaded import HomePool
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.regions import gradient_region, master_region, state_region, weight_region
 from memfit.homes.rounded import RoundedMasters
-from memfit.homes.split import SplitMasters, rest_ends, rest_nbytes
+from memfit.homes.split_masters import SplitMasters, rest_ends, rest_nbytes
 from memfit.homes.weights import BlockWeights, round_masters
 from memfit.tensors.trees import bytes_view
 

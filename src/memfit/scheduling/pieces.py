@@ -40,7 +40,7 @@ _ENCODING_BYTES = 10
 # Noise (4) and what is rounded with it (4), its result (2), where it was not a number (1). Source:
 # `tensors.noise`.
 _ROUNDING_BYTES = 11
-# Of a split master (`homes.split`), by parameter: the difference, and a mark of one bit.
+# Of a split master (`homes.split_masters`), by parameter: the difference, and a mark of one bit.
 _DIFFERENCE_BYTES = 2 + 1 / 8
 
 
