@@ -28,7 +28,7 @@ from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Accumulate, Schedule
 from memfit.core.tiers import Tier
 from memfit.homes.factories import FurtherTier
-from memfit.planning.rules import choose_plan
+from memfit.planning.planner import choose_plan
 from memfit.prediction import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower

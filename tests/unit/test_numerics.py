@@ -23,8 +23,8 @@ from memfit.huggingface.causal_loss import LossNotChunkedError
 from memfit.job.machine import open_machine
 from memfit.job.problem import Problem, driver_of
 from memfit.planning.candidates import list_candidates
+from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
-from memfit.planning.rules import choose_plan
 from memfit.prediction.predict import appraise
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step

@@ -24,7 +24,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
-from memfit.planning.rules import choose_plan
+from memfit.planning.planner import choose_plan
 from memfit.prediction import peak_report, predict, residents_at
 from memfit.prediction.clock import CALLS_PER_S
 from memfit.prediction.predict import appraise

@@ -19,8 +19,8 @@ from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
+from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
-from memfit.planning.rules import choose_plan
 from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower

@@ -36,7 +36,7 @@ from memfit.job.problem import (
     encodes_states,
     read_plan,
 )
-from memfit.planning.choice import ParetoPoint
+from memfit.planning.plan_choice import ParetoPoint
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step

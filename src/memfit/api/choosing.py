@@ -1,5 +1,5 @@
 """Choice of a plan: the fastest that fits, over all ways to compute that are allowed (dtype, chunks
-of the loss, format of states). `planning.rules` searches within one way; `deciding` and `advise`
+of the loss, format of states). `planning.planner` searches within one way; `deciding` and `advise`
 ask here.
 
 In: a problem, its first profile, a budget and what is allowed. Out: `Choice`, or the refusal with
@@ -30,9 +30,9 @@ from memfit.core.units import MIB, format_bytes
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.machine import Machine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
-from memfit.planning.choice import PlanChoice
+from memfit.planning.plan_choice import PlanChoice
+from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
-from memfit.planning.rules import choose_plan
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any
 # case: ways differ a little in operations.

@@ -183,7 +183,7 @@ def check_save(save: Path | None, model: Any = None) -> None:
 def _tell(job: Job, training: Training, results: list[StepResult], seconds: float) -> None:
     """Summary of the steps, and under which settings."""
     from memfit.core.units import format_bytes
-    from memfit.job.used import used_settings
+    from memfit.job.settings_used import used_settings
 
     made = len(results)
     amount = sum(training.amount(result.rows) for result in results)

@@ -96,7 +96,7 @@ class StepInput:
 
 
 class FrameFactory(Protocol):
-    """Makes the frames of calls; see `engine.policies`."""
+    """Makes the frames of calls; see `engine.call_frames`."""
 
     def begin(
         self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

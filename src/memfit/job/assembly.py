@@ -18,11 +18,11 @@ from memfit.checkpoints.checkpointer import Committed, RunCheckpointer, prepare_
 from memfit.checkpoints.schemes import scheme_of
 from memfit.core.errors import StoreError
 from memfit.core.precision import ComputeDtype
+from memfit.engine.call_frames import CallFrames
 from memfit.engine.engine import Engine
 from memfit.engine.housing import House
 from memfit.engine.inputs import cast_dtype, casting_inputs
 from memfit.engine.loss_scaling import LossScaler, in_half
-from memfit.engine.policies import CallFrames
 from memfit.engine.sites import Site
 from memfit.homes.factories import own_factories
 from memfit.homes.optimizer_states import BlockStates, StateRest, embedding_names

@@ -9,11 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 
-from memfit.core.again import check_again
 from memfit.core.errors import MemfitWarning, PlanError, UnsupportedError, UsageError
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
+from memfit.core.recomputable import check_again
 from memfit.core.tiers import Tier
 from memfit.job.machine import Machine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for

@@ -1,7 +1,7 @@
 """Prices candidates: a lower bound of each, and the prediction of those that are built.
 
 In: `PlanQuestion`, `Candidate`s. Out: `PricedCandidate`s; `PlanQuestion.build` lowers one
-and predicts it. See [Note: which candidates are built] in `planning.rules`.
+and predicts it. See [Note: which candidates are built] in `planning.planner`.
 """
 
 from __future__ import annotations

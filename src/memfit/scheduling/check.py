@@ -3,7 +3,7 @@ done once.
 
 In: a lowered `Step`, whose operations say which weights they need and to which gradients they add.
 Out: nothing, or `PlanError` that points at the first illegal action. Limits of bytes are
-the planner's to keep (`planning.rules`).
+the planner's to keep (`planning.planner`).
 """
 
 from __future__ import annotations

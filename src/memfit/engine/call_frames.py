@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from memfit.activations import CallSite, Frame, Offloader, SegmentGroup, Writes, make_frame
-from memfit.core.again import check_again
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile
+from memfit.core.recomputable import check_again
 from memfit.core.tiers import Tier
 from memfit.engine.engine import Engine
 from memfit.engine.sites import Site

@@ -33,7 +33,7 @@ from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
-from memfit.planning.choice import PlanChoice, give_reason, pareto_front
+from memfit.planning.plan_choice import PlanChoice, give_reason, pareto_front
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, is_within, price_all
 from memfit.planning.refusals import Refusal
 from memfit.prediction.bytes import peaks
