@@ -12,11 +12,11 @@ import torch
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Limits
+from memfit.core.machines import read_hardware
 from memfit.core.tiers import Tier
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job import probing
 from memfit.job.machine import open_machine
-from memfit.job.problem import read_hardware
 from memfit.store import DiskIO
 
 LINK = Link(read_bytes_per_s=1.5e9, write_bytes_per_s=0.1)
@@ -64,6 +64,7 @@ def test_a_machine_comes_back_from_its_text_and_its_file(machine: Hardware, tmp_
         ({"flops_per_s": 10**400}, "'flops_per_s'"),
         ({"update_elements_per_s": None}, "'update_elements_per_s'"),
         ({"device_bytes": -1}, "'device_bytes'"),
+        ({"device_bytes": 0}, "'device_bytes'"),
         ({"device_bytes": 1.5}, "'device_bytes'"),
         ({"device": 7}, "'device'"),
         ({"disk": None}, "no 'disk'"),

@@ -17,13 +17,16 @@ from memfit.api.choosing import Wanted, choose, in_dtype
 from memfit.batches.batch import UncuttableError
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
-from memfit.core.limits import Budget, Limits
+from memfit.core.limits import Budget
+from memfit.core.machines import read_hardware
 from memfit.core.numerics import Numerics, Wish, check_exact, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
+from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
-from memfit.job.machine import device_of, open_machine
+from memfit.job.described import plan_for
+from memfit.job.machine import device_of
 from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
 from memfit.job.problem import (
@@ -92,7 +95,7 @@ def advise(
     numerics: Wish = "auto",
     max_grad_norm: float | None = None,
     directory: str | Path | None = None,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | Path | None = None,
 ) -> Advice:
     """Chooses a plan as `fit` does, or takes the one that is given, and prices it.
 
@@ -106,48 +109,54 @@ def advise(
         optimizer: its states are foretold, it is not stepped.
         loss: the user's.
         sample: a batch.
-        limit: bytes of the device.
+        limit: bytes of the device; None: no limit, or all that a described device has.
         plan: priced instead of chosen.
         allow: declared changes of arithmetic.
         numerics: "auto" or "exact".
         max_grad_norm: gradients are to be clipped.
         directory: on the disk that homes would use.
-        hardware: what plans are priced on; by default this machine is probed.
+        hardware: the machine that plans are made for (object, name, JSON text or a path to it),
+            which need not be here: its tiers, capacities and kind of device count, and nothing is
+            allocated on it. None: this machine, which is probed.
 
     Raises:
-        DoesNotFitError: no plan fits the limit. Others as in `fit`.
+        DoesNotFitError: no plan fits the limit.
+        UsageError: the limit is more than the described device has. Others as in `fit`.
     """
     allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm, numerics)
-    machine = open_machine(device_of(model), Limits.read(limit))
+    stated, device = read_hardware(hardware), device_of(model)
     problem = Problem(
         model=model,
         loss=loss,
         driver=driver_of(optimizer, model),
         block_map=find_blocks(model, None),
         numerics=numerics,
+        is_for_accelerator=None if stated is None else not is_processor(stated.device),
     )
     if plan is None:
-        check_effect(problem, allow, machine.device.type if hardware is None else hardware.device)
-    here = [p for p in model.parameters() if not is_away(p) and p.untyped_storage().nbytes()]
-    has_bytes = all(p.numel() == 0 for p in set(model.parameters()).difference(here))
-    budget = machine.budget(here, beside(model, optimizer, sample))
-    probed = hardware or probe(machine, directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+        check_effect(problem, allow, device.type if stated is None else stated.device)
+    # How a model without bytes will be loaded is not known.
+    loads = all(p.numel() == 0 or (not is_away(p) and p.untyped_storage().nbytes()) for p in model.parameters())
+    planned = plan_for(model, limit, stated, [*beside(model, optimizer, sample)], loads=loads)
+    budget = planned.budget
+    if planned.here is not None:
+        stated = probe(planned.here, directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+    assert stated is not None, "what is not here is described"
     clips_norm = max_grad_norm is not None
     if plan is not None:
         given = read_plan(plan)
         check_precision(given, model, allow)
-        return _price(problem, sample, given, budget, probed, allow=allow, clips_norm=clips_norm)
+        return _price(problem, sample, given, budget, stated, allow=allow, clips_norm=clips_norm)
     problem, whole = _cut_and_profiled(problem, sample)
     wanted = Wanted(
         allow=allow,
         may_split=whole.may_split,  # that the loss adds up is shown by `fit`, which runs it
         clips_norm=clips_norm,
-        # How a model without bytes will be loaded is not known.
-        load_bytes=machine.load_bytes(model) if has_bytes else 0,
+        load_bytes=planned.load_bytes,
         numerics=numerics,
     )
-    chosen = choose(problem, sample, whole, budget, probed, machine, wanted)
+    chosen = choose(problem, sample, whole, budget, stated, planned.machine, wanted)
     declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
     return Advice(
         plan=chosen.plan,

@@ -28,7 +28,7 @@ from memfit.core.profile import Profile
 from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB, format_bytes
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
-from memfit.job.machine import Machine
+from memfit.job.described import PlannedMachine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.planning.plan_choice import PlanChoice
 from memfit.planning.planner import choose_plan
@@ -95,7 +95,7 @@ def choose(
     first: Profile,
     budget: Budget,
     hardware: Hardware,
-    machine: Machine,
+    machine: PlannedMachine,
     wanted: Wanted,
 ) -> Choice:
     """Chooses the fastest plan that fits.
@@ -153,7 +153,7 @@ class _Search:
         first: Profile,
         budget: Budget,
         hardware: Hardware,
-        machine: Machine,
+        machine: PlannedMachine,
         wanted: Wanted,
     ) -> None:
         self._problem = problem

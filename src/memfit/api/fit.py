@@ -23,6 +23,7 @@ from memfit.core.errors import MemfitWarning, StoreInUseError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget, Limits
+from memfit.core.machines import read_hardware
 from memfit.core.numerics import Wish
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
@@ -32,7 +33,7 @@ from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
-from memfit.job.limit_checks import check_limit
+from memfit.job.limit_checks import check_kind, check_limit
 from memfit.job.loading import load_states
 from memfit.job.machine import Machine, device_of, guard, open_machine
 from memfit.job.planning_left import left_by, program_of
@@ -44,7 +45,6 @@ from memfit.job.problem import (
     check_arguments,
     driver_of,
     encodes_states,
-    read_hardware,
     read_plan,
 )
 from memfit.job.setup import Setup
@@ -131,8 +131,10 @@ def fit(
             (RLIMIT_DATA, of this process and children that it starts then): inside of a step that
             is a `LimitBreachError`, between steps a `MemoryError` of whoever asked. False: the
             limit is only reported.
-        hardware: what the machine can do (object, JSON text or a path to it; `Hardware.to_json`
-            writes one); by default it is probed (about a second).
+        hardware: what the machine can do (object, JSON text, a path to it, or the name of a
+            machine that memfit has a description of, such as "h200"; `Hardware.to_json` writes a
+            file); by default it is probed (about a second). It is of the kind that the model lies
+            on: plans for an accelerator that is not here are made by `memfit plan --hardware`.
         emulate_device: on a machine without a GPU, count a device of its own inside the process,
             with host memory beside it: for trying plans of three tiers.
 
@@ -231,6 +233,7 @@ def fit(
     further = {Tier(name): each for name, each in tiers.items()}
     limits = Limits.read(limit, host_limit, disk_limit, {tier: each.spec.nbytes for tier, each in further.items()})
     stated = read_hardware(hardware)
+    check_kind(stated, device_of(model), is_emulated=emulate_device)
     _check_enforce(enforce, limit)
     if enforce and stated is None:
         check_limit(limits, device_of(model), is_emulated=emulate_device)

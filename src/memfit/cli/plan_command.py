@@ -13,13 +13,17 @@ from memfit.cli.source import (
     AllowOption,
     BatchOption,
     FunctionArgument,
+    HardwareOption,
     ModelOption,
     NumericsOption,
     RecipeOption,
     SequenceOption,
+    TiersOption,
     find_source,
+    given_hardware,
 )
 from memfit.core.errors import UsageError
+from memfit.core.hardware import TierSpec
 from memfit.core.tiers import TIERS, is_processor
 from memfit.core.units import format_bytes
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    *,
     function: FunctionArgument = None,
     recipe: RecipeOption = None,
     model: ModelOption = None,
@@ -40,6 +45,8 @@ def plan(
     numerics: NumericsOption = "auto",
     clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
     directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
+    hardware: HardwareOption = None,
+    tiers: TiersOption = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -55,6 +62,7 @@ def plan(
     is_piped = json == Path("-")
     console = open_console(on_errors=is_piped)
     with console.status("planning"):
+        machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
         from memfit.api.advise import advise
 
@@ -67,6 +75,7 @@ def plan(
             allow=allow or (),
             numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
             max_grad_norm=clip,
+            hardware=machine,
             directory=directory,
         )
     if is_piped:
@@ -97,21 +106,27 @@ def write_plan(path: Path, advice: Advice) -> None:
 
 
 def _print_limit(console: Console, advice: Advice) -> None:
-    budget = advice.budget
+    budget, away = advice.budget, advice.hardware.away
     rows = [
+        ("device", advice.hardware.device),
         (what_is_held(advice.hardware.device), format_bytes(budget.base_bytes)),
         ("reserve for scratch of kernels", format_bytes(budget.reserve_bytes)),
         ("tensors, predicted peak", format_bytes(advice.timeline.peak_bytes)),
         ("predicted peak", format_bytes(advice.predicted_peak_bytes)),
         ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
         *(
-            (f"{tier}, predicted peak", format_bytes(advice.timeline.peak_in(tier)))
+            (f"{tier}, predicted peak", _of_capacity(advice.timeline.peak_in(tier), away.get(tier)))
             for tier in dict.fromkeys([*TIERS, *advice.timeline.peaks])
             if not tier.traits.is_device
         ),
         ("step, predicted", f"{advice.timeline.seconds:.3g} s"),
     ]
     print_table(console, "What it takes", ("what", "predicted"), rows)
+
+
+def _of_capacity(nbytes: int, tier: TierSpec | None) -> str:
+    """A peak, beside what the tier has."""
+    return format_bytes(nbytes) if tier is None else f"{format_bytes(nbytes)} of {format_bytes(tier.nbytes)}"
 
 
 def what_is_held(device: str) -> str:

@@ -11,23 +11,31 @@ from memfit.cli.output import open_console, print_table
 from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
+    HardwareOption,
     ModelOption,
     RecipeOption,
     SequenceOption,
+    TiersOption,
     find_source,
+    given_hardware,
 )
+from memfit.core.plan import Plan
 from memfit.core.units import format_bytes
 
 if TYPE_CHECKING:
+    from memfit.api.advise import Advice
     from memfit.core.profile import Profile, TraceProfile
 
 
 def profile(
+    *,
     function: FunctionArgument = None,
     recipe: RecipeOption = None,
     model: ModelOption = None,
     batch: BatchOption = 8,
     sequence: SequenceOption = 512,
+    hardware: HardwareOption = None,
+    tiers: TiersOption = None,
     largest: Annotated[int, typer.Option(min=0, help="How many of the largest saved tensors to list.")] = 8,
 ) -> None:
     """Shows what plain training would take, without training: weights, gradients, states,
@@ -35,18 +43,40 @@ def profile(
     """
     console = open_console()
     with console.status("tracing a step"):
+        machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
         from memfit.api import profile as profile_step
+        from memfit.api.advise import advise
 
         found = profile_step(source.model, source.optimizer, source.loss, source.sample)
+        there = None
+        if machine is not None:
+            plain = Plan()
+            there = advise(source.model, source.optimizer, source.loss, source.sample, plan=plain, hardware=machine)
     trace = found.traces[found.batch_rows]
     console.print(f"{source.name}; one step of {found.batch_rows} rows, plain training, all predicted", markup=False)
     console.print()
     _print_blocks(console, found, trace)
     _print_categories(console, found, trace)
+    if there is not None:
+        _print_there(console, there)
     if largest:
         rows = [(what, format_bytes(nbytes)) for what, nbytes in trace.largest_saved[:largest]]
         print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
+
+
+def _print_there(console: Console, there: Advice) -> None:
+    """Prints a plain step on the described machine."""
+    peak, capacity = there.predicted_peak_bytes, there.hardware.device_bytes
+    missing = peak - capacity
+    answer = "yes" if missing <= 0 else f"no, {format_bytes(missing)} more than there is: see memfit plan"
+    rows = [
+        ("predicted peak, reserve included", format_bytes(peak)),
+        ("capacity", format_bytes(capacity)),
+        ("fits", answer),
+        ("step, predicted", f"{there.timeline.seconds:.3g} s"),
+    ]
+    print_table(console, f"A plain step on {there.hardware.device}", ("what", ""), rows)
 
 
 def _print_blocks(console: Console, found: Profile, trace: TraceProfile) -> None:

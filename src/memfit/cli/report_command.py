@@ -12,12 +12,15 @@ from memfit.cli.source import (
     AllowOption,
     BatchOption,
     FunctionArgument,
+    HardwareOption,
     ModelOption,
     NumericsOption,
     PlanOption,
     RecipeOption,
     SequenceOption,
+    TiersOption,
     find_source,
+    given_hardware,
     given_plan,
 )
 from memfit.core.units import format_bytes
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def report(
+    *,
     function: FunctionArgument = None,
     recipe: RecipeOption = None,
     model: ModelOption = None,
@@ -37,11 +41,14 @@ def report(
     allow: AllowOption = None,
     numerics: NumericsOption = "auto",
     clip: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm.")] = None,
+    hardware: HardwareOption = None,
+    tiers: TiersOption = None,
     largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
 ) -> None:
     """Shows what a step under a plan is predicted to hold and to wait for."""
     console = open_console()
     with console.status("predicting"):
+        machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
         from memfit.api.advise import advise
 
@@ -55,6 +62,7 @@ def report(
             allow=allow or (),
             numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
             max_grad_norm=clip,
+            hardware=machine,
         )
     timeline = advice.timeline
     console.print(source.name, markup=False)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.core.errors import UsageError
+from memfit.core.hardware import Hardware
 
 FunctionArgument = Annotated[
     str | None,
@@ -52,12 +53,47 @@ NumericsOption = Annotated[
         help="exact: plans that give plain PyTorch's bits, or none. auto: sums are regrouped where nothing else fits, or where it is a tenth faster.",
     ),
 ]
+HardwareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME_OR_FILE",
+        help="Another machine, which need not be here: a name such as h200, or a JSON file as Hardware.to_json writes it.",
+    ),
+]
+TiersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tiers",
+        metavar="TIER=SIZE,...",
+        help="Capacities in place of those of --hardware, such as device=141GiB,host=128GiB,disk=64GiB.",
+    ),
+]
 SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --model.")]
 
 
 def given_plan(path: Path | None) -> Path | str | None:
     """The value of `plan=` for the option: the path, or what stands on standard input."""
     return sys.stdin.read() if path == Path("-") else path
+
+
+def given_hardware(hardware: str | None, tiers: str | None) -> Hardware | None:
+    """The machine that --hardware and --tiers describe; None: this one.
+
+    Raises:
+        UsageError: no such machine, or sizes without one.
+    """
+    from memfit.core.machines import machine_names, read_hardware, read_tiers
+
+    sizes = {} if tiers is None else read_tiers(tiers)
+    found = read_hardware(hardware)
+    if found is None:
+        if tiers is not None:
+            raise UsageError(
+                f"--tiers gives sizes, and no speeds: name the machine with --hardware, a file or one of {', '.join(machine_names())}"
+            )
+        return None
+    return found.with_capacities(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 from memfit.core.documents import parse_json
@@ -23,6 +23,39 @@ _SLOWEST, _FASTEST = 1e-6, 1e24
 """Accepted range of rates a second: outside of it, predicted seconds would be infinite or zero.
 """
 _LONGEST_NAME = 200
+_LONGEST_SOURCE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSheet:
+    """Peaks of a device as its vendor states them, and how rates of a step were made from them.
+
+    Read by people; plans are priced with the rates of `Hardware` alone.
+
+    Attributes:
+        note: says who measured what.
+        utilisation: the share of a peak that a step is taken to reach.
+        memory_bytes: of the device.
+        memory_bytes_per_s: of the device's own memory.
+        fp32_flops_per_s: dense matrix products, without TF32.
+        tf32_flops_per_s: dense, like the two below; None: the device has no such products, or they
+            are no faster than fp32.
+        bf16_flops_per_s: with sums in fp32.
+        fp16_flops_per_s: with sums in fp32.
+        pcie_generation: of the link to the host.
+        sources: where each of these is stated, by name.
+    """
+
+    note: str
+    utilisation: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    fp32_flops_per_s: float
+    tf32_flops_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    fp16_flops_per_s: float | None = None
+    pcie_generation: int | None = None
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +97,8 @@ class Hardware:
         codec_elements_per_s: elements of optimizer states that the device decodes and encodes in a
             second; probed where such formats are allowed (one core of a 2020s server: 2e8).
         host_codec_elements_per_s: the same on the host's cores, beside an accelerator.
+        datasheet: peaks that the rates were made from; None where they were measured.
+        sources: where each figure comes from, by the name of its field in a file.
     """
 
     device: str
@@ -74,6 +109,8 @@ class Hardware:
     host_update_elements_per_s: float = 3e8
     host_codec_elements_per_s: float = 2e8
     bf16_flops_per_s: float | None = None
+    datasheet: DataSheet | None = None
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def device_bytes(self) -> int:
@@ -98,6 +135,24 @@ class Hardware:
                 + (" (without a GPU the device is the host)" if tier is Tier.HOST else "")
             )
         return spec.link
+
+    def with_capacities(self, sizes: Mapping[Tier, int]) -> Hardware:
+        """Returns the same machine with other capacities.
+
+        Raises:
+            UsageError: a tier that the machine does not have, or a capacity of 0 where a machine
+                cannot have it.
+        """
+        for tier, nbytes in sizes.items():
+            if tier not in self.tiers:
+                raise UsageError(
+                    f"{self.device} has no tier {str(tier)!r}: there is no link to it to price transfers by. It has "
+                    f"{[*map(str, self.tiers)]}; a hardware file can say '{tier}_bytes' and {str(tier)!r}, its link"
+                )
+            _check_bytes(f"{tier}_bytes", nbytes, may_be_none=tier is Tier.DISK)
+        tiers = {tier: replace(spec, nbytes=sizes.get(tier, spec.nbytes)) for tier, spec in self.tiers.items()}
+        stated = {f"{tier}_bytes": "stated in place of the description's" for tier in sizes}
+        return replace(self, tiers=tiers, sources={**self.sources, **stated})
 
     def to_json(self) -> str:
         """Returns indented JSON that `Hardware.from_json` reads. A tier `x` has two fields:
@@ -132,6 +187,10 @@ class Hardware:
             if key == "device":
                 if not isinstance(value, str) or not value or len(value) > _LONGEST_NAME or not value.isprintable():
                     raise UsageError(f"'device' of the hardware file is a name, such as \"cpu\", not {value!r:.80}")
+            elif key == "datasheet":
+                values[key] = None if value is None else _datasheet(value)
+            elif key == "sources":
+                values[key] = _sources("'sources' of the hardware file", value)
             else:
                 values[key] = None if value is None and key == "bf16_flops_per_s" else _rate(key, value)
         return cls(**values, tiers={tier: spec for name in sorted(tiers) for tier, spec in _tier(name, raw)})
@@ -164,10 +223,11 @@ def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the fields of a dataclass by name, and checks that none is unknown and none without a
     default is missing.
     """
-    known = {field.name: field for field in fields(kind) if field.name != "tiers"}
+    known = {one.name: one for one in fields(kind) if one.name != "tiers"}
     if unknown := sorted(set(raw) - set(known)):
         raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}; it has {sorted(known)}")
-    if missing := [name for name, field in known.items() if field.default is MISSING and name not in raw]:
+    needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    if missing := [name for name in needed if name not in raw]:
         raise UsageError(f"{what} has no {missing[0]!r}")
     return dict(raw)
 
@@ -183,7 +243,52 @@ def _rate(key: str, value: object) -> float:
 def _bytes(key: str, raw: Mapping[str, Any]) -> int:
     if key not in raw:
         raise UsageError(f"the hardware file has no {key!r}")
-    value = raw[key]
-    if type(value) is not int or not 0 <= value <= _MOST_BYTES:
-        raise UsageError(f"{key!r} of the hardware file is a whole number of bytes from 0, not {value!r:.80}")
+    # A disk may be full, and is named in any case.
+    return _check_bytes(key, raw[key], may_be_none=key == "disk_bytes")
+
+
+def _check_bytes(key: str, value: object, *, may_be_none: bool) -> int:
+    least = 0 if may_be_none else 1
+    if type(value) is not int or not least <= value <= _MOST_BYTES:
+        raise UsageError(f"{key!r} of the hardware file is a whole number of bytes from {least}, not {value!r:.80}")
     return value
+
+
+def _datasheet(given: object) -> DataSheet:
+    """Reads the data sheet of a hardware file."""
+    what = "'datasheet' of the hardware file"
+    if not isinstance(given, dict):
+        raise UsageError(f"{what} is an object with the vendor's figures, not {given!r:.80}")
+    values = _fields(DataSheet, what, cast("dict[str, Any]", given))
+    optional = {one.name for one in fields(DataSheet) if one.default is None}
+    for key, value in values.items():
+        if value is None and key in optional:
+            continue
+        if key == "note":
+            values[key] = _text(f"{key!r} of {what}", value)
+        elif key == "sources":
+            values[key] = _sources(f"'sources' of {what}", value)
+        elif key == "memory_bytes":
+            _check_bytes(key, value, may_be_none=False)
+        elif key == "utilisation":
+            if not 0 < (share := _rate(key, value)) <= 1:
+                raise UsageError(f"{key!r} of {what} is a share from 0 to 1, not {share}")
+        elif key == "pcie_generation":
+            if type(value) is not int or value < 1:
+                raise UsageError(f"{key!r} of {what} is a whole number from 1, not {value!r:.80}")
+        else:
+            values[key] = _rate(key, value)
+    return DataSheet(**values)
+
+
+def _sources(what: str, given: object) -> dict[str, str]:
+    if not isinstance(given, dict):
+        raise UsageError(f"{what} is an object of texts by field, not {given!r:.80}")
+    read = cast("dict[str, Any]", given)
+    return {key: _text(f"{key!r:.80} in {what}", value) for key, value in read.items()}
+
+
+def _text(what: str, given: object) -> str:
+    if not isinstance(given, str) or len(given) > _LONGEST_SOURCE or not given.isprintable():
+        raise UsageError(f"{what} is a line of text, not {given!r:.80}")
+    return given

@@ -13,11 +13,13 @@ import torch
 
 from memfit.batches.batch import gives_batches
 from memfit.core.errors import UsageError
+from memfit.core.hardware import Hardware
 from memfit.core.limits import Limits
+from memfit.core.tiers import is_processor
 from memfit.core.units import MIB, format_bytes
 from memfit.host.cgroups import read_cgroup
 
-__all__ = ["check_limit", "gives_batches"]
+__all__ = ["check_kind", "check_limit", "gives_batches"]
 
 
 def check_limit(limits: Limits, device: torch.device, *, is_emulated: bool) -> None:
@@ -42,8 +44,28 @@ def check_limit(limits: Limits, device: torch.device, *, is_emulated: bool) -> N
     if limit > there:
         raise UsageError(
             f"the limit of {format_bytes(limit)} is more than {whose} has ({format_bytes(there)}): nobody could be held to it. Give less, or None for no limit; "
-            "plans for another machine are made by `memfit plan`, or with hardware= and enforce=False"
+            "plans for another machine are made by `memfit plan --hardware`"
         )
+
+
+def check_kind(hardware: Hardware | None, device: torch.device, *, is_emulated: bool) -> None:
+    """Refuses to run by a description of the other kind of device: weights there visit, or stay.
+
+    Args:
+        hardware: as the user stated it; None: it will be probed.
+        device: of the model.
+        is_emulated: a device of its own is counted inside the process; it stands for either kind.
+
+    Raises:
+        UsageError: an accelerator is described and the model lies on the processor, or the other
+            way round.
+    """
+    if hardware is None or is_emulated or is_processor(hardware.device) == is_processor(device.type):
+        return
+    raise UsageError(
+        f"hardware describes {hardware.device!r:.80}, and the model lies on {str(device)!r}: what was predicted would not be what runs. "
+        "Leave hardware out, or plan for a machine that is not here with `memfit plan --hardware`"
+    )
 
 
 def _memory_of(device: torch.device) -> tuple[int, str]:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ def probe(
         host_bytes = machine.limits.of(Tier.HOST) or _memory_bytes()
         host[Tier.HOST] = TierSpec(nbytes=host_bytes, link=_probe_host_link(machine))
     disk_limit = machine.limits.of(Tier.DISK)
-    codecs = {"codec_elements_per_s": probe_codecs(machine.device)} if probes_codecs else {}
+    codecs: dict[str, Any] = {"codec_elements_per_s": probe_codecs(machine.device)} if probes_codecs else {}
     if accelerator is not None:
         codecs |= {
             "update_elements_per_s": probe_updates(machine.device),

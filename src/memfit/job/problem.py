@@ -21,8 +21,6 @@ from memfit.batches.batch import RowPlaces, UncuttableError
 from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, ways_of
 from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
-from memfit.core.hardware import FILE_LIMIT_BYTES as HARDWARE_LIMIT_BYTES
-from memfit.core.hardware import Hardware
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
 from memfit.core.numerics import Wish, check_wish
 from memfit.core.plan import Plan
@@ -82,6 +80,10 @@ class Problem:
     numerics: Wish = "auto"
     workspaces: Workspaces = field(default_factory=lambda: Workspaces(_watch()))
     cut: Cut = field(default_factory=lambda: ByRows(lambda _: RowPlaces()))
+    is_for_accelerator: bool | None = None
+    """Plans are for a described machine whose device is an accelerator, or is not; None: for the
+    machine that the model lies on.
+    """
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         """Returns the numbers of microbatches that plans are looked for with: 1, 2, 4, and so on up
@@ -234,13 +236,21 @@ class Problem:
                 found = profile_step(*arguments, **options)
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
         found = replace(found, updates=updates, state_home_bytes=at_home, counts_losses=first.is_counted)
-        if not devices.is_accelerator(device_of(self.model)):
+        if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor
         master = _master_dtype(compute)
         stays = self.driver.on_host.obstacle(master)
-        return replace(
-            found, host_update_obstacle=stays, agrees_on_host=not stays and self.driver.on_host.agrees(master)
-        )
+        # On an accelerator that is not here nothing can be tried.
+        is_here = devices.is_accelerator(device_of(self.model))
+        agrees = is_here and not stays and self.driver.on_host.agrees(master)
+        return replace(found, host_update_obstacle=stays, agrees_on_host=agrees)
+
+    @property
+    def _has_host(self) -> bool:
+        """The device that plans are for has a host beside it whose cores may update."""
+        if self.is_for_accelerator is not None:
+            return self.is_for_accelerator
+        return devices.is_accelerator(device_of(self.model))
 
     def with_states(self, profile: Profile, compute: ComputeDtype, chosen: StateFormat) -> Profile:
         """The same profile, with states that rest in a format."""
@@ -276,7 +286,7 @@ class Problem:
         driver, master = self.driver, _master_dtype(compute)
         numels = {name: p.numel() for name, p in self.model.named_parameters(remove_duplicate=False)}
         # Elsewhere nobody asks for it, and what cannot be updated there need not be tried.
-        is_beside = devices.is_accelerator(device_of(self.model)) and not driver.on_host.obstacle(master)
+        is_beside = self._has_host and not driver.on_host.obstacle(master)
         found: dict[str, UpdateProfile] = {}
         for name, states in sizes.items():
             is_cut = driver.verdict(name, master).kind is UpdateKind.ELEMENTWISE
@@ -405,24 +415,6 @@ def read_plan(plan: Plan | str | Path) -> Plan:
         return Plan.from_json(read_document(Path(plan), limit_bytes=_PLAN_LIMIT_BYTES))
     except (OSError, ValueError) as error:
         raise PlanError(f"the plan {str(plan)[:200]!r} cannot be read: {error}") from error
-
-
-def read_hardware(hardware: Hardware | str | Path | None) -> Hardware | None:
-    """A machine, from its JSON text or file unless it is one already; None stays None.
-
-    Raises:
-        UsageError: not a machine, or a file that cannot be read.
-    """
-    if hardware is None or isinstance(hardware, Hardware):
-        return hardware
-    if not isinstance(hardware, str | Path):
-        raise UsageError(f"hardware must be a Hardware, its JSON text or a path to it, not {type(hardware).__name__}")
-    if isinstance(hardware, str) and hardware.lstrip().startswith("{"):
-        return Hardware.from_json(hardware)
-    try:
-        return Hardware.from_json(read_document(Path(hardware), limit_bytes=HARDWARE_LIMIT_BYTES))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the hardware file {str(hardware)[:200]!r} cannot be read: {error}") from error
 
 
 def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> None:

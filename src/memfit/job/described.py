@@ -1,0 +1,119 @@
+"""A machine that plans are made for: this one, or one that is known by its description only.
+
+In: a `Hardware` that somebody stated, or none, and a limit. Out: what `choose` asks of a machine,
+its tiers and limits, and the budget of its device. Nothing is allocated on what is described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from memfit.core.errors import UsageError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import DEVICE_RESERVE_BYTES, Budget, Limits
+from memfit.core.tiers import Tier, is_processor
+from memfit.core.units import format_bytes
+from memfit.job.machine import Machine, device_of, open_machine
+from memfit.tensors.guard import is_away
+
+
+class PlannedMachine(Protocol):
+    """A machine as the search for a plan sees it."""
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where bytes may rest, the device first."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """Limits by tier."""
+        ...
+
+    @property
+    def counts_process(self) -> bool:
+        """The device is a process, whose size varies between runs."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedAccelerator:
+    """An accelerator that need not be here, with nothing on it but the job.
+
+    Not modelled: that other kernels than this processor's save other tensors for backward.
+    """
+
+    tiers: tuple[Tier, ...]
+    limits: Limits
+    counts_process: bool = False
+
+    def budget(self) -> Budget:
+        """Returns what is left to tensors on the empty device."""
+        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=0, reserve_bytes=DEVICE_RESERVE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFor:
+    """A machine that plans are made for, and what is there before the job.
+
+    Attributes:
+        machine: its tiers and limits.
+        budget: of its device.
+        load_bytes: held while weights move home; 0 where it is not known.
+        here: it is this machine, which can be probed; None where a description is planned for.
+    """
+
+    machine: PlannedMachine
+    budget: Budget
+    load_bytes: int
+    here: Machine | None
+
+
+def plan_for(
+    model: nn.Module, limit: int | str | None, hardware: Hardware | None, beside: Sequence[torch.Tensor], *, loads: bool
+) -> PlannedFor:
+    """Opens the machine that plans are made for.
+
+    A described processor is a process like this one: what this one holds is its base, too. A
+    described accelerator is empty; its limit is its capacity where none is given.
+
+    Args:
+        model: its weights may be without bytes.
+        limit: of the device.
+        hardware: the description; None: this machine.
+        beside: as in `Machine.budget`.
+        loads: how the model's weights come home is known, so that what that takes counts.
+
+    Raises:
+        UsageError: the limit is more than the described device has.
+    """
+    if hardware is not None and not is_processor(hardware.device):
+        machine = DescribedAccelerator(tiers=tuple(hardware.tiers), limits=_limits(limit, hardware))
+        return PlannedFor(machine=machine, budget=machine.budget(), load_bytes=0, here=None)
+    limits = Limits.read(limit) if hardware is None else _limits(limit, hardware)
+    device = device_of(model) if hardware is None else torch.device("cpu")
+    opened = open_machine(device, limits)
+    resting = [p for p in model.parameters() if p.device == device and not is_away(p) and p.untyped_storage().nbytes()]
+    return PlannedFor(
+        machine=opened,
+        budget=opened.budget(resting, beside),
+        load_bytes=opened.load_bytes(model) if loads else 0,
+        here=opened if hardware is None else None,
+    )
+
+
+def _limits(limit: int | str | None, hardware: Hardware) -> Limits:
+    """The described capacities; a limit takes the place of the device's."""
+    limits = Limits.read(limit, others={tier: spec.nbytes for tier, spec in hardware.away.items()})
+    wanted = limits.device_bytes
+    if wanted is not None and wanted > hardware.device_bytes:
+        raise UsageError(
+            f"the limit of {format_bytes(wanted)} is more than {hardware.device} has ({format_bytes(hardware.device_bytes)}): give less, or another "
+            f"capacity: --tiers device={format_bytes(wanted).replace(' ', '')}"
+        )
+    return Limits(by_tier={Tier.DEVICE: hardware.device_bytes, **limits.by_tier})
