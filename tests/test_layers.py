@@ -339,3 +339,8 @@ def test_the_checker_reads_every_module_of_memfit() -> None:
             waiting.extend(constant for constant in current.co_consts if isinstance(constant, type(code)))
         statements = {(one.line, one.module.rsplit(".", 1)[0]) for one in read_imports(path, SOURCE)}
         assert len(statements) >= instructions, path
+
+
+def test_torch_cuda_is_named_in_devices_alone() -> None:
+    naming = {path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py") if "torch.cuda" in path.read_text()}
+    assert naming == {"devices"}

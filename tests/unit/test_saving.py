@@ -407,6 +407,34 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_a_live_one_is_not(tm
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.saving-4567", "out"]
 
 
+@pytest.mark.parametrize("way", ["it is through", "it has the lock"])
+def test_two_saves_of_one_target_at_once_do_not_take_each_others_directory(way: str, tmp_path: Path) -> None:
+    """The other one comes between the making of a directory and its locking."""
+    import fcntl
+
+    met: list[tuple[Path, int]] = []
+
+    class Meets(FileOperations):
+        def mkdir(self, path: Path) -> None:
+            super().mkdir(path)
+            if not met:
+                lock = os.open(path, os.O_RDONLY)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                met.append((path, lock))
+                if way == "it is through":
+                    path.rmdir()
+                    os.close(lock)
+
+    with replace.replacing(tmp_path / "out", stale=lambda _: True, operations=Meets()) as new:
+        assert new != met[0][0]
+        (new / "a").write_text("whole")
+    assert (tmp_path / "out" / "a").read_text() == "whole"
+    if way == "it has the lock":
+        met[0][0].rmdir()
+        os.close(met[0][1])
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_files_of_others_stay_and_files_of_an_older_save_do_not(tmp_path: Path, two: Trained) -> None:
     target = tmp_path / "deep" / "out"
     two.save(target, max_shard_bytes=1000)

@@ -124,6 +124,10 @@ class Accelerator:
         """Memory of the device, whoever holds it."""
         return int(torch.accelerator.get_memory_info(device)[1])
 
+    def free_bytes(self, device: torch.device) -> int:
+        """Memory of the device that nobody holds."""
+        return int(torch.accelerator.get_memory_info(device)[0])
+
     def statistics(self, device: torch.device) -> Mapping[str, int]:
         """Counters of torch's caching allocator, by their dotted names.
 

@@ -96,13 +96,10 @@ def replacing(target: Path, *, stale: Callable[[Path], bool], operations: FileOp
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        new = target.parent / f".{target.name}.saving-{secrets.token_hex(6)}"
-        operations.mkdir(new)
+        new, lock = _make_locked(target, operations)
     except OSError as error:
         raise explain(error, doing="make a directory beside", path=target) from error
-    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield new
         try:
             _put_in_place(new, target, stale, operations)
@@ -115,6 +112,30 @@ def replacing(target: Path, *, stale: Callable[[Path], bool], operations: FileOp
         # After an exchange this is the old directory; after a failure the new one. Gone already if
         # there was no old one.
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _make_locked(target: Path, operations: FileOperations) -> tuple[Path, int]:
+    """Makes a directory beside the target and locks it; returns it with the lock's descriptor.
+
+    Between its making and its locking it looks like the leftover of a killed save: another save of
+    the same target, just then, locks and removes it. So whoever has the lock looks whether it is
+    still there, and makes another if not.
+    """
+    while True:
+        new = target.parent / f".{target.name}.saving-{secrets.token_hex(6)}"
+        operations.mkdir(new)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock), new.lstat()):
+                    return new, lock
+            except BlockingIOError:
+                pass  # it is being removed
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
 
 
 def _put_in_place(new: Path, target: Path, stale: Callable[[Path], bool], operations: FileOperations) -> None:
@@ -192,14 +213,18 @@ def _exchange(one: Path, other: Path) -> bool:
 def _remove_leftovers(target: Path) -> None:
     """Removes what killed saves of the same target left; those of live ones are locked."""
     for leftover in target.parent.glob(f".{_escaped(target.name)}.saving-*"):
-        descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another save has removed it, or is through
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Under the lock: a save that has just made it must not take it for its own.
+            shutil.rmtree(leftover, ignore_errors=True)
         except BlockingIOError:
             continue
         finally:
             os.close(descriptor)
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _escaped(name: str) -> str:

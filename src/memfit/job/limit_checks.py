@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from memfit import devices
 from memfit.batches.batch import gives_batches
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
@@ -70,8 +71,8 @@ def check_kind(hardware: Hardware | None, device: torch.device, *, is_emulated: 
 
 def _memory_of(device: torch.device) -> tuple[int, str]:
     """Bytes that there are, and what has them, in words."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1], f"the device {device}"
+    if devices.is_accelerator(device):
+        return devices.of(device).total_bytes(device), f"the device {device}"
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = read_cgroup(Path("/")).memory
     if group is not None and group.value < machine:

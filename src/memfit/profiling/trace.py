@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memfit import devices
 from memfit.batches.batch import UncuttableError, batch_rows, slice_batch
 from memfit.core.errors import MemfitError, UnsupportedError, UsageError
 from memfit.core.precision import ComputeDtype, dtype_failure
@@ -203,8 +204,8 @@ def _trace_real(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
 def _free_bytes(model: nn.Module) -> int:
     """Memory that nobody uses, where the model is."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if devices.is_accelerator(device):
+        return devices.of(device).free_bytes(device)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
