@@ -25,7 +25,7 @@ import memfit
 from equivalence import plans
 from faults.tower import Batch, Tower, adamw, loss
 from memfit.core.errors import MemfitError, StoreError, StoreInUseError, TornStepError, UsageError
-from memfit.core.plan import CallPlan, Plan, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
@@ -234,6 +234,23 @@ def test_a_step_in_place_that_is_interrupted_is_torn_and_every_later_call_says_s
         assert "is_atomic=True" in str(caught.value)
     job.close(restore=False)
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_step_is_torn_also_where_several_visits_under_way_fail_together(disk: Disk, tmp_path: Path) -> None:
+    """Weights on disk, read ahead: the last block is updated in memory when all reads of the others fail."""
+    tower = Tower(width=128, layers=8)
+    home = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DEVICE)
+    plan = Plan(blocks={block.name: home for block in tower.profile().blocks}, prefetch=4)
+    model = tower.build()
+    job = memfit.fit(model, adamw(model), loss, tower.batch(0), plan=plan, directory=tmp_path / "homes")
+    job.step(tower.batch(0))
+    disk.break_from("pread", errno.EIO, after_calls=9)
+    with pytest.raises(StoreError):
+        job.step(tower.batch(1))
+    disk.mend()
+    with pytest.raises(TornStepError):
+        job.step(tower.batch(1))
+    job.close(restore=False)
 
 
 def test_a_step_in_place_that_fails_before_its_first_update_is_not_torn(disk: Disk, tmp_path: Path) -> None:

@@ -169,7 +169,12 @@ class StepRun:
         parts.update_phase.abandon()
         for block in parts.blocks:
             block.take_back_changes()  # an error is on its way
-            block.release()
+            try:
+                block.release()
+            # Where a disk fails, several visits under way fail: all must end, and the first error
+            # is the one to raise.
+            except Exception as error:  # noqa: BLE001, as above
+                parts.departures.append(f"while ending the visit of block {block.name!r}: {error!r}")
 
     def forget(self) -> None:
         """Drops all references to the user's objects, since an error's traceback may hold the run

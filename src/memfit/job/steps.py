@@ -148,7 +148,11 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
         error.add_note(f"step {assembly.steps} had been committed when this came: it counts")
         return
     for block in assembly.blocks:
-        block.release()
+        try:
+            block.release()
+        # all visits end, and whether the step is torn is found out below, whatever else fails
+        except StoreError as other:
+            error.add_note(f"a visit failed as well: {other}")
     updated = assembly.updates.updated_blocks
     is_torn = not is_decided and bool(updated) and not assembly.can_undo(updated)
     if is_decided:
