@@ -18,7 +18,7 @@ ORDER, TRAINING, INFERENCE = (
 
 DROPPED = ORDER + "a_transfer_that_is_dropped_before_anyone_waited_keeps_its_memory[late-{}]"
 ELSEWHERE = ORDER + "a_model_on_another_index_than_the_current_one_trains_as_plain[late-host]"
-LOSS_ON_CPU = ORDER + "microbatches_with_a_loss_on_the_cpu_run_back_in_order[late-False-keep-loss_here]"
+LOSS_ON_CPU = ORDER + "microbatches_with_a_loss_on_the_cpu_run_back_in_order[late-False-keep-loss_here_slowly]"
 VARIABLES = ORDER + "recomputation_in_the_device_thread_meets_context_variables[late-1-recompute]"
 MOVED, WAITS = "test_device_transfers.py::test_", "test_device_waits.py::test_"
 TRAVELS = MOVED + "what_travels_is_what_stays_and_all_transfers_are_waited_for[late-{}]"
@@ -161,8 +161,8 @@ WEIGHTS = (
     Mutation(
         says="a visit that nobody used gives its memory up under the copy",
         where="memfit.homes.weights:BlockWeights.release",
-        take="arriving.wait()",
-        put="pass",
+        take="self.wait()",
+        put="self._arriving = None",
         tests=[MOVED + "a_visit_that_nobody_used_ends_after_its_copy[late]"],
     ),
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -79,6 +80,18 @@ def logits_here(model: nn.Module, batch: Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, batch[1].cpu()) + 1e-3 * logits.square().mean()
 
 
+def loss_here_slowly(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The device's thread could be at an earlier block before the next loss has been differentiated."""
+    loss = loss_here(model, batch)
+    if loss.requires_grad:
+        loss.register_hook(_wait)
+    return loss
+
+
+def _wait(gradient: torch.Tensor) -> None:
+    time.sleep(0.02)
+
+
 def tempered(model: nn.Module, batch: Batch) -> torch.Tensor:
     token = TEMPERATURE.set(2.0)
     try:
@@ -132,7 +145,7 @@ def assert_equal(mine: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("loss", [loss_here, logits_here])
+@pytest.mark.parametrize("loss", [loss_here, loss_here_slowly, logits_here])
 @pytest.mark.parametrize("saved", [Saved.KEEP, Saved.RECOMPUTE])
 @pytest.mark.parametrize("tail", [False, True])
 def test_microbatches_with_a_loss_on_the_cpu_run_back_in_order(

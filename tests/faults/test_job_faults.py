@@ -432,6 +432,27 @@ def test_an_interrupt_comes_through_and_the_job_goes_on_or_says_that_it_is_torn(
             assert job.step(batch(1)).departures == ()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_a_forward_between_steps_that_is_broken_off_leaves_later_ones_whole(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    model, _, job = start(in_place(profile()), tmp_path)
+    job.step(batch(0))
+
+    def interrupt(*_: Any) -> None:
+        raise error("now")
+
+    with torch.no_grad():
+        wanted = model(batch(1)["x"])
+        handle = next(iter(model[1].children())).register_forward_hook(interrupt)  # type: ignore[index]
+        with pytest.raises(error):
+            model(batch(1)["x"])
+        handle.remove()
+        for _ in range(2):
+            assert torch.equal(model(batch(1)["x"]), wanted)
+    job.close()
+
+
 def test_ctrl_c_comes_through_at_the_next_action_and_a_second_one_at_once(tmp_path: Path) -> None:
     presses: list[int] = []
 

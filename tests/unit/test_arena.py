@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,26 @@ def test_nothing_moves_while_a_view_cannot_be_found() -> None:
     assert bool((block == 1.0).all())
     assert arena.defragment() == 80
     assert block.storage_offset() == 0
+
+
+class Refusing(torch.Tensor):
+    """Answers nothing, as a weight that is away."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UsageError("asked")
+
+
+def test_tensors_of_others_that_refuse_to_answer_do_not_stop_a_move() -> None:
+    other = torch.zeros(3).as_subclass(Refusing)
+    arena = Arena(torch.zeros(100))
+    gap, block = arena.allocate(10), arena.allocate(20)
+    block.fill_(1.0)
+    arena.release(gap)
+    assert arena.defragment() == 80
+    assert bool((block == 1.0).all())
+    with pytest.raises(UsageError, match="asked"):
+        other.untyped_storage()
 
 
 def test_a_tensor_that_autograd_saved_moves_or_stops_the_move() -> None:

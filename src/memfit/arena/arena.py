@@ -145,15 +145,17 @@ class Arena:
         storage = self._buffer.untyped_storage()
         identity = storage._cdata  # torch has no public name for "the same storage"
         found: list[torch.Tensor] = []
-        for thing in gc.get_objects():
-            # type(), not isinstance(): asking lazy proxies for their class can run their code.
-            is_near = (
-                issubclass(type(thing), torch.Tensor)
-                and thing.device.type == "cpu"
-                and torch._C._has_storage(thing)  # sparse and wrapper tensors have none
-            )
-            if is_near and thing.untyped_storage()._cdata == identity:
-                found.append(thing)
+        # Others' tensors are asked as well: weights that are away, and classes that refuse.
+        with torch._C.DisableTorchFunctionSubclass():
+            for thing in gc.get_objects():
+                # type(), not isinstance(): asking lazy proxies for their class can run their code.
+                is_near = (
+                    issubclass(type(thing), torch.Tensor)
+                    and thing.device.type == "cpu"
+                    and torch._C._has_storage(thing)  # sparse and wrapper tensors have none
+                )
+                if is_near and thing.untyped_storage()._cdata == identity:
+                    found.append(thing)
         # Every tensor counts as one user of the storage, and so does the Python object `storage`.
         hidden = torch._C._storage_Use_Count(identity) - len(found) - 1
         if hidden:

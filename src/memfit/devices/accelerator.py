@@ -160,6 +160,7 @@ class Accelerator:
             raise UnsupportedError(
                 f"torch cannot bound the memory of {self.kind!r}: leave the limit out, or train on another device"
             )
+        # A bound that nobody lifts outlives its job: whoever sets one lifts it.
         set_fraction(1.0 if limit_bytes is None else limit_bytes / self.total_bytes(device), device)
 
     # ------------------------------------------------------------------ pinned memory

@@ -7,10 +7,12 @@ hooks that tell when a call's backward begins.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +109,7 @@ class ServedCalls:
         self._parts = parts
         self._listener = listener
         self._opened: list[int] = []
+        self._outermost: FrameType | None = None
         self.recomputing = 0
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,7 +117,12 @@ class ServedCalls:
         del args, kwargs
         if self.recomputing:
             return
+        if self._opened and self._outermost is not None and _is_over(self._outermost):
+            # Ctrl-C: torch calls `leave` after an Exception only. What comes is inside of nothing.
+            self._opened.clear()
+            self._parts.visits.end_on_demand()
         if not self._opened:
+            self._outermost = _calling_frame()
             self._parts.visits.ensure(self._parts.sites[site].blocks, is_foreseen=True)
         # Behind the fetch: where it fails, torch calls `leave` all the same; it must find nothing.
         self._opened.append(site)
@@ -126,6 +134,7 @@ class ServedCalls:
         self._opened.pop()
         if self._opened:
             return  # inside another call: part of it
+        self._outermost = None
         if output is not None and torch.is_grad_enabled():
             self._listener.watch(output, None, -1, site)
         # Also after an error: a forward that failed must not leave its weights on the device.
@@ -134,6 +143,23 @@ class ServedCalls:
     def ensure(self, blocks: Sequence[int]) -> None:
         """Brings the blocks' weights to the device, where they are not there yet."""
         self._parts.visits.ensure(blocks, is_foreseen=True)
+
+
+def _calling_frame() -> FrameType | None:
+    """Returns the frame that called memfit's hook: torch's, one for each call of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("memfit."):
+        frame = frame.f_back
+    return frame
+
+
+def _is_over(frame: FrameType) -> bool:
+    """Says whether a frame has ended, in whichever thread it ran; gives up its local variables."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it is executing, or suspended
+        return False
+    return True
 
 
 class StepCalls:

@@ -293,33 +293,34 @@ class BlockWeights:
             return
         assert self.home is not None
         self.storage.resize_(self.nbytes)  # first: the transfer is given these bytes' address
-        self._arriving = self.home.visit(self.storage)
+        try:
+            self._arriving = self.home.visit(self.storage)
+        except BaseException:
+            self.storage.resize_(0)  # away, and without bytes that nobody would free
+            raise
         self._is_here = True
 
     def wait(self) -> None:
         """Waits until the bytes are here; the parameters are usable then."""
-        if self._arriving is not None:
-            arriving, self._arriving = self._arriving, None  # off first: an error is told once
-            try:
-                arriving.wait()
-            except Exception:
-                self._leave()  # no values came: a block that counted as here would use these bytes
-                raise
-            for slot in self.slots:
-                mark_present(slot.parameter)  # not before: what has not come must not be read
+        if self._arriving is None:
+            return
+        arriving, self._arriving = self._arriving, None  # off first: an error is told once
+        try:
+            arriving.wait()
+        except Exception:
+            self._leave()  # no values came: a block that counted as here would use these bytes
+            raise
+        except BaseException:
+            self._arriving = arriving  # Ctrl-C: the transfer goes on, and its memory must stay
+            raise
+        for slot in self.slots:
+            mark_present(slot.parameter)  # not before: what has not come must not be read
 
     def release(self) -> None:
         """Ends a visit: the device memory is freed. Changes must have been written home before."""
         if not self._is_here or not self.travels:
             return
-        # a visit that nobody used: the transfer must end before its memory goes
-        if self._arriving is not None:
-            arriving, self._arriving = self._arriving, None
-            try:
-                arriving.wait()
-            finally:
-                self._leave()
-            return
+        self.wait()  # where nobody used the visit: its transfer ends before its memory goes
         self._leave()
 
     def take_back_changes(self) -> UnsupportedError | None:
@@ -367,9 +368,7 @@ class BlockWeights:
         return self.home.write(0, self.nbytes, self.storage)
 
     def versions(self) -> tuple[int, ...]:
-        """Returns the version counters of the parameters: equal if no torch operation wrote in
-        between.
-        """
+        """Returns the parameters' version counters: equal if no operation wrote in between."""
         return tuple(slot.parameter._version for slot in self.slots)
 
     def _leave(self) -> None:
@@ -383,9 +382,7 @@ class BlockWeights:
 
 
 def master_pieces(block: BlockWeights, offset: int, nbytes: int) -> Iterator[tuple[ParameterSlot, int, int, int]]:
-    """Cuts a range of `master_nbytes` that lies within one parameter: (slot, first element,
-    elements, byte offset in the range).
-    """
+    """Cuts a range within one parameter: (slot, first element, elements, offset in the range)."""
     if not nbytes:
         return
     slot = next(s for s in block.slots if s.master_offset_bytes <= offset < s.master_offset_bytes + s.master_nbytes)

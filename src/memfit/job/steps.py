@@ -150,8 +150,8 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
     for block in assembly.blocks:
         try:
             block.release()
-        # all visits end, and whether the step is torn is found out below, whatever else fails
-        except StoreError as other:
+        # All visits end, and whether the step is torn is found out below, whatever else fails.
+        except Exception as other:  # noqa: BLE001, the first error is on its way and gets a note
             error.add_note(f"a visit failed as well: {other}")
     updated = assembly.updates.updated_blocks
     is_torn = not is_decided and bool(updated) and not assembly.can_undo(updated)
