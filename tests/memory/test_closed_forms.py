@@ -454,6 +454,98 @@ def test_a_gpt_layer_on_a_cpu_and_with_other_attention_saves_otherwise(s: int, b
     assert layer_bytes(s, b, h, a, is_tiled=True) == paper - 5 * scores - s * s + 4 * a * s * b
 
 
+# -- attention that is not tiled -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("s", "b", "h", "a"), SIZES)
+def test_the_profile_says_what_attention_that_is_not_tiled_costs(s: int, b: int, h: int, a: int) -> None:
+    dtype = torch.bfloat16
+    batch = torch.zeros(s, b, h, dtype=dtype)
+    by_hand = trace_of(Subject(Layer(h, a), dtype), batch)
+    in_tiles = trace_of(Subject(Layer(h, a, is_tiled=True), dtype), batch)
+    assert in_tiles.untiled_attention == ()
+    (found,) = by_hand.untiled_attention
+    stage = next(call.index for call in by_hand.calls if call.site == "stage")
+    assert (found.call, found.module) == (stage, "stage.action")
+    assert (found.saved_bytes, found.tiled_bytes) == (5 * a * s * s * b, 4 * a * s * b)
+    # What both layers save says the same, but for the causal mask, which is no probability.
+    assert by_hand.saved_bytes(stage) - in_tiles.saved_bytes(stage) == found.saved_bytes - found.tiled_bytes + s * s
+
+
+def untiled(action: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    trace = trace_of(Subject(action, torch.float32), torch.zeros(shape))
+    return [(found.saved_bytes, found.tiled_bytes) for found in trace.untiled_attention]
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As Gemma's, with a bias for distances, written in place."""
+    scores = torch.tanh((q @ k.transpose(-2, -1)) / 50) * 50
+    scores = scores + torch.zeros(scores.shape[-2:])
+    return scores.masked_fill_(torch.zeros(scores.shape[-2:], dtype=torch.bool), -1e9).softmax(-1) @ v
+
+
+def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v)
+
+
+def over_the_first_places(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys along the rows, half as many as queries."""
+    k, v = k[:, :, : k.shape[2] // 2], v[:, :, : v.shape[2] // 2]
+    return (k @ q.transpose(-2, -1)).softmax(-2).transpose(-2, -1) @ v
+
+
+@pytest.mark.parametrize(
+    ("attention", "matrices"), [(plain, 1), (capped, 1), (by_einsum, 1), (with_dropout, 3), (fallen_back, 3)]
+)
+def test_attention_is_known_however_it_is_written(attention: Attention, matrices: int) -> None:
+    b, a, s, d = 2, 3, 16, 8
+    scores = 4 * b * a * s * s
+    assert untiled(heads_of(attention), (b, 3, a, s, d)) == [(matrices * scores, 4 * b * a * s)]
+
+
+def test_a_row_of_attention_is_a_query_wherever_the_keys_lie() -> None:
+    b, a, s, d = 2, 3, 16, 8
+    assert untiled(heads_of(over_the_first_places), (b, 3, a, s, d)) == [(4 * b * a * s * s // 2, 4 * b * a * s)]
+
+
+def recomputed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Any = Recomputed.apply(q, k, v, plain)
+    return out
+
+
+def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).relu() @ v
+
+
+def that_ends_with_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-1) * v.sum()
+
+
+def of_no_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q + k).softmax(-1) @ v.transpose(-2, -1)
+
+
+@pytest.mark.parametrize("other", [tiled, recomputed, without_softmax, that_ends_with_softmax, of_no_product])
+def test_what_saves_no_probabilities_or_is_no_attention_is_not_named(other: Attention) -> None:
+    assert untiled(heads_of(other), (2, 3, 3, 16, 8)) == []
+
+
+class Router(nn.Module):
+    """Mixes the rows of its input by gates that a weight makes, a product a batch row."""
+
+    def __init__(self, features: int, choices: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(features, choices))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = torch.bmm(x, self.weight.expand(len(x), -1, -1)).softmax(-1)
+        return torch.bmm(gates.transpose(1, 2), x)
+
+
+def test_a_softmax_of_a_product_with_a_weight_is_a_router_and_no_attention() -> None:
+    assert untiled(Router(8, 4), (2, 16, 8)) == []
+
+
 # -- states of the model ---------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from memfit.cli import app
+from memfit.cli.profile_command import _joined_names
 from memfit.core.errors import UsageError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
@@ -34,6 +35,20 @@ def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None
     assert weights.split()[1:] == [f"{134_912 * 4 / 1024:.1f}", "KiB"]
     assert "_log_softmax" in text
     assert "predicted peak of a plain step" in text
+    assert "tiled" not in text
+
+
+@pytest.mark.parametrize(
+    ("names", "joined"),
+    [
+        (["h.0.attn", "h.1.attn", "h.3.attn", "h.1.attn"], "h.0-1,3.attn"),
+        (["encoder.5.layer.0", "encoder.6.layer.0", "decoder"], "encoder.5-6.layer.0, decoder"),
+        (["0", "1"], "0-1"),
+        (["layer2"], "layer2"),
+    ],
+)
+def test_names_that_differ_in_a_number_are_joined(names: list[str], joined: str) -> None:
+    assert _joined_names(names) == joined
 
 
 def test_plan_writes_a_plan_that_reads_back_and_report_prices_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from memfit.cli import app
+from memfit.core.units import format_bytes
 from memfit.recipes.keeping import write_built_in_tokenizer
 
 OPTIONS = ("--batch", "2", "--sequence", "16", "--steps", "3", "--limit", "8GiB", "--rate", "0.001")
@@ -135,6 +136,18 @@ def test_profile_and_plan_take_the_same_option_and_bf16_is_planned_when_allowed(
     assert json.loads(file.read_text()).get("compute_dtype", "given") in ("given", "bfloat16")
     report = " ".join(run("plan", *options, "--limit", "8GiB", "--allow", "nonsense", code=2).split())
     assert "allow='nonsense' is not something that can be allowed" in report
+
+
+def test_profile_says_that_attention_with_dropout_bypasses_tiled_kernels_and_what_it_costs(tmp_path: Path) -> None:
+    llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    said = " ".join(run("profile", "--model", str(tmp_path), "--batch", "2", "--sequence", "16").split())
+    # Two layers of 4 heads: three matrices in fp32, against a number for each row.
+    rows = 2 * 2 * 4 * 16
+    probabilities, log_sums = format_bytes(3 * 4 * rows * 16), format_bytes(4 * rows)
+    assert f"Attention bypasses tiled kernels in model.layers.0-1.self_attn: it saves {probabilities} of" in said
+    assert f"scaled_dot_product_attention saves {log_sums} where" in said
 
 
 def test_what_cannot_be_trained_on_text_is_refused_with_one_message(tmp_path: Path) -> None:

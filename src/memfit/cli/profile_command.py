@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,6 +63,7 @@ def profile(
     _print_categories(console, found, trace)
     if there is not None:
         _print_there(console, there)
+    _print_untiled_attention(console, trace)
     if largest:
         rows = [(what, format_bytes(nbytes)) for what, nbytes in trace.largest_saved[:largest]]
         print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
@@ -113,3 +117,33 @@ def _print_categories(console: Console, found: Profile, trace: TraceProfile) -> 
         ("predicted peak of a plain step, interpreter not included", format_bytes(peak)),
     ]
     print_table(console, "By category", ("what", "bytes"), rows)
+
+
+def _print_untiled_attention(console: Console, trace: TraceProfile) -> None:
+    attentions = trace.untiled_attention
+    if not attentions:
+        return
+    saved, tiled = (sum(sizes) for sizes in zip(*((a.saved_bytes, a.tiled_bytes) for a in attentions), strict=True))
+    console.print(
+        f"Attention bypasses tiled kernels in {_joined_names(a.module for a in attentions)}: it saves "
+        f"{format_bytes(saved)} of probabilities, in whose place scaled_dot_product_attention saves "
+        f"{format_bytes(tiled)} where it is tiled. Causes: attention written by hand or asked for its weights, "
+        "dropout in attention on a CPU.",
+        markup=False,
+    )
+    console.print()
+
+
+def _joined_names(names: Iterable[str]) -> str:
+    """Names, each once; those that differ only in their first number as ranges (`layers.0-31`)."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in dict.fromkeys(names):
+        head, number, tail = (*re.split(r"(?:(?<=\.)|^)(\d+)(?=\.|$)", name, maxsplit=1), "", "")[:3]
+        numbers.setdefault((head, tail), []).extend([int(number)] if number else [])
+    joined: list[str] = []
+    for (head, tail), found in numbers.items():
+        # A run of consecutive numbers keeps its distance to their positions.
+        runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(found)), key=lambda pair: pair[1] - pair[0])]
+        shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        joined.append(f"{head}{shown}{tail}")
+    return ", ".join(joined)

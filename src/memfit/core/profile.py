@@ -246,6 +246,24 @@ class CallProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UntiledAttention:
+    """Attention that saves its probabilities for backward, instead of making them again in tiles.
+
+    Attributes:
+        call: index of the call in whose segment it ran.
+        module: dotted name of the module.
+        saved_bytes: the probabilities, and dropout's mask and result where there are any.
+        tiled_bytes: what a tiled kernel saves in their place, a number in fp32 for each row. Q, K
+            and V are saved either way.
+    """
+
+    call: int
+    module: str
+    saved_bytes: int
+    tiled_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceProfile:
     """One microbatch of `rows` rows, traced forward and backward.
 
@@ -267,6 +285,7 @@ class TraceProfile:
             meter from outside shows.
         largest_saved: (operation and shape, bytes) of the largest saved tensors, largest first, at
             most 20.
+        untiled_attention: attention that bypasses tiled kernels, in forward order.
     """
 
     rows: int
@@ -280,6 +299,7 @@ class TraceProfile:
     whole_peak_bytes: int = 0
     plain_peak_bytes: int = 0
     largest_saved: tuple[tuple[str, int], ...] = ()
+    untiled_attention: tuple[UntiledAttention, ...] = ()
 
     def __repr__(self) -> str:
         saved = sum(self.saved_bytes(call.index) for call in self.calls)

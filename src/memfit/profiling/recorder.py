@@ -30,6 +30,7 @@ from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 from memfit.profiling.storage_log import IS_VIEW, StorageLog
 from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
+from memfit.profiling.untiled import AttentionFollower
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
@@ -85,6 +86,7 @@ class TraceRecorder(TorchDispatchMode):
         self._modules: list[str] = []
         self.values = Values(self.log.is_trusted, self.log.distrust, guesses=guesses) if follows_values else None
         self._origins = Origins()
+        self.attention = AttentionFollower()
         self._known = known
 
     # -- what is known before the step ----------
@@ -184,6 +186,7 @@ class TraceRecorder(TorchDispatchMode):
             written = {id(read[i]) for i in facts.written}
             overwritten = {id(read[i]) for i in facts.overwritten}
             self._origins.follow(func, found, made, overwritten, written, is_random=facts.is_random)
+            self.attention.follow(func, args, found, results, made)
             if self._left and not kind.is_view:
                 # What an operation adds to is not read by that: a sum that nobody asks for tells no
                 # order.

@@ -63,6 +63,7 @@ def summarize(
         whole_peak_bytes=_range(step, 0, len(step.events), _activations).peak_bytes,
         plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
         largest_saved=_largest_saved(step),
+        untiled_attention=step.attention.untiled(),
     )
 
 
