@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.core.errors import PlanError
-from memfit.core.plan import CallPlan, ComputeDtype, Order, Plan, UpdateTime
+from memfit.core.plan import CallPlan, Order, Plan, UpdateTime
+from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import (
