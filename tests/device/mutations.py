@@ -162,7 +162,7 @@ WEIGHTS = (
         says="a visit that nobody used gives its memory up under the copy",
         where="memfit.homes.weights:BlockWeights.release",
         take="self.wait()",
-        put="self._arriving = None",
+        put="pass",
         tests=[MOVED + "a_visit_that_nobody_used_ends_after_its_copy[late]"],
     ),
     Mutation(
