@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -506,6 +508,36 @@ def test_links_serve_one_transfer_at_a_time() -> None:
     fetches = [m for a, m in zip(schedule, timeline.moments, strict=True) if isinstance(a, Fetch)]
     read_s = sum(flat_weight_bytes(profile.blocks[a.block]) for a in schedule if isinstance(a, Fetch)) / 1e6
     assert max(m.end_s for m in fetches) >= read_s
+
+
+def test_lanes_show_all_that_is_moved_waited_for_and_computed() -> None:
+    profile = gpt_profile(layers=LAYERS)
+    plan = Plan(
+        microbatches=2,
+        tail=LAYERS + 1,
+        blocks={f"h.{i}": DISK for i in range(LAYERS)},
+        calls=recompute_layers(profile, Tier.DISK),
+    )
+    timeline = timeline_of(plan, profile, machine(disk=1e6))
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    moved, stalls = Counter[tuple[str, str]](), defaultdict[str, float](float)
+    for i in timeline.intervals:
+        lanes.setdefault(i.lane, []).append((i.start_s, i.end_s))
+        if i.kind == "transfer":
+            moved[i.lane, i.name] += i.nbytes
+            assert i.end_s - i.start_s == pytest.approx(i.nbytes / 1e6)
+        elif i.kind == "stall":
+            stalls[i.name] += i.end_s - i.start_s
+    assert sorted(lanes) == ["compute", "disk read", "disk write"]
+    for spans in lanes.values():  # one thing at a time
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(sorted(spans)))
+    assert moved == {
+        **{("disk read", name): nbytes for name, nbytes in timeline.bytes_read.items()},
+        **{("disk write", name): nbytes for name, nbytes in timeline.bytes_written.items()},
+    }
+    assert dict(stalls) == pytest.approx(dict(timeline.stalls_s))
+    assert sum(end - begin for begin, end in lanes["compute"]) == pytest.approx(timeline.seconds, abs=1e-3)
+    assert timeline_of(plan, profile).intervals == ()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

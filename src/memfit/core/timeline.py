@@ -8,8 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memfit.core.tiers import Tier
+
+COMPUTE_LANE = "compute"
+"""Lane of the main thread, in `Interval.lane`."""
+HOST_LANE = "host updates"
+"""Lane of the host's cores beside an accelerator."""
+
+
+class Interval(NamedTuple):
+    """Time in which a lane works, or in which the main thread waits.
+
+    Attributes:
+        lane: `COMPUTE_LANE`, `HOST_LANE`, or a tier and a direction as seen from the device, such
+            as "disk read".
+        kind: "work", "stall" or "transfer".
+        name: of a stall its cause, as in `Timeline.stalls_s`; of a transfer its category; of work
+            "".
+        moment: index of the action that it belongs to.
+        nbytes: of a transfer.
+        start_s, end_s: seconds since the step began.
+    """
+
+    lane: str
+    kind: str
+    name: str
+    moment: int
+    nbytes: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +74,8 @@ class Timeline:
             "accumulate", "update". Measured ones are of the first and the last two alone
             (`engine.measured_step`).
         commit_s: seconds of the step's share of a commit to a store, after its last action.
+        intervals: what each lane does when, predicted; empty where seconds were not predicted or
+            the timeline was measured. Lengths of stalls sum to `stalls_s`.
     """
 
     moments: tuple[Moment, ...]
@@ -53,6 +84,7 @@ class Timeline:
     bytes_written: Mapping[str, int]
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
     commit_s: float = 0.0
+    intervals: tuple[Interval, ...] = ()
 
     def peak_in(self, tier: Tier) -> int:
         """Returns the peak bytes in a tier; 0 if it is never used."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from memfit.core.hardware import Hardware
 from memfit.core.step import Operation, Step, Token, Transfer, WorkKind
 from memfit.core.tiers import Tier
+from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Interval
 
 # An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer
 # microbatches win ties.
@@ -84,10 +85,17 @@ class Clock:
     """Simulates a step on a `Hardware`; without one, only bytes are counted and all seconds are 0.
     See
     [Note: the clock].
+
+    Args:
+        hardware: the machine.
+        records: keeps `intervals`.
     """
 
-    def __init__(self, hardware: Hardware | None) -> None:
+    def __init__(self, hardware: Hardware | None, *, records: bool = False) -> None:
         self._hardware = hardware
+        self._records = records and hardware is not None
+        self._moment = -1
+        self.intervals: list[Interval] = []
         self._rates = None if hardware is None else _rates(hardware)
         self._host_rates = None if hardware is None else _host_rates(hardware)
         # When the host's cores are through with the updates that they were given.
@@ -112,7 +120,12 @@ class Clock:
             return 0.0
         return sum(t.nbytes / _bytes_per_s(self._hardware, t) for t in step.commit)
 
+    def _note(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
+        if self._records and end_s > start_s:
+            self.intervals.append(Interval(lane, kind, name, self._moment, nbytes, start_s, end_s))
+
     def _take(self, operation: Operation) -> ActionTime:
+        self._moment += 1
         start = self.now_s
         self._wait(operation.waits)
         if operation.work:
@@ -129,9 +142,13 @@ class Clock:
             if transfer.direction == "read":
                 come = max(come, moved)
         if self._rates is not None:
+            began = self.now_s
             self.now_s += _seconds(operation.work, self._rates)
+            self._note(COMPUTE_LANE, "work", "", began, self.now_s)
         if operation.host_work and self._host_rates is not None:
-            self._host_free_s = max(begin, self._host_free_s) + _seconds(operation.host_work, self._host_rates)
+            began = max(begin, self._host_free_s)
+            self._host_free_s = began + _seconds(operation.host_work, self._host_rates)
+            self._note(HOST_LANE, "work", "", began, self._host_free_s)
             end = max(end, self._host_free_s)
         if operation.gives is not None:
             end = max(end, self.now_s)
@@ -149,7 +166,10 @@ class Clock:
             return begin
         queue = transfer.tier, transfer.direction
         speed = _bytes_per_s(self._hardware, transfer)
-        self._free_s[queue] = max(begin, self._free_s.get(queue, 0.0)) + transfer.nbytes / speed
+        began = max(begin, self._free_s.get(queue, 0.0))
+        self._free_s[queue] = began + transfer.nbytes / speed
+        lane = f"{transfer.tier} {transfer.direction}"
+        self._note(lane, "transfer", transfer.category, began, self._free_s[queue], transfer.nbytes)
         return self._free_s[queue]
 
     def _stop(self, transfer: Transfer, begin: float) -> float:
@@ -157,6 +177,7 @@ class Clock:
         done = self._serve(transfer, begin)
         if done > self.now_s:
             self.stalls_s[_SUM] = self.stalls_s.get(_SUM, 0.0) + done - self.now_s
+            self._note(COMPUTE_LANE, "stall", _SUM, self.now_s, done)
             self.now_s = done
         return done
 
@@ -165,6 +186,7 @@ class Clock:
             done = self._done_s[token]
             if done > self.now_s:
                 self.stalls_s[token.kind] = self.stalls_s.get(token.kind, 0.0) + done - self.now_s
+                self._note(COMPUTE_LANE, "stall", token.kind, self.now_s, done)
                 self.now_s = done
 
 

@@ -37,12 +37,13 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         hardware: None: bytes only, all seconds are 0.
 
     Returns:
-        One moment an action; peaks by tier; bytes moved by category; stalls by cause.
+        One moment an action; peaks by tier; bytes moved by category; stalls by cause; intervals of
+        the lanes.
 
     Raises:
         PlanError: the step uses a tier that the hardware does not have.
     """
-    clock = Clock(hardware)
+    clock = Clock(hardware, records=True)
     times = clock.run(step)
     moments = tuple(
         Moment(
@@ -62,6 +63,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         bytes_written=dict(clock.bytes_written),
         stalls_s=dict(clock.stalls_s),
         commit_s=clock.commit_seconds(step),
+        intervals=tuple(clock.intervals),
     )
 
 
