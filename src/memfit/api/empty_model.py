@@ -30,11 +30,13 @@ def empty(build: Callable[[], _Model], *, initialises: bool = True) -> _Model:
     Buffers and parameters below 64 KiB are ordinary. Until then, reading a weight raises
     `AwayError`.
 
-    Memory: the largest tensor with random numbers, for a moment, and address space (no memory) for
-    all weights while `build` runs; afterwards the buffers, the small parameters and about 6 KiB a
-    weight. On a GPU the same: a weight that `build` makes there takes its bytes only for moments.
-    Time: that of plain building, random numbers included; the numbers that count are drawn a second
-    time in `fit`.
+    Memory: address space (no memory) for all weights while `build` runs, and for a moment the
+    largest tensor whose random numbers must be drawn; afterwards the buffers, the small parameters
+    and about 6 KiB a weight. On a GPU the same: a weight that `build` makes there takes its bytes
+    only for moments.
+    Time: normal and uniform numbers of large tensors on the CPU are skipped in the generator, some
+    milliseconds a weight, and drawn in `fit`. Others are drawn in both: on a GPU, of other
+    distributions, and where `build` looks at what it has drawn (`nn.init.trunc_normal_`).
 
     Args:
         build: builds the model, and may do whatever it likes to it: initialise, convert

@@ -132,7 +132,7 @@ def build_empty(build: Callable[[], nn.Module], *, draws: bool, least_bytes: int
 
     Buffers and small parameters are as always.
 
-    Memory: the largest tensor that is drawn, for a moment; address space for all.
+    Memory: the largest tensor that is drawn and not skipped, for a moment; address space for all.
 
     Raises:
         UsageError: what was built is no module. Whatever `build` raises.

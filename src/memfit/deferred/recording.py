@@ -14,9 +14,9 @@ noted. Where the program must see values (`.item()`, an operation without shapes
 there and then. Small tensors, and large ones made of data, are ordinary.
 
 [Note: draws]
-An operation that draws random numbers is also done once, on memory of its own that is dropped at
-once: what is drawn after it is then what plain building draws, and the generator is left where
-plain building leaves it.
+What is drawn after an operation that draws random numbers must be what plain building draws, and
+the generator must be left where plain building leaves it. A large draw is skipped in the generator
+(`draws`). Others are also done once, on memory of their own that is dropped at once.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memfit import devices
 from memfit.core.errors import UnsupportedError
 from memfit.core.units import round_up
+from memfit.deferred.draws import skip_draw
 from memfit.deferred.program import Program, RecordedOperation, RegionPlace, TensorRegion, flat_outputs
 
 LEAST_BYTES = 64 << 10
@@ -52,8 +53,8 @@ _META_FAILURES = (RuntimeError, NotImplementedError)
 class BuildRecorder(TorchDispatchMode):
     """See the module's notes.
 
-    Memory: the largest tensor whose random numbers are drawn, for a moment; address space of all
-    deferred tensors, on a GPU of one at a time.
+    Memory: the largest tensor whose random numbers are drawn and not skipped, for a moment; address
+    space of all deferred tensors, on a GPU of one at a time.
 
     Args:
         draws: random numbers are drawn, so that generators end where plain building leaves them;
@@ -186,10 +187,12 @@ class BuildRecorder(TorchDispatchMode):
         generator: torch.Generator,
         overwrites: set[int],
     ) -> torch.Tensor | None:
-        """The generator's state; then the operation is done on other memory. See [Note: draws]."""
+        """The generator's state, which is then as after the operation. See [Note: draws]."""
         if not self._draws:
             return None
         state = generator.get_state()
+        if skip_draw(func, args, kwargs, generator):
+            return state
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
             key = self.key(tensor)
