@@ -19,10 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit.allocator import install
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
-from memfit.optimizers import OptimizerDriver, OwnerCallbacks, UpdateKind
+from memfit.optimizers import OptimizerDriver, OwnerCallbacks, UpdateKind, shadow
 from memfit.optimizers.detect import detect
 from memfit.optimizers.kinds import known_classes, known_verdict
 from memfit.optimizers.validation import validated_entries
+from memfit.tensors import guard
 
 Make = Callable[[Any], Optimizer]
 SHAPES = {"stem.weight": (9, 14), "stem.bias": (9,), "head.weight": (5, 3, 3), "head.scale": ()}
@@ -934,3 +935,31 @@ def test_pieces_on_cuda_equal_plain_multi_tensor_steps_bitwise(label: str) -> No
         assert_same_bits({k: v.data for k, v in plain.items()}, {k: v.data for k, v in named.items()})
     for name, p in plain.items():
         assert_same_bits(dict(plain_optimizer.state[p]), states[name])
+
+
+def test_torchs_choice_of_kernels_is_asked_once_for_each_kind_of_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    parameters = [
+        *(nn.Parameter(torch.zeros(3)) for _ in range(50)),
+        *(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(3)),
+        Own(torch.zeros(3)),
+    ]
+    for number, parameter in enumerate(parameters[1:40]):
+        guard.mark_away(parameter, f"w{number}", "block")
+    asked: list[list[tuple[Any, ...]]] = []
+
+    def decide(given: list[Tensor], differentiable: bool, use_fused: bool) -> tuple[bool, bool]:
+        asked.append([(type(p), p.device.type, p.dtype) for p in given])
+        return False, not any(type(p) is Own for p in given)
+
+    monkeypatch.setattr(shadow, "_default_to_fused_or_foreach", decide)
+    found = shadow.snapshot_groups(torch.optim.AdamW([{"params": parameters[:-1]}, {"params": parameters[-1:]}]))
+    # Those that are away count as what they are while they are here.
+    assert [set(kinds) for kinds in asked] == [
+        {(nn.Parameter, "cpu", torch.float32), (nn.Parameter, "cpu", torch.bfloat16)},
+        {(Own, "cpu", torch.float32)},
+    ]
+    assert max(map(len, asked)) <= 3
+    assert [group["foreach"] for group in found] == [None, False]

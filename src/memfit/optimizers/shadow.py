@@ -16,7 +16,7 @@ torch/optim/optimizer.py, `profile_hook_step` and `_use_grad_for_differentiable`
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,19 +101,28 @@ def snapshot_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     With `foreach=None` torch decides by all the parameters of a group. A single piece could be
     decided otherwise (a group over two devices, a tensor subclass), so that decision is taken here,
     on the live parameters, and written down where it is "no". Parameters whose bytes are away wear
-    another class and would all be a "no": each is asked for as what it is while it is here.
+    another class and would all be a "no": each is asked for as what it is while it is here. The
+    decision follows from classes, devices and dtypes: one parameter of each kind is asked for.
     """
     groups: list[dict[str, Any]] = []
     for live in optimizer.param_groups:
         group = {key: value for key, value in live.items() if key != "params"}
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             _, foreach = _default_to_fused_or_foreach(
-                [as_present(p) for p in live["params"]], bool(group.get("differentiable")), use_fused=False
+                _one_of_each_kind(live["params"]), bool(group.get("differentiable")), use_fused=False
             )
             if not foreach:
                 group["foreach"] = False
         groups.append(group)
     return groups
+
+
+def _one_of_each_kind(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A parameter, as it is while its bytes are here, for each class, device and dtype."""
+    # Of parameters that are away, each such question would be answered in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = {(type(p), p.device, p.dtype): p for p in parameters}
+    return [as_present(p) for p in kinds.values()]
 
 
 class Shadow:
