@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from memfit.cli import app
-from memfit.cli.profile_command import _joined_names
 from memfit.core.errors import UsageError
+from memfit.core.numbered_names import joined_names
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 
@@ -29,8 +29,10 @@ def run(*arguments: str, code: int = 0) -> str:
 def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None:
     text = run("profile", *RECIPE, "--largest", "3")
     # 64 * 3 * 64 + 192 and so on: a layer has 49,984 parameters, the whole model 134,912.
-    layer = next(line for line in text.splitlines() if line.startswith("transformer.h.0"))
-    assert layer.split()[1:8] == ["1", "195.2", "KiB", "195.2", "KiB", "390.5", "KiB"]
+    # Its two layers are equal, and share a row.
+    layers = [line for line in text.splitlines() if line.startswith("transformer.h.")]
+    assert [" ".join(line.split()[:12]) for line in layers] == ["transformer.h.0-1 2 x 1 2 x 195.2 KiB 2 x 195.2 KiB"]
+    assert "2 x 390.5 KiB" in layers[0]
     weights = next(line for line in text.splitlines() if line.startswith("weights"))
     assert weights.split()[1:] == [f"{134_912 * 4 / 1024:.1f}", "KiB"]
     assert "_log_softmax" in text
@@ -45,10 +47,14 @@ def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None
         (["encoder.5.layer.0", "encoder.6.layer.0", "decoder"], "encoder.5-6.layer.0, decoder"),
         (["0", "1"], "0-1"),
         (["layer2"], "layer2"),
+        (
+            ["mm in h.0.mlp: (4, 2)", "mm in h.1.mlp: (4, 2)", "mm in h.1.mlp: (4, 4)"],
+            "mm in h.0-1.mlp: (4, 2), mm in h.1.mlp: (4, 4)",
+        ),
     ],
 )
 def test_names_that_differ_in_a_number_are_joined(names: list[str], joined: str) -> None:
-    assert _joined_names(names) == joined
+    assert joined_names(names) == joined
 
 
 def test_plan_writes_a_plan_that_reads_back_and_report_prices_it(tmp_path: Path) -> None:
@@ -142,8 +148,8 @@ def test_a_transformers_configuration_needs_no_weights(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     text = run("profile", "--transformers", str(tmp_path / "config.json"), "--batch", "2", "--sequence", "16")
     layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    line = next(line for line in text.splitlines() if line.startswith("model.layers.1"))
-    assert line.split()[2] == f"{layer * 4 / 2**20:.1f}"
+    line = next(line for line in text.splitlines() if line.startswith("model.layers.0-1"))
+    assert line.split()[6] == f"{layer * 4 / 2**20:.1f}"
     text = run("plan", "--transformers", str(tmp_path), "--batch", "2", "--sequence", "16", "--limit", "64GiB")
     assert "LlamaForCausalLM" in text and "chosen" in text
     text = run("profile", "--transformers", str(tmp_path), "--batch", "2", "--sequence", "65", code=2)

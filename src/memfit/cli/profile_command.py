@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +20,7 @@ from memfit.cli.source import (
     find_source,
     given_hardware,
 )
+from memfit.core.numbered_names import joined_names, split_number
 from memfit.core.plan import Plan
 from memfit.core.units import format_bytes
 
@@ -39,7 +38,7 @@ def profile(
     sequence: SequenceOption = 512,
     hardware: HardwareOption = None,
     tiers: TiersOption = None,
-    largest: Annotated[int, typer.Option(min=0, help="How many of the largest saved tensors to list.")] = 8,
+    largest: Annotated[int, typer.Option(min=0, help="How many kinds of the largest saved tensors to list.")] = 8,
 ) -> None:
     """Shows what plain training would take, without training: weights, gradients, states,
     activations, by block.
@@ -65,7 +64,8 @@ def profile(
         _print_there(console, there)
     _print_untiled_attention(console, trace)
     if largest:
-        rows = [(what, format_bytes(nbytes)) for what, nbytes in trace.largest_saved[:largest]]
+        saved = _shared_rows((what, (format_bytes(nbytes),)) for what, nbytes in trace.largest_saved)
+        rows = [(what, *_each(figures, count)) for what, figures, count in saved[:largest]]
         print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
 
 
@@ -84,22 +84,44 @@ def _print_there(console: Console, there: Advice) -> None:
 
 
 def _print_blocks(console: Console, found: Profile, trace: TraceProfile) -> None:
-    rows: list[tuple[str, ...]] = []
+    """Prints a row for each block; equal ones, whose names differ in a number, share one."""
+    calls: dict[str, list[int]] = {}
+    for call in trace.calls:
+        calls.setdefault(call.blocks[0] if call.blocks else "", []).append(call.index)
+    named: list[tuple[str, tuple[str, ...]]] = []
     for block in found.blocks:
-        own = [call for call in trace.calls if call.blocks and call.blocks[0] == block.name]
-        rows.append(
-            (
-                block.name or "(model)",
-                str(len(own)),
-                format_bytes(block.weight_bytes),
-                format_bytes(block.gradient_bytes),
-                format_bytes(found.state_bytes.get(block.name, 0)),
-                format_bytes(sum(trace.saved_bytes(call.index) for call in own)),
-                f"{sum(call.forward_flops + call.backward_flops for call in own) / 1e9:.3g}",
-            )
+        own = calls.get(block.name, [])
+        flops = sum(trace.calls[index].forward_flops + trace.calls[index].backward_flops for index in own)
+        figures = (
+            str(len(own)),
+            format_bytes(block.weight_bytes),
+            format_bytes(block.gradient_bytes),
+            format_bytes(found.state_bytes.get(block.name, 0)),
+            format_bytes(sum(trace.saved_bytes(index) for index in own)),
+            f"{flops / 1e9:.3g}",
         )
+        named.append((block.name, figures))
     columns = ("block", "calls", "weights", "gradients", "states", "saved inside", "GFLOP")
+    rows = [(names or "(model)", *_each(figures, count)) for names, figures, count in _shared_rows(named)]
     print_table(console, "By block, in the order of their first call", columns, rows)
+
+
+def _shared_rows(
+    named: Iterable[tuple[str, tuple[str, ...]]],
+) -> list[tuple[str, tuple[str, ...], int]]:
+    """(names, figures, number of them) of what has equal figures and names that differ in a number
+    only, in the order of the first.
+    """
+    groups: dict[tuple[tuple[str, ...], str, str, bool], list[str]] = {}
+    for name, figures in named:
+        head, number, tail = split_number(name)
+        groups.setdefault((figures, head, tail, number is None), []).append(name)
+    return [(joined_names(names), key[0], len(names)) for key, names in groups.items()]
+
+
+def _each(figures: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Figures of one of several equal things."""
+    return figures if count == 1 else tuple(f"{count} x {figure}" for figure in figures)
 
 
 def _print_categories(console: Console, found: Profile, trace: TraceProfile) -> None:
@@ -125,25 +147,10 @@ def _print_untiled_attention(console: Console, trace: TraceProfile) -> None:
         return
     saved, tiled = (sum(sizes) for sizes in zip(*((a.saved_bytes, a.tiled_bytes) for a in attentions), strict=True))
     console.print(
-        f"Attention bypasses tiled kernels in {_joined_names(a.module for a in attentions)}: it saves "
+        f"Attention bypasses tiled kernels in {joined_names(a.module for a in attentions)}: it saves "
         f"{format_bytes(saved)} of probabilities, in whose place scaled_dot_product_attention saves "
         f"{format_bytes(tiled)} where it is tiled. Causes: attention written by hand or asked for its weights, "
         "dropout in attention on a CPU.",
         markup=False,
     )
     console.print()
-
-
-def _joined_names(names: Iterable[str]) -> str:
-    """Names, each once; those that differ only in their first number as ranges (`layers.0-31`)."""
-    numbers: dict[tuple[str, str], list[int]] = {}
-    for name in dict.fromkeys(names):
-        head, number, tail = (*re.split(r"(?:(?<=\.)|^)(\d+)(?=\.|$)", name, maxsplit=1), "", "")[:3]
-        numbers.setdefault((head, tail), []).extend([int(number)] if number else [])
-    joined: list[str] = []
-    for (head, tail), found in numbers.items():
-        # A run of consecutive numbers keeps its distance to their positions.
-        runs = [[n for _, n in run] for _, run in groupby(enumerate(sorted(found)), key=lambda pair: pair[1] - pair[0])]
-        shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-        joined.append(f"{head}{shown}{tail}")
-    return ", ".join(joined)

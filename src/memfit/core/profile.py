@@ -283,8 +283,8 @@ class TraceProfile:
             activations only.
         plain_peak_bytes: the same with the gradients of parameters, each from its creation on, as a
             meter from outside shows.
-        largest_saved: (operation and shape, bytes) of the largest saved tensors, largest first, at
-            most 20.
+        largest_saved: (operation and shape, bytes) of the largest saved tensors, largest first:
+            those of at most 20 kinds, where names that differ in a number are of one kind.
         untiled_attention: attention that bypasses tiled kernels, in forward order.
     """
 

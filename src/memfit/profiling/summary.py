@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import leaves
+from memfit.core.numbered_names import split_number
 from memfit.core.profile import CallProfile, HeldResults, StorageProfile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.profiling.recorder import TraceRecorder
@@ -295,5 +296,11 @@ def _largest_saved(step: TraceRecorder) -> tuple[tuple[str, int], ...]:
     saved: Iterable[StorageRecord] = (
         r for r in step.records if r.role is Role.MADE and (r.saved_inside or r.saved_outside) and not r.is_backward
     )
-    ranked = sorted(saved, key=lambda r: -r.nbytes)[:_MOST_CAUSES]
-    return tuple((record.description, record.nbytes) for record in ranked)
+    # Those of equal layers are of one kind.
+    kinds: dict[tuple[str, str, int], list[tuple[str, int]]] = {}
+    for record in sorted(saved, key=lambda r: -r.nbytes):
+        head, _, tail = split_number(record.description)
+        kind = (head, tail, record.nbytes)
+        if kind in kinds or len(kinds) < _MOST_CAUSES:
+            kinds.setdefault(kind, []).append((record.description, record.nbytes))
+    return tuple(one for ones in kinds.values() for one in ones)
