@@ -51,7 +51,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "recipes": "core",
         "job": (
             "core activations allocator batches checkpoints deferred devices engine files homes host huggingface "
-            "optimizers prediction profiling recipes scheduling store tensors verification"
+            "optimizers prediction profiling recipes report scheduling store tensors verification"
         ),
         "api": (
             "core batches checkpoints deferred engine files homes huggingface job planning prediction profiling "

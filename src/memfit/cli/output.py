@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+from memfit.core.errors import UsageError
 
 # Where there is no terminal (a file, a pipe) nothing is cut at 80 characters.
 _WIDTH_ELSEWHERE = 160
@@ -34,3 +40,28 @@ def print_table(
     console.print(title, style="bold", markup=False)
     console.print(table, markup=False)
     console.print()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}; name another file") from error
+
+
+def print_json(path: Path, data: Any) -> None:
+    """Writes data as JSON to a file, or to standard output for `-`.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    text = json.dumps(data, indent=1, allow_nan=False)
+    if path == Path("-"):
+        typer.echo(text)
+    else:
+        write_text(path, text + "\n")

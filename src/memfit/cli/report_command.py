@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from memfit.cli.output import open_console, print_table
+from memfit.cli.output import open_console, print_json, print_table, write_text
 from memfit.cli.source import (
     AllowOption,
     BatchOption,
@@ -26,6 +27,7 @@ from memfit.cli.source import (
 from memfit.core.units import format_bytes
 
 if TYPE_CHECKING:
+    from memfit.api.advise import Advice
     from memfit.core.timeline import Timeline
 
 
@@ -44,9 +46,16 @@ def report(
     hardware: HardwareOption = None,
     tiers: TiersOption = None,
     largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report here as a page: one file, which needs no network.")
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the page's data here; - writes it, and nothing else, to standard output."),
+    ] = None,
 ) -> None:
     """Shows what a step under a plan is predicted to hold and to wait for."""
-    console = open_console()
+    console = open_console(on_errors=json == Path("-"))
     with console.status("predicting"):
         machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
@@ -76,6 +85,50 @@ def report(
     _print_peak(console, timeline)
     _print_moments(console, timeline, largest)
     _print_links(console, timeline)
+    if html is not None or json is not None:
+        with console.status("drawing"):
+            _write_files(advice, source.name, html, json, clips_norm=clip is not None)
+    if html is not None:
+        console.print(f"the page is in {html}", markup=False, soft_wrap=True)
+
+
+def _write_files(advice: Advice, title: str, html: Path | None, json: Path | None, *, clips_norm: bool) -> None:
+    """Writes what was asked for.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    from memfit.job.reporting import report_subject
+    from memfit.report.page import page_of
+    from memfit.report.page_data import page_data
+    from memfit.report.subject import PlanPoint
+
+    front = [
+        PlanPoint(
+            name=point.name,
+            peak_bytes=point.peak_bytes,
+            seconds=point.seconds,
+            note="chosen" if point.name == advice.chosen else "fits" if point.fits else "does not fit",
+        )
+        for point in advice.front
+    ]
+    subject = report_subject(
+        title=title,
+        reason=advice.reason,
+        plan=advice.plan,
+        profile=advice.profile,
+        schedule=advice.schedule,
+        predicted=advice.timeline,
+        budget=advice.budget,
+        hardware=advice.hardware,
+        clips_norm=clips_norm,
+        front=front,
+    )
+    data = page_data(subject)
+    if html is not None:
+        write_text(html, page_of(data))
+    if json is not None:
+        print_json(json, data)
 
 
 def _print_peak(console: Console, timeline: Timeline) -> None:

@@ -1,5 +1,7 @@
-"""Output for people: so far the progress of a run (`progress`).
+"""Output for people: the progress of a run (`progress`), the page of a step (`page`) with its data
+(`page_data`).
 
-In: results of steps. Out: text. The tables of `memfit report` are in `cli.report_command`. Nothing
-here imports torch.
+In: results of steps; a `ReportSubject` (`subject`), which `job.reporting` puts together. Out: text,
+HTML, JSON values. The tables of `memfit report` are in `cli.report_command`. Nothing here imports
+torch.
 """

@@ -1,0 +1,95 @@
+"""Subjects of reports: a step with all that is known about it.
+
+In: a plan that was priced, or a job. Out: `ReportSubject`, for the rooms that draw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.schedule import Schedule
+from memfit.core.timeline import Timeline
+from memfit.core.units import format_bytes
+from memfit.job.plan_increments import points_from_plain
+from memfit.prediction.bytes import follow_tier
+from memfit.prediction.residents import residents_at
+from memfit.report.subject import PeakHolder, PlanPoint, ReportSubject
+from memfit.report.timeline_data import peak_index
+from memfit.scheduling.lower import lower
+
+_MOST_HOLDERS = 60
+
+
+def report_subject(
+    *,
+    title: str,
+    reason: str,
+    plan: Plan,
+    profile: Profile,
+    schedule: Schedule,
+    predicted: Timeline,
+    budget: Budget,
+    hardware: Hardware,
+    clips_norm: bool,
+    adds_apart: bool | None = None,
+    measured: Timeline | None = None,
+    front: Sequence[PlanPoint] = (),
+) -> ReportSubject:
+    """Puts together what a report says of a step.
+
+    Args:
+        title: name of the model or the run.
+        reason: why this plan.
+        plan: the decisions.
+        profile: of the batch.
+        schedule: of the plan.
+        predicted: bytes and seconds of the schedule.
+        budget: of the device.
+        hardware: that seconds were predicted for.
+        clips_norm: gradients are clipped by their global norm.
+        adds_apart: as in `scheduling.lower`.
+        measured: a run of the schedule.
+        front: plans beside this one.
+    """
+    # Named by the calls that made them, which is slower: for reports only.
+    step = lower(schedule, plan, profile, adds_apart=adds_apart, device=hardware.device, is_itemized=True)
+    holders = residents_at(step, peak_index(predicted))
+    tiers = [tier for tier in predicted.peaks if not tier.traits.is_device]
+    return ReportSubject(
+        title=title,
+        reason=reason,
+        plan=plan,
+        profile=profile,
+        schedule=schedule,
+        predicted=predicted,
+        measured=measured,
+        budget=budget,
+        hardware=hardware,
+        holders=tuple(PeakHolder(category=h.category, name=h.name, nbytes=h.nbytes) for h in holders[:_MOST_HOLDERS]),
+        tiers={tier: tuple(each.peak_bytes for each in follow_tier(step, tier)) for tier in tiers},
+        from_plain=points_from_plain(plan, profile, hardware, clips_norm=clips_norm),
+        front=tuple(front),
+        facts=_facts(predicted, budget, hardware, measured),
+    )
+
+
+def _facts(
+    predicted: Timeline, budget: Budget, hardware: Hardware, measured: Timeline | None
+) -> tuple[tuple[str, str], ...]:
+    whole = predicted.peak_bytes + budget.base_bytes + budget.reserve_bytes
+    facts = [
+        ("device", hardware.device),
+        ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
+        ("predicted peak", f"{format_bytes(whole)}, of it tensors {format_bytes(predicted.peak_bytes)}"),
+        ("predicted step", f"{predicted.seconds:.3g} s"),
+    ]
+    if measured is not None:
+        facts += [
+            ("measured peak of tensors", format_bytes(measured.peak_bytes)),
+            ("measured step", f"{measured.seconds:.3g} s"),
+        ]
+    return tuple(facts)
