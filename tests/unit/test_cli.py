@@ -73,14 +73,16 @@ def test_report_shows_what_a_plan_on_disk_moves(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     home = {"weight_home": Tier.DISK, "gradient_home": Tier.DISK, "state_home": Tier.DISK}
     path.write_text(json.dumps({"format": 1, "blocks": {"transformer.h.0": home}}))
-    page, data = tmp_path / "report.html", tmp_path / "report.json"
-    report = run("report", *RECIPE, "--plan", str(path), "--html", str(page), "--json", str(data))
+    page, data, trace = tmp_path / "report.html", tmp_path / "report.json", tmp_path / "trace.json"
+    files = ("--html", str(page), "--json", str(data), "--perfetto", str(trace))
+    report = run("report", *RECIPE, "--plan", str(path), *files)
     assert "Moved in a step" in report and "weight" in report
     assert f"the page is in {page}" in report
     told = json.loads(data.read_text())
     assert told["blocks"][2] == "transformer.h.0" and told["device"] == "cpu"
     assert told["from_plain"][-1]["name"].endswith("weights of 1 blocks on disk")
     assert "<title>memfit report: " in page.read_text()
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"X", "C", "M"}
     refused = run("report", *RECIPE, "--plan", str(path), "--html", str(tmp_path), code=2)
     assert "cannot be written" in refused
 

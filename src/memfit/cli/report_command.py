@@ -29,6 +29,7 @@ from memfit.core.units import format_bytes
 if TYPE_CHECKING:
     from memfit.api.advise import Advice
     from memfit.core.timeline import Timeline
+    from memfit.report.subject import ReportSubject
 
 
 def report(
@@ -48,6 +49,9 @@ def report(
     largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
     html: Annotated[
         Path | None, typer.Option(help="Write the report here as a page: one file, which needs no network.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the step here as a trace that ui.perfetto.dev opens.")
     ] = None,
     json: Annotated[
         Path | None,
@@ -85,22 +89,30 @@ def report(
     _print_peak(console, timeline)
     _print_moments(console, timeline, largest)
     _print_links(console, timeline)
-    if html is not None or json is not None:
-        with console.status("drawing"):
-            _write_files(advice, source.name, html, json, clips_norm=clip is not None)
+    if html is None and perfetto is None and json is None:
+        return
+    with console.status("drawing"):
+        from memfit.report.page import page_of
+        from memfit.report.page_data import page_data
+        from memfit.report.perfetto import render_perfetto
+
+        subject = _subject(advice, source.name, clips_norm=clip is not None)
+        data = page_data(subject)
+        if html is not None:
+            write_text(html, page_of(data))
+        if perfetto is not None:
+            write_text(perfetto, render_perfetto(subject))
+        if json is not None:
+            print_json(json, data)
     if html is not None:
         console.print(f"the page is in {html}", markup=False, soft_wrap=True)
+    if perfetto is not None:
+        console.print(f"the trace is in {perfetto}: open it at ui.perfetto.dev", markup=False, soft_wrap=True)
 
 
-def _write_files(advice: Advice, title: str, html: Path | None, json: Path | None, *, clips_norm: bool) -> None:
-    """Writes what was asked for.
-
-    Raises:
-        UsageError: a file cannot be written.
-    """
+def _subject(advice: Advice, title: str, *, clips_norm: bool) -> ReportSubject:
+    """Puts together what the files say."""
     from memfit.job.reporting import report_subject
-    from memfit.report.page import page_of
-    from memfit.report.page_data import page_data
     from memfit.report.subject import PlanPoint
 
     front = [
@@ -112,7 +124,7 @@ def _write_files(advice: Advice, title: str, html: Path | None, json: Path | Non
         )
         for point in advice.front
     ]
-    subject = report_subject(
+    return report_subject(
         title=title,
         reason=advice.reason,
         plan=advice.plan,
@@ -124,11 +136,6 @@ def _write_files(advice: Advice, title: str, html: Path | None, json: Path | Non
         clips_norm=clips_norm,
         front=front,
     )
-    data = page_data(subject)
-    if html is not None:
-        write_text(html, page_of(data))
-    if json is not None:
-        print_json(json, data)
 
 
 def _print_peak(console: Console, timeline: Timeline) -> None:
