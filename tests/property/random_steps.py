@@ -6,7 +6,7 @@ The interpreter looks at positions in the whole list of actions, one rule after 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -338,3 +338,12 @@ def storages(draw: Any, calls: int) -> tuple[StorageProfile, ...]:
             )
         )
     return tuple(found)
+
+
+def with_storages(draw: Any, case: Case) -> Case:
+    """The same with activations, and a trace of the rows that a microbatch has."""
+    trace = next(iter(case.profile.traces.values()))
+    rows = -(-case.profile.batch_rows // case.plan.microbatches)
+    filled = replace(trace, rows=rows, storages=draw(storages(len(trace.calls))))
+    states = {b.name: 8 * len(b.parameters) for b in case.profile.blocks}
+    return replace(case, profile=replace(case.profile, traces={rows: filled}, state_bytes=states))

@@ -23,7 +23,7 @@ from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower
-from property.random_steps import Case, cases, storages
+from property.random_steps import Case, cases, with_storages
 from unit.profiles import PAGE, gpt_profile
 
 MACHINE = Hardware(
@@ -35,15 +35,6 @@ MACHINE = Hardware(
         Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=3e6, write_bytes_per_s=1e6)),
     },
 )
-
-
-def with_storages(draw: Any, case: Case) -> Case:
-    """The same with activations, and a trace of the rows that a microbatch has."""
-    trace = next(iter(case.profile.traces.values()))
-    rows = -(-case.profile.batch_rows // case.plan.microbatches)
-    filled = replace(trace, rows=rows, storages=draw(storages(len(trace.calls))))
-    states = {b.name: 8 * len(b.parameters) for b in case.profile.blocks}
-    return replace(case, profile=replace(case.profile, traces={rows: filled}, state_bytes=states))
 
 
 def step_of(case: Case, **settings: Any) -> Step:

@@ -1,0 +1,263 @@
+"""A second prediction of a step, slow and without any code of `memfit.prediction`.
+
+Bytes: every byte that an operation says comes is a lot with a birth and a death; a tier holds what
+is alive. Seconds: a discrete-event simulation. The main thread is a coroutine that stops at
+signals; links, the device and the host's cores are queues; time goes from one completion to the
+next.
+
+Both are written from what `core.step` and [Note: the clock] say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from memfit.core.hardware import Hardware
+from memfit.core.step import ByteChange, Operation, Step, Token, Transfer
+from memfit.core.tiers import Tier
+from memfit.prediction.clock import host_work_seconds, work_seconds
+
+Key = tuple[Tier, str, str]
+
+
+# ---- bytes ----
+
+
+@dataclass
+class Lot:
+    """Bytes that came together and belong to one owner. `born`: index of the operation that
+    brought them, -1 for what rests before the first; `died`: of the one that removed them.
+    """
+
+    key: Key
+    nbytes: int
+    born: int
+    died: int | None = None
+
+    def is_alive_after(self, index: int) -> bool:
+        """Tells whether they are there when operation `index` is done."""
+        return self.born <= index and (self.died is None or self.died > index)
+
+
+def lots_of(step: Step) -> list[Lot]:
+    """Lists all bytes that a step ever holds, each with its birth and death.
+
+    Raises:
+        AssertionError: an operation removes bytes that are not there.
+    """
+    lots: list[Lot] = []
+    for index, changes in enumerate([step.resting, *(o.changes for o in step.operations)], start=-1):
+        for key, nbytes in _by_key(changes).items():
+            if nbytes > 0:
+                lots.append(Lot(key, nbytes, index))
+        for key, nbytes in _by_key(changes).items():
+            left = -nbytes
+            for lot in [lot for lot in lots if lot.key == key and lot.died is None]:
+                if left > 0:
+                    taken = min(left, lot.nbytes)
+                    lots.append(Lot(key, lot.nbytes - taken, lot.born))
+                    lot.nbytes, lot.died = taken, index
+                    left -= taken
+            assert left <= 0, f"operation {index} removes {left} bytes of {key} that are not there"
+    return [lot for lot in lots if lot.nbytes]
+
+
+def held(step: Step, lots: Sequence[Lot], index: int) -> tuple[Counter[Key], Counter[Key]]:
+    """Returns bytes by tier, category and owner: at the peak of operation `index` as it runs, and
+    when it is done.
+    """
+    during, after = Counter[Key](), Counter[Key]()
+    for lot in lots:
+        if lot.is_alive_after(index - 1):
+            during[lot.key] += lot.nbytes
+        if lot.is_alive_after(index):
+            after[lot.key] += lot.nbytes
+    for key, nbytes in _by_key(step.operations[index].during).items():
+        during[key] += nbytes
+    return during, after
+
+
+def in_tier(counted: Mapping[Key, int], tier: Tier) -> int:
+    """Returns the bytes of one tier."""
+    return sum(nbytes for key, nbytes in counted.items() if key[0] is tier)
+
+
+def by_category(counted: Mapping[Key, int], tier: Tier) -> dict[str, int]:
+    """Returns the bytes of one tier by category, without those that have none."""
+    sums = Counter[str]()
+    for (where, category, _), nbytes in counted.items():
+        if where is tier:
+            sums[category] += nbytes
+    return {category: nbytes for category, nbytes in sums.items() if nbytes}
+
+
+def peaks_of(step: Step) -> dict[Tier, int]:
+    """Returns the most bytes of every tier that ever holds some."""
+    lots = lots_of(step)
+    most: dict[Tier, int] = defaultdict(int)
+    for lot in lots:
+        if lot.born < 0:
+            most[lot.key[0]] += lot.nbytes
+    for index, operation in enumerate(step):
+        tiers = {lot.key[0] for lot in lots} | {change.tier for change in operation.during}
+        for counted in held(step, lots, index):
+            for tier in tiers:
+                most[tier] = max(most[tier], in_tier(counted, tier))
+    return {tier: nbytes for tier, nbytes in most.items() if nbytes}
+
+
+def _by_key(changes: Iterable[ByteChange]) -> Counter[Key]:
+    found = Counter[Key]()
+    for change in changes:
+        found[change.tier, change.category, change.owner] += change.nbytes
+    return found
+
+
+# ---- seconds ----
+
+
+@dataclass
+class Signal:
+    """Something that comes to pass: at a moment of its own, or when all that it needs has, and not
+    before `earliest`.
+    """
+
+    earliest: Fraction = Fraction(0)
+    needs: tuple[Signal, ...] = ()
+    own: bool = True
+    happened: Fraction | None = None
+
+    @property
+    def at(self) -> Fraction | None:
+        """When it came to pass; None: it has not."""
+        if self.own:
+            return self.happened
+        moments = [signal.at for signal in self.needs]
+        known = [moment for moment in moments if moment is not None]
+        if len(known) == len(moments):
+            self.own, self.happened = True, max([self.earliest, *known])
+        return self.happened
+
+
+def all_of(earliest: Fraction, *needs: Signal) -> Signal:
+    """Returns the signal of several."""
+    return Signal(earliest=earliest, needs=needs, own=False)
+
+
+@dataclass
+class Job:
+    """Work of a queue: seconds that are left, what must have come to pass before, and its end."""
+
+    left: Fraction
+    needs: Signal
+    done: Signal = field(default_factory=Signal)
+
+
+@dataclass
+class Simulation:
+    """A run of a step on a machine, told by a discrete-event simulation.
+
+    Attributes:
+        times: begin and end of each operation, as timelines show them.
+        stalls_s: seconds that the main thread stood still, by what it waited for.
+    """
+
+    hardware: Hardware
+    now: Fraction = Fraction(0)
+    times: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    stalls_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _queues: dict[object, deque[Job]] = field(default_factory=lambda: defaultdict(deque))
+    _given: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
+    _come: dict[Token, Signal] = field(default_factory=dict[Token, Signal])
+
+    def run(self, step: Step) -> Simulation:
+        """Simulates the whole step."""
+        shown: list[tuple[Signal, Signal]] = []
+        main = self._main(step, shown)
+        waited = next(main, None)
+        while True:
+            # All that happens at this instant.
+            if waited is not None and waited.at is not None:
+                waited = next(main, None)
+                continue
+            heads = [queue for queue in self._queues.values() if queue and queue[0].needs.at is not None]
+            over = [queue for queue in heads if not queue[0].left]
+            if over:
+                over[0].popleft().done.happened = self.now
+                continue
+            if not heads:
+                break
+            passed = min(queue[0].left for queue in heads)
+            self.now += passed
+            for queue in heads:
+                queue[0].left -= passed
+        assert waited is None, "the main thread waits for what never comes"
+        for begin, end in shown:
+            assert begin.at is not None
+            assert end.at is not None
+            self.times.append((float(begin.at), float(end.at)))
+        return self
+
+    def _main(self, step: Step, shown: list[tuple[Signal, Signal]]) -> Iterator[Signal]:
+        for operation in step:
+            begin = Signal(happened=self.now)
+            yield from self._stop(operation.waits)
+            if operation.work:
+                begin = Signal(happened=self.now)
+            gate = all_of(self.now, *(self._given[t] for t in operation.after if t in self._given))
+            for transfer in operation.awaited:
+                read = self._transfer(transfer, gate)
+                yield from self._stall("accumulate", read)
+                gate = all_of(self.now, read)
+            if operation.behind is not None and operation.behind in self._come:
+                gate = all_of(self.now, gate, self._come[operation.behind])
+            under_way = self._start(operation, gate)
+            if operation.work:
+                seconds = Fraction(work_seconds(operation.work, self.hardware))
+                yield self._queue("device", seconds, all_of(self.now))
+            if operation.gives is None:
+                shown.append((begin, Signal(happened=self.now)))
+                yield from self._stop(operation.waits_after)
+            else:
+                done = all_of(self.now, gate, *(signal for _, signal in under_way))
+                reads = [signal for direction, signal in under_way if direction == "read"]
+                self._given[operation.gives] = done
+                self._come[operation.gives] = all_of(Fraction(0), gate, *reads)
+                shown.append((gate, done))
+
+    def _start(self, operation: Operation, gate: Signal) -> list[tuple[str, Signal]]:
+        """Starts what goes on beside the main thread; returns the end of each, with its direction."""
+        started: list[tuple[str, Signal]] = []
+        for transfer in operation.transfers:
+            before = started[-1][1] if operation.is_chain and started else gate
+            started.append((transfer.direction, self._transfer(transfer, before)))
+        if operation.host_work:
+            seconds = Fraction(host_work_seconds(operation.host_work, self.hardware))
+            started.append(("computed", self._queue("host", seconds, gate)))
+        return started
+
+    def _stop(self, tokens: Iterable[Token]) -> Generator[Signal]:
+        for token in tokens:
+            yield from self._stall(token.kind, self._given[token])
+
+    def _stall(self, cause: str, signal: Signal) -> Generator[Signal]:
+        before = self.now
+        yield signal
+        self.stalls_s[cause] += float(self.now - before)
+
+    def _transfer(self, transfer: Transfer, gate: Signal) -> Signal:
+        seconds = transfer.nbytes / self._bytes_per_s(transfer)
+        return self._queue((transfer.tier, transfer.direction), Fraction(seconds), gate)
+
+    def _bytes_per_s(self, transfer: Transfer) -> float:
+        link = self.hardware.tiers[transfer.tier].link
+        assert link is not None
+        return link.read_bytes_per_s if transfer.direction == "read" else link.write_bytes_per_s
+
+    def _queue(self, name: object, seconds: Fraction, gate: Signal) -> Signal:
+        job = Job(seconds, gate)
+        self._queues[name].append(job)
+        return job.done
