@@ -12,6 +12,8 @@ from pathlib import Path
 # on cores that other workers need, and no test may reach for a model hub.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What `memfit probe` once measured for the person at this machine prices no plan of a test.
+os.environ["MEMFIT_HARDWARE_CACHE"] = os.devnull
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from memfit.core.errors import PlanError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile
+from memfit.core.rates import Rate
 from memfit.core.saved_policies import MATRIX_PRODUCTS_AND_ATTENTION, POLICIES, Policy, Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
+from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
 from memfit.planning.candidates import list_candidates
 from memfit.prediction import predict
 from memfit.scheduling.build import build_step
@@ -31,6 +34,8 @@ MACHINE = Hardware(
         Tier.DEVICE: TierSpec(nbytes=1 << 40),
         Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=1e12, write_bytes_per_s=1e12)),
     },
+    # Products of every class take the same, all else nothing.
+    rates={kind: Rate(1e9 if kind in PRODUCT_KINDS else 1e24) for kind in WorkKind},
 )
 
 
@@ -77,7 +82,18 @@ def test_it_is_traced_and_priced_between_its_neighbours() -> None:
     seconds = {word: priced(profile, word).seconds for word in ("keep", WORD, "recompute")}
     forward = sum(call.forward_flops for call in layers)
     assert seconds["recompute"] - seconds["keep"] == pytest.approx(forward / MACHINE.flops_per_s)
-    assert seconds[WORD] - seconds["keep"] == pytest.approx(SHARE * forward / MACHINE.flops_per_s)
+    # What is held is not repeated, whatever the policy's own estimate: it was traced.
+    places = layers[0].output_bytes // (4 * zoo.WIDTH)
+    held = {block for call in layers for block in call.blocks}
+    linear = sum(
+        2 * places * math.prod(p.shape)
+        for b in profile.blocks
+        if b.name in held
+        for p in b.parameters
+        if len(p.shape) == 2
+    )
+    assert 0 < linear < forward
+    assert seconds[WORD] - seconds["keep"] == pytest.approx((forward - linear) / MACHINE.flops_per_s)
 
 
 def test_the_planner_looks_at_it() -> None:

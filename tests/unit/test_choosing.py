@@ -16,7 +16,9 @@ from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
+from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
 from memfit.job.problem import Problem
 
 MACHINE = Hardware(
@@ -69,7 +71,9 @@ def test_ways_to_compute_that_cannot_win_are_not_traced(bf16_speedup: int, monke
         return plain(problem, sample, counts, **ways)
 
     monkeypatch.setattr(Problem, "profile", profile)
-    machine = replace(MACHINE, flops_per_s=1e6, bf16_flops_per_s=1e6 * bf16_speedup)
+    # Memory and all but products cost nothing: else half as many bytes are a gain of their own.
+    free = {kind: Rate(1e24) for kind in WorkKind if kind not in PRODUCT_KINDS}
+    machine = replace(MACHINE, flops_per_s=1e6, bf16_flops_per_s=1e6 * bf16_speedup, rates=free)
     tokens = torch.randint(64, (4, 8))
     advice = advise(
         model, torch.optim.AdamW(model.parameters()), lambda m, x: m(input_ids=x, labels=x).loss, tokens, limit="64GiB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Limits
 from memfit.core.machines import read_hardware
+from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
+from memfit.core.work_kinds import WorkKind
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job import probing
 from memfit.job.machine import open_machine
@@ -37,9 +40,21 @@ WITH_HOST = Hardware(
     codec_elements_per_s=1.25e9,
     update_elements_per_s=7.0,
 )
+PROBED = replace(
+    MACHINE,
+    tiers={
+        Tier.DEVICE: TierSpec(nbytes=1 << 33),
+        Tier.DISK: TierSpec(
+            nbytes=1 << 40,
+            link=replace(LINK, both_read_bytes_per_s=2.5, busy_write_bytes_per_s=3.5, compute_share=0.75, spread=0.125),
+        ),
+    },
+    rates={WorkKind.STREAMED: Rate(4e10, 0.25), WorkKind.OPERATIONS: Rate(2e5)},
+    origin={"processor": "some", "threads": "2"},
+)
 
 
-@pytest.mark.parametrize("machine", [MACHINE, WITH_HOST])
+@pytest.mark.parametrize("machine", [MACHINE, WITH_HOST, PROBED])
 def test_a_machine_comes_back_from_its_text_and_its_file(machine: Hardware, tmp_path: Path) -> None:
     text = machine.to_json()
     assert Hardware.from_json(text) == machine

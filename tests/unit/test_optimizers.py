@@ -439,7 +439,7 @@ def test_scratch_told_before_any_step_is_the_most_that_a_step_allocates(label: s
     weight = nn.Parameter(torch.ones(300, 1000))
     optimizer = CONFIGURATIONS[label]([{"params": [weight]}])
     driver = OptimizerDriver(optimizer, {"weight": weight})
-    told = driver.scratch_bytes("weight", weight.numel())
+    told = driver.update_cost("weight").scratch_of(weight.numel())
     allocator = install()
     states: dict[str, Any] = copy.deepcopy(optimizer.state.get(weight, {}))
     most = 0

@@ -19,6 +19,7 @@ from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, StorageProfile, TraceProfile
+from memfit.core.rates import CALLS_PER_S
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
 from memfit.core.tiers import TIERS, Tier
@@ -28,7 +29,6 @@ from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.planner import choose_plan
 from memfit.prediction import peak_report, predict, residents_at
-from memfit.prediction.clock import CALLS_PER_S
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.lower import lower

@@ -24,15 +24,18 @@ from memfit.core.limits import Budget
 from memfit.core.numerics import Wish, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
-from memfit.core.profile import Profile
+from memfit.core.profile import Profile, TraceProfile
+from memfit.core.rates import Rate, rates_of
 from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB, format_bytes
+from memfit.core.work_kinds import WorkKind, summed
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.described import PlannedMachine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
 from memfit.planning.plan_choice import PlanChoice
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
+from memfit.prediction.clock import fastest_products_per_s, work_seconds
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any
 # case: ways differ a little in operations.
@@ -173,7 +176,7 @@ class _Search:
         each costs seconds.
         """
         ways = list(product(self._dtypes(), self._chunks()))
-        least_s = [_compute_seconds(self._first, in_dtype(self._hardware, compute)) for compute, _ in ways]
+        least_s = [_compute_seconds(self._first, in_dtype(self._hardware, compute), compute) for compute, _ in ways]
         for way in sorted(range(len(ways)), key=lambda w: (least_s[w], w)):
             compute, chunk = ways[way]
             best_s = min((choice.found.weighed_s for _, choice in self.choices), default=math.inf)
@@ -246,7 +249,7 @@ class _Search:
             if found.unchanged_s is not None:
                 self.unchanged_s.append(found.unchanged_s)
             choice = Choice(
-                plan=found.plan, reason=_words(found, found.plan), profile=profile, hardware=speeds, found=found
+                plan=found.plan, reason=_words(found, found.plan, speeds), profile=profile, hardware=speeds, found=found
             )
             self.choices.append((way, choice))
 
@@ -294,20 +297,22 @@ def _why_regrouped(choice: Choice, unchanged_s: float | None) -> str:
     )
 
 
-def _compute_seconds(profile: Profile, hardware: Hardware) -> float:
-    """Seconds of the matrix products of a whole batch, in the size of microbatches that has fewest:
-    no plan takes less.
+def _compute_seconds(profile: Profile, hardware: Hardware, compute: ComputeDtype) -> float:
+    """Seconds of the work of a whole batch, in the size of microbatches that has least of it: no
+    plan takes less. In another dtype than was traced, the products alone, at the fastest rate.
     """
-    return (
-        min(
-            -(-profile.batch_rows // rows) * sum(call.forward_flops + call.backward_flops for call in trace.calls)
-            for rows, trace in profile.traces.items()
-        )
-        / hardware.flops_per_s
-    )
+    fastest = fastest_products_per_s(hardware)
+
+    def seconds(trace: TraceProfile) -> float:
+        if compute is not ComputeDtype.GIVEN or not any(call.forward_work for call in trace.calls):
+            return sum(call.forward_flops + call.backward_flops for call in trace.calls) / fastest
+        works = [work for call in trace.calls for work in (call.forward_work, call.backward_work)]
+        return work_seconds(summed((work, 1.0) for work in works), hardware)
+
+    return min(-(-profile.batch_rows // rows) * seconds(trace) for rows, trace in profile.traces.items())
 
 
-def _words(found: PlanChoice, plan: Plan) -> str:
+def _words(found: PlanChoice, plan: Plan, hardware: Hardware) -> str:
     words = [found.reason]
     if plan.loss_chunk_tokens is not None:
         words.append(f"The loss runs in chunks of {plan.loss_chunk_tokens} tokens.")
@@ -320,6 +325,8 @@ def _words(found: PlanChoice, plan: Plan) -> str:
         words.append(f"Weights compute in bf16, {kept}.")
     if plan.state_format is not StateFormat.GIVEN:
         words.append(f"Optimizer states rest in {plan.state_format}.")
+    if measured := hardware.origin.get("measured"):
+        words.append(f"Seconds are priced with rates that memfit probe measured ({measured}).")
     return " ".join(words)
 
 
@@ -327,7 +334,10 @@ def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
     """The machine with its speed of matrix products in a plan's dtype."""
     if compute is ComputeDtype.GIVEN:
         return hardware
-    return replace(hardware, flops_per_s=hardware.bf16_flops_per_s or hardware.flops_per_s)
+    flops_per_s = hardware.bf16_flops_per_s or hardware.flops_per_s
+    # What is derived from products in the given dtype, memory's rates for instance, stays as it is.
+    rates = {**rates_of(hardware), WorkKind.FLOPS: Rate(flops_per_s)}
+    return replace(hardware, flops_per_s=flops_per_s, rates=rates)
 
 
 def _refusal(refusals: Sequence[DoesNotFitError], load_bytes: int, *, varies: bool) -> DoesNotFitError:

@@ -15,6 +15,7 @@ from memfit.cli.doctor_command import doctor
 from memfit.cli.formats_command import FORMATS_SETTINGS, formats
 from memfit.cli.interrupted import INTERRUPTED, leave_at_once
 from memfit.cli.plan_command import plan
+from memfit.cli.probe_command import probe
 from memfit.cli.profile_command import profile
 from memfit.cli.report_command import report
 from memfit.cli.store_command import export, verify
@@ -82,4 +83,5 @@ app.command()(verify)
 app.command()(export)
 app.command()(report)
 app.command()(doctor)
+app.command()(probe)
 app.command(context_settings=FORMATS_SETTINGS)(formats)

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError, UsageError
+from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
+from memfit.core.work_kinds import WorkKind
 
 HARDWARE_FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
@@ -22,6 +24,7 @@ _MOST_BYTES = (1 << 63) - 1
 _SLOWEST, _FASTEST = 1e-6, 1e24
 """Accepted range of rates a second: outside of it, predicted seconds would be infinite or zero.
 """
+_LEAST_SHARE = 0.01
 _LONGEST_NAME = 200
 _LONGEST_SOURCE = 1000
 
@@ -60,12 +63,25 @@ class DataSheet:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The link between the device and a tier: bytes a second in each direction, with no other
-    traffic.
+    """The link between the device and a tier: bytes a second in each direction.
+
+    Attributes:
+        read_bytes_per_s, write_bytes_per_s: with no other traffic.
+        both_read_bytes_per_s, both_write_bytes_per_s: each while the other runs; None: neither
+            slows the other.
+        busy_read_bytes_per_s, busy_write_bytes_per_s: while the device computes; None: as without.
+        compute_share: the part of its speed at which the device computes while the link is in use.
+        spread: the share by which measurements differed.
     """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
+    both_read_bytes_per_s: float | None = None
+    both_write_bytes_per_s: float | None = None
+    busy_read_bytes_per_s: float | None = None
+    busy_write_bytes_per_s: float | None = None
+    compute_share: float = 1.0
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +114,10 @@ class Hardware:
             second; probed where such formats are allowed (one core of a 2020s server: 2e8).
         host_codec_elements_per_s: the same on the host's cores, beside an accelerator.
         datasheet: peaks that the rates were made from; None where they were measured.
+        rates: of classes of work on the device, as measured; a class that is missing has a derived
+            one (`core.rates`).
+        origin: what was measured, when and with what, where it was: for people, and by which a
+            saved file is known to be this machine's.
         sources: where each figure comes from, by the name of its field in a file.
     """
 
@@ -110,6 +130,8 @@ class Hardware:
     host_codec_elements_per_s: float = 2e8
     bf16_flops_per_s: float | None = None
     datasheet: DataSheet | None = None
+    rates: Mapping[WorkKind, Rate] = field(default_factory=dict[WorkKind, Rate])
+    origin: Mapping[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -158,7 +180,8 @@ class Hardware:
         """Returns indented JSON that `Hardware.from_json` reads. A tier `x` has two fields:
         `x_bytes`, its capacity, and `x`, its link.
         """
-        rest = {name: value for name, value in asdict(self).items() if name != "tiers"}
+        rest = {name: value for name, value in asdict(self).items() if name not in ("tiers", "rates")}
+        rest["rates"] = {str(kind): rate._asdict() for kind, rate in self.rates.items()}
         for tier, spec in self.tiers.items():
             rest[f"{tier}_bytes"] = spec.nbytes
             if spec.link is not None:
@@ -189,8 +212,10 @@ class Hardware:
                     raise UsageError(f"'device' of the hardware file is a name, such as \"cpu\", not {value!r:.80}")
             elif key == "datasheet":
                 values[key] = None if value is None else _datasheet(value)
-            elif key == "sources":
-                values[key] = _sources("'sources' of the hardware file", value)
+            elif key in ("sources", "origin"):
+                values[key] = _sources(f"{key!r} of the hardware file", value)
+            elif key == "rates":
+                values[key] = _rates(value)
             else:
                 values[key] = None if value is None and key == "bf16_flops_per_s" else _rate(key, value)
         return cls(**values, tiers={tier: spec for name in sorted(tiers) for tier, spec in _tier(name, raw)})
@@ -215,7 +240,7 @@ def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
             f"{name!r} of the hardware file is no link: an object with read_bytes_per_s and write_bytes_per_s"
         )
     rates = _fields(Link, f"{name!r} of the hardware file", cast("dict[str, Any]", given))
-    link = Link(**{key: _rate(key, value) for key, value in rates.items()})
+    link = Link(**{key: _link_figure(key, value) for key, value in rates.items()})
     yield tier, TierSpec(nbytes=_bytes(f"{name}_bytes", raw), link=link)
 
 
@@ -238,6 +263,39 @@ def _rate(key: str, value: object) -> float:
             f"{key!r} of the hardware file is a number from {_SLOWEST} to {_FASTEST} a second, not {value!r:.80}"
         )
     return float(value)
+
+
+def _share(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UsageError(f"{key!r} of the hardware file is a share from 0 to 1, not {value!r:.80}")
+    return float(value)
+
+
+def _link_figure(key: str, value: object) -> Any:
+    if key == "spread":
+        return _share(key, value)
+    if key == "compute_share":
+        return max(_share(key, value), _LEAST_SHARE)
+    return None if value is None and key not in ("read_bytes_per_s", "write_bytes_per_s") else _rate(key, value)
+
+
+def _rates(given: object) -> dict[WorkKind, Rate]:
+    """Reads the rates of classes of work."""
+    if not isinstance(given, dict):
+        raise UsageError(f"'rates' of the hardware file is an object of rates by class, not {given!r:.80}")
+    found: dict[WorkKind, Rate] = {}
+    for name, raw in cast("dict[str, Any]", given).items():
+        try:
+            kind = WorkKind(name)
+        except ValueError as error:
+            raise UsageError(
+                f"'rates' of the hardware file has the unknown class {name!r:.80}; there are {[*map(str, WorkKind)]}"
+            ) from error
+        if not isinstance(raw, dict) or not {"per_s"} <= {*cast("dict[str, Any]", raw)} <= {"per_s", "spread"}:
+            raise UsageError(f"{name!r} of 'rates' is an object with per_s and spread, not {raw!r:.80}")
+        rate = cast("dict[str, Any]", raw)
+        found[kind] = Rate(_rate(name, rate["per_s"]), _share(f"spread of {name}", rate.get("spread", 0.0)))
+    return found
 
 
 def _bytes(key: str, raw: Mapping[str, Any]) -> int:

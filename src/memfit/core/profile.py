@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
+from memfit.core.work_kinds import Work
 
 _BLOCKS_SHOWN = 30
 
@@ -55,6 +56,8 @@ class UpdateProfile:
         state_bytes: bytes of all states of the parameter at home.
         encoded_elements: elements of encoded states, summed over states: twice the parameter's for
             two encoded moments.
+        work_share: bytes that the optimizer's operations move for an element, as a multiple of what
+            AdamW's move.
     """
 
     piece_elements: int
@@ -63,6 +66,7 @@ class UpdateProfile:
     host_scratch_bytes: int = 0
     state_bytes: int = 0
     encoded_elements: int = 0
+    work_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +164,14 @@ class HeldResults:
         unneeded_bytes: the part that recomputing the call alone does not reach, and that is not
             held then.
         peak_bytes: as `CallProfile.inside_peak_bytes`, above what is held; None: not traced.
+        spared_work: amounts of the forward that are not repeated, since their results are held.
     """
 
     saved: Saved
     nbytes: int
     unneeded_bytes: int = 0
     peak_bytes: int | None = None
+    spared_work: Work = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +215,8 @@ class CallProfile:
             (gradients of parameters excluded): negative when more was freed (saved tensors) than
             made.
         forward_flops, backward_flops: floating point operations (2 a multiply-add).
+        forward_work, backward_work: amounts by class, those operations among them; empty: the flops
+            are all that is known.
     """
 
     index: int
@@ -234,6 +242,8 @@ class CallProfile:
     backward_leaves_bytes: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
+    forward_work: Work = ()
+    backward_work: Work = ()
 
     def held(self, saved: Saved) -> HeldResults | None:
         """Returns the results that the call holds under a policy; None if that was not traced."""
@@ -286,6 +296,7 @@ class TraceProfile:
         largest_saved: (operation and shape, bytes) of the largest saved tensors, largest first:
             those of at most 20 kinds, where names that differ in a number are of one kind.
         untiled_attention: attention that bypasses tiled kernels, in forward order.
+        prologue_work, seed_work: amounts by class in segment -1, and in the backward of the loss.
     """
 
     rows: int
@@ -300,6 +311,8 @@ class TraceProfile:
     plain_peak_bytes: int = 0
     largest_saved: tuple[tuple[str, int], ...] = ()
     untiled_attention: tuple[UntiledAttention, ...] = ()
+    prologue_work: Work = ()
+    seed_work: Work = ()
 
     def __repr__(self) -> str:
         saved = sum(self.saved_bytes(call.index) for call in self.calls)

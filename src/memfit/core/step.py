@@ -22,6 +22,7 @@ from typing import NamedTuple
 from memfit.core.schedule import Action, Schedule
 from memfit.core.shape import StepShape
 from memfit.core.tiers import Tier
+from memfit.core.work_kinds import Work
 
 CATEGORIES = ("weight", "gradient", "state", "activation", "transient", "staging")
 """Categories of bytes, as timelines and reports show them.
@@ -61,22 +62,6 @@ class Transfer(NamedTuple):
     direction: str  # "read": to the device; "write": from it
     category: str
     nbytes: int
-
-
-class WorkKind(StrEnum):
-    """Kinds of computation, each with its own rate.
-
-    FLOPS: floating point operations of matrix products. CALLS: entries of calls. UPDATED, ENCODED,
-    SPLIT, ROUNDED: elements that an update passes, that it decodes and encodes, whose masters it
-    joins and splits, that it rounds stochastically.
-    """
-
-    FLOPS = "flops"
-    CALLS = "calls"
-    UPDATED = "updated"
-    ENCODED = "encoded"
-    SPLIT = "split"
-    ROUNDED = "rounded"
 
 
 class UpdatePlace(StrEnum):
@@ -133,8 +118,8 @@ class Operation(NamedTuple):
     after: tuple[Token, ...] = ()
     behind: Token | None = None
     gives: Token | None = None
-    work: tuple[tuple[WorkKind, float], ...] = ()
-    host_work: tuple[tuple[WorkKind, float], ...] = ()
+    work: Work = ()
+    host_work: Work = ()
     update_place: UpdatePlace | None = None
     needs: tuple[int, ...] = ()
     adds_to: tuple[int, ...] = ()

@@ -76,6 +76,8 @@ class Timeline:
         commit_s: seconds of the step's share of a commit to a store, after its last action.
         intervals: what each lane does when, predicted; empty where seconds were not predicted or
             the timeline was measured. Lengths of stalls sum to `stalls_s`.
+        interval_s: seconds of the step and of that share if all rates of the machine are fast, or
+            slow, by their spread; None: measured, or no machine was given.
     """
 
     moments: tuple[Moment, ...]
@@ -85,6 +87,7 @@ class Timeline:
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
     commit_s: float = 0.0
     intervals: tuple[Interval, ...] = ()
+    interval_s: tuple[float, float] | None = None
 
     def peak_in(self, tier: Tier) -> int:
         """Returns the peak bytes in a tier; 0 if it is never used."""

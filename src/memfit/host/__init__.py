@@ -11,6 +11,7 @@ before it; only the child processes that measure load it (`trials.py`). Nothing 
 from memfit.host.advice import NOT_MEASURED, SettingChange, advise_changes
 from memfit.host.describe import describe_host
 from memfit.host.measure import Measurements, measure_host
+from memfit.host.others import Others, OthersMeter
 from memfit.host.read import Host, read_host
 from memfit.host.restart import restart_with_settings
 from memfit.host.settings import Setting, choose_settings
@@ -19,6 +20,8 @@ __all__ = [
     "NOT_MEASURED",
     "Host",
     "Measurements",
+    "Others",
+    "OthersMeter",
     "Setting",
     "SettingChange",
     "advise_changes",

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.homes.state_codecs import probe_codecs
 from memfit.job.machine import Machine
+from memfit.job.saved_hardware import disk_name, load_saved
 from memfit.optimizers.elsewhere import probe_updates
 from memfit.store import probe_disk
 from memfit.verification.meters import AcceleratorMeter
@@ -44,10 +46,10 @@ def probe(
     """Measures what plans are priced with: matrix products and the disk, and what else is asked
     for.
 
-    Half a second; rough on a busy machine.
-
-    The rates of updates are measured beside an accelerator only; where the processor is the device
-    they are `Hardware`'s default.
+    Where `memfit probe` has measured this device before, its rates are taken, and its links, but
+    for a disk other than the one that it measured; capacities are always today's. Else half a
+    second; rough on a busy machine. Then rates of updates are measured beside an accelerator only;
+    where the processor is the device they are `Hardware`'s default.
 
     Args:
         machine: with its limits.
@@ -56,15 +58,26 @@ def probe(
         probes_codecs: decoding and encoding of optimizer states.
     """
     where = disk_directory(directory)
+    saved = None if machine.is_emulated else load_saved(machine.device)
     # With the threads and pieces that homes have: what others would reach prices no plan.
-    disk = probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
+    disk_saved = saved is not None and saved.origin.get("disk") == disk_name(where)
+    disk = (
+        saved.link(Tier.DISK)
+        if saved is not None and disk_saved
+        else probe_disk(where, seconds=_PROBE_DISK_S, file_bytes=_PROBE_FILE_BYTES)
+    )
     free = shutil.disk_usage(where).free
     accelerator = devices.of(machine.device) if devices.is_accelerator(machine.device) else None
-    host: dict[Tier, TierSpec] = {}
-    if machine.has_host:
-        host_bytes = machine.limits.of(Tier.HOST) or _memory_bytes()
-        host[Tier.HOST] = TierSpec(nbytes=host_bytes, link=_probe_host_link(machine))
     disk_limit = machine.limits.of(Tier.DISK)
+    tiers = {
+        Tier.DEVICE: TierSpec(nbytes=memory_bytes() if accelerator is None else accelerator.total_bytes(machine.device))
+    }
+    if machine.has_host:
+        link = _probe_host_link(machine) if saved is None else saved.link(Tier.HOST)
+        tiers[Tier.HOST] = TierSpec(nbytes=machine.limits.of(Tier.HOST) or memory_bytes(), link=link)
+    tiers[Tier.DISK] = TierSpec(nbytes=free if disk_limit is None else min(free, disk_limit), link=disk)
+    if saved is not None:
+        return replace(saved, tiers=tiers)
     codecs: dict[str, Any] = {"codec_elements_per_s": probe_codecs(machine.device)} if probes_codecs else {}
     if accelerator is not None:
         codecs |= {
@@ -80,16 +93,7 @@ def probe(
     return Hardware(
         device="cpu" if accelerator is None else accelerator.name(machine.device),
         flops_per_s=flops_per_s,
-        tiers={
-            Tier.DEVICE: TierSpec(
-                nbytes=_memory_bytes() if accelerator is None else accelerator.total_bytes(machine.device)
-            ),
-            **host,
-            Tier.DISK: TierSpec(
-                nbytes=free if disk_limit is None else min(free, disk_limit),
-                link=disk,
-            ),
-        },
+        tiers=tiers,
         bf16_flops_per_s=bf16_flops_per_s,
         **codecs,
     )
@@ -103,26 +107,38 @@ def disk_directory(directory: str | Path | None) -> Path:
 
 
 def _probe_host_link(machine: Machine) -> Link:
-    """Copies between the device and (pinned) host memory, each way."""
-    is_accelerator = devices.is_accelerator(machine.device)
-    nbytes = _PROBE_LINK_BYTES if is_accelerator else _PROBE_EMULATED_LINK_BYTES
+    if devices.is_accelerator(machine.device):
+        return probe_copies(machine.device)
     with machine.host_ledger():
-        on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator)
-    on_device = torch.empty(nbytes, dtype=torch.uint8, device=machine.device)
+        on_host = torch.empty(_PROBE_EMULATED_LINK_BYTES, dtype=torch.uint8)
+    return probe_copies(machine.device, on_host)
+
+
+def probe_copies(device: torch.device, on_host: torch.Tensor | None = None) -> Link:
+    """Measures copies between a device and host memory, each way.
+
+    Args:
+        device: an accelerator, or the emulated one.
+        on_host: to copy from and to; None: pinned memory of 32 MiB is taken.
+    """
+    if on_host is None:
+        on_host = torch.empty(_PROBE_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(on_host.nbytes, dtype=torch.uint8, device=device)
     rates: list[float] = []
     for source, to in ((on_host, on_device), (on_device, on_host)):
         best = float("inf")
         for _ in range(3):
-            _synchronize(machine.device)
+            _synchronize(device)
             began = time.perf_counter()
             to.copy_(source, non_blocking=True)
-            _synchronize(machine.device)
+            _synchronize(device)
             best = min(best, time.perf_counter() - began)
-        rates.append(nbytes / best)
+        rates.append(on_host.nbytes / best)
     return Link(read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """Returns the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -294,10 +294,11 @@ class Problem:
             found[name] = UpdateProfile(
                 piece_elements=elements,
                 first_piece_elements=min(FIRST_PIECE_ELEMENTS, elements) if is_cut else elements,
-                scratch_bytes=driver.scratch_bytes(name, elements, master),
-                host_scratch_bytes=driver.scratch_bytes(name, elements, master, _HOST) if is_beside else 0,
+                scratch_bytes=driver.update_cost(name, master).scratch_of(elements),
+                host_scratch_bytes=driver.update_cost(name, master, _HOST).scratch_of(elements) if is_beside else 0,
                 state_bytes=states.nbytes,
                 encoded_elements=states.encoded,
+                work_share=driver.update_cost(name, master).work_share,
             )
         return found
 

@@ -14,7 +14,6 @@ the plan's question.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from memfit.optimizers.kinds import UpdateKind, Verdict, known_verdict, narrowed
 from memfit.optimizers.shadow import Part, Shadow, State
 from memfit.optimizers.state_tensors import StateTensor, learn_layout
 from memfit.optimizers.step_hooks import run_post_hooks, run_pre_hooks
-from memfit.optimizers.temporaries import scratch_per_element
+from memfit.optimizers.temporaries import UpdateCost, update_cost
 from memfit.optimizers.validation import Entry, validated_entries
 
 
@@ -71,7 +70,7 @@ class OptimizerDriver:
         self.on_host = HostUpdates(optimizer, list(self._entries.values()), self._verdicts)
         self._master_dtype: torch.dtype | None = None
         self._layouts: dict[tuple[str, torch.dtype], tuple[StateTensor, ...]] = {}
-        self._scratch: dict[tuple[Any, ...], float] = {}
+        self._costs: dict[tuple[Any, ...], UpdateCost] = {}
         self._adopted_shapes: dict[str, State] = {}
         self._structure = structure.group_structure(optimizer)
         self._interception: Interception | None = None
@@ -130,16 +129,13 @@ class OptimizerDriver:
             self._layouts[key] = learn_layout(self._optimizer, entry, kind, chosen, live)
         return self._layouts[key]
 
-    def scratch_bytes(
-        self, name: str, elements: int, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> int:
-        """Returns the bytes that the class allocates for an update of `elements` of this parameter.
-
-        Weight, gradient and states are not counted.
+    def update_cost(
+        self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> UpdateCost:
+        """Returns what the class takes for each element of this parameter that it updates at once.
 
         Args:
             name: of the parameter.
-            elements: all of it, unless its update may be cut.
             dtype: of the weight that will be updated, where it is not the parameter's own (a
                 float32 master).
             device: where it will be updated, if not on the parameter's own device.
@@ -153,10 +149,10 @@ class OptimizerDriver:
         # Equal for parameters that look alike to the class.
         looks = (kind is UpdateKind.ELEMENTWISE) or tuple(entry.parameter.shape)
         key = (entry.group, kind, chosen, looks, where)
-        if key not in self._scratch:
+        if key not in self._costs:
             layout = self.state_layout(name, chosen)
-            self._scratch[key] = scratch_per_element(self._optimizer, entry, kind, chosen, layout, where)
-        return math.ceil(self._scratch[key] * elements)
+            self._costs[key] = update_cost(self._optimizer, entry, kind, chosen, layout, where)
+        return self._costs[key]
 
     # The step.
 

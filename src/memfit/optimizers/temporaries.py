@@ -1,7 +1,7 @@
 """Temporary memory of one step of an optimizer's class, beside the memory that it is lent.
 
 In: an optimizer, one of its parameters, the layout of its states. Out: bytes an element of what is
-updated at once.
+updated at once, and bytes that its operations move for an element, by which its speed is foretold.
 
 The class itself runs for a few steps on small tensors while every storage that an operation gives
 is counted until it dies: what a step holds is a multiple of what it updates, so that a small run
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +28,10 @@ from memfit.optimizers.state_tensors import StateTensor, small_shape
 from memfit.optimizers.validation import Entry
 
 _STEPS = 3
+_ADAMW_MOVED_BYTES = {True: 84.0, False: 104.0}
+"""Bytes that torch's AdamW in fp32 moves for an element: on a processor, where it takes tensors one
+by one, and elsewhere, where it takes them together. Counted as others are.
+"""
 _FLAT_ELEMENTS = 4096
 _CAPS = {1: (4096,), 2: (64, 67), 3: (16, 17, 19)}
 _CAPS_OF_MORE = (8, 9, 10, 11)
@@ -36,16 +40,39 @@ _CAPS_OF_MORE = (8, 9, 10, 11)
 _UNKNOWN_COPIES = 4
 
 
-def scratch_per_element(
+class UpdateCost(NamedTuple):
+    """Bytes for each element that is updated at once.
+
+    Attributes:
+        scratch_bytes: most that a step has alive of its own: no weight, gradient or state.
+        moved_bytes: read and written by its operations; 0: not counted.
+        device: type of the device where it was counted.
+    """
+
+    scratch_bytes: float
+    moved_bytes: float = 0.0
+    device: str = "cpu"
+
+    def scratch_of(self, elements: int) -> int:
+        """Returns the bytes that an update of some elements allocates."""
+        return math.ceil(self.scratch_bytes * elements)
+
+    @property
+    def work_share(self) -> float:
+        """Bytes moved as a multiple of what AdamW's operations move; 1 where they are not known."""
+        reference = _ADAMW_MOVED_BYTES[self.device == "cpu"]
+        return (self.moved_bytes or reference) / reference
+
+
+def update_cost(
     optimizer: Optimizer,
     entry: Entry,
     kind: UpdateKind,
     dtype: torch.dtype,
     layout: Sequence[StateTensor],
     device: torch.device,
-) -> float:
-    """Most bytes, for each element that is updated at once, that a step has alive of its own: no
-    weight, gradient or state.
+) -> UpdateCost:
+    """Counts what a step of the class takes for each element.
 
     Args:
         optimizer: the live optimizer; only read.
@@ -57,7 +84,7 @@ def scratch_per_element(
     """
     shape = tuple(entry.parameter.shape)
     if not math.prod(shape):
-        return 0.0
+        return UpdateCost(0.0)
     small = (_FLAT_ELEMENTS,) if kind is UpdateKind.ELEMENTWISE else _small(shape)
     has_live = bool(optimizer.state.get(entry.parameter))
     try:
@@ -65,9 +92,10 @@ def scratch_per_element(
     except Exception:  # noqa: BLE001  (it has run on small tensors before: what fails here is the counting, of a compiled step for example)
         given = _states_like(layout, shape, small) if has_live else None
         if given is None:
-            return float(_UNKNOWN_COPIES * dtype.itemsize)
+            return UpdateCost(float(_UNKNOWN_COPIES * dtype.itemsize))
         most = _run(optimizer, entry, small, dtype, given, device)
-    return most / math.prod(small)
+    scratch, moved = (nbytes / math.prod(small) for nbytes in most)
+    return UpdateCost(scratch, moved, device.type)
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -96,12 +124,14 @@ def _run(
     dtype: torch.dtype,
     state: State,
     device: torch.device,
-) -> int:
-    """Most bytes alive beside what is lent and what becomes state, over a few steps."""
+) -> tuple[int, int]:
+    """Most bytes alive beside what is lent and what becomes state, over a few steps; and the bytes
+    that the last of them moves.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(device, dtype)
     shadow = Shadow(optimizer)
-    most = 0
+    most = moved = 0
     for _ in range(_STEPS):
         gradient = torch.randn(shape, generator=generator).to(device, dtype)
         part = Part(
@@ -112,8 +142,8 @@ def _run(
         with torch.compiler.set_stance("force_eager"), _Counting(lent) as counting:
             new = shadow.run([part])[0]
         most = max(most, counting.peak_bytes - counting.bytes_of(new.values()))
-        state = new
-    return most
+        moved, state = counting.moved_bytes, new
+    return most, moved
 
 
 class _Counting(TorchDispatchMode):
@@ -122,6 +152,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self, lent: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak_bytes = 0
+        self.moved_bytes = 0
         self._bytes = 0
         self._lent = {tensor.untyped_storage()._cdata for tensor in lent}
         self._made: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -129,9 +160,14 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         del types
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                self._note(value.untyped_storage())
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        made = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        for value in made:
+            self._note(value.untyped_storage())
+        if not func.is_view:
+            # Lists of tensors that are updated in place are given back as nothing.
+            written = made or (given if func._schema.is_mutable else [])
+            self.moved_bytes += sum(value.nbytes for value in (*given, *written) if value.dim())
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:

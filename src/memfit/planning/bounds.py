@@ -22,8 +22,8 @@ from memfit.core.hardware import Hardware
 from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape, describe_step
-from memfit.core.step import WorkKind
 from memfit.core.tiers import Tier, is_processor
+from memfit.core.work_kinds import summed
 from memfit.prediction.clock import host_work_seconds, work_seconds
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
 from memfit.scheduling.segment_facts import SegmentFacts
@@ -35,7 +35,7 @@ from memfit.scheduling.sizes import (
     trace_of,
     uses_disk,
 )
-from memfit.scheduling.work_amounts import segment_flops, update_work
+from memfit.scheduling.work_amounts import segment_work, update_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +152,12 @@ def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
 
 def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware: Hardware) -> float:
     """Seconds of pure compute of a training step: a lower bound of any schedule's time."""
-    flops = calls = 0.0
-    for segment, (first, last) in enumerate(shape.segments):
-        flops += segment_flops(trace, plan, shape, segment, is_backward=False)
-        calls += last - first + 1
-        if shape.has_backward[segment]:
-            flops += segment_flops(trace, plan, shape, segment, is_backward=True)
-            calls += last - first + 1
-    return plan.microbatches * work_seconds([(WorkKind.FLOPS, flops), (WorkKind.CALLS, calls)], hardware)
+    works = [trace.prologue_work, trace.seed_work]
+    for segment, has_backward in enumerate(shape.has_backward):
+        works.append(segment_work(trace, plan, shape, segment, is_backward=False))
+        if has_backward:
+            works.append(segment_work(trace, plan, shape, segment, is_backward=True))
+    return plan.microbatches * work_seconds(summed((work, 1.0) for work in works), hardware)
 
 
 def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> tuple[float, float]:

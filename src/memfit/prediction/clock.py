@@ -4,14 +4,21 @@ In: `Step`, `Hardware`. Out: `ActionTime` for each operation, stalls by cause, b
 category.
 
 [Note: the clock]
-One main thread takes the operations in order. Compute takes its time; transfers start at once, or
-when what they need is done, and are served by their link in the order they were issued: reading and
-writing are two queues a tier. The main thread stops only where an operation waits; those seconds
-are stalls, by what was waited for. An update's elements are worked on by the device, which delays
-compute, or by the host's cores, which take one update after the other beside it. Not modelled:
-links and compute slowing each other, updates on the host taking memory's bandwidth from transfers,
-a run's main thread that waits before it begins a transfer (`Operation.after`), the cost of a first
-step.
+One main thread takes the operations in order. Compute takes its time, class by class of its work;
+on an accelerator not less than the host needs to launch it. Transfers start at once, or when what
+they need is done, and are served by their link in the order they were issued: reading and writing
+are two queues a tier. The main thread stops only where an operation waits; those seconds are
+stalls, by what was waited for. An update's elements are worked on by the device, which delays
+compute, or by the host's cores, which take one update after the other beside it. Where a link's
+contention was measured: a transfer takes the speed of both directions while the other one has work,
+and compute goes on at `Link.compute_share` of its speed while the link has work. Not modelled: that
+a transfer already under way slows down when another begins, updates on the host taking memory's
+bandwidth from transfers, a run's main thread that waits before it begins a transfer
+(`Operation.after`), the cost of a first step.
+
+[Note: the interval]
+Each rate has a spread, the share by which its measurements differed. All rates slow by theirs gives
+one end of a prediction's interval, all fast the other: errors that do not cancel.
 """
 
 from __future__ import annotations
@@ -20,21 +27,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from memfit.core.hardware import Hardware
-from memfit.core.step import Operation, Step, Token, Transfer, WorkKind
-from memfit.core.tiers import Tier
+from memfit.core.hardware import Hardware, Link
+from memfit.core.rates import Rate, host_rates_of, rates_of
+from memfit.core.step import Operation, Step, Token, Transfer
+from memfit.core.tiers import Tier, is_processor
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Interval
+from memfit.core.work_kinds import PRODUCT_KINDS, Work, WorkKind
 
-# An assumption, not a measurement: entering a call (hooks, a coroutine switch). It lets fewer
-# microbatches win ties.
-CALLS_PER_S = 1e4
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
 _SUM = "accumulate"
-# Joining a master from its weight and the rest, and splitting it again, parameters a second
-# (measured: 512 Ki in 0.4 ms on one core).
-SPLIT_ELEMENTS_PER_S = 1.3e9
-# Rounding weights that have no masters stochastically, parameters a second.
-ROUNDED_ELEMENTS_PER_S = 7.5e8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,57 +48,64 @@ class ActionTime:
     end_s: float
 
 
-def work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
+def work_seconds(work: Work, hardware: Hardware) -> float:
     """Returns the seconds of work on the device, one kind after the other."""
-    return _seconds(work, _rates(hardware))
+    return _seconds(work, _per_s(rates_of(hardware)), launches_beside=not is_processor(hardware.device))
 
 
-def host_work_seconds(work: Iterable[tuple[WorkKind, float]], hardware: Hardware) -> float:
+def host_work_seconds(work: Work, hardware: Hardware) -> float:
     """Returns the seconds of work on the host's cores, beside an accelerator."""
-    return _seconds(work, _host_rates(hardware))
+    return _seconds(work, _per_s(host_rates_of(hardware)))
 
 
-def _rates(hardware: Hardware) -> Mapping[WorkKind, float]:
-    return {
-        WorkKind.FLOPS: hardware.flops_per_s,
-        WorkKind.CALLS: CALLS_PER_S,
-        WorkKind.UPDATED: hardware.update_elements_per_s,
-        WorkKind.ENCODED: hardware.codec_elements_per_s,
-        WorkKind.SPLIT: SPLIT_ELEMENTS_PER_S,
-        WorkKind.ROUNDED: ROUNDED_ELEMENTS_PER_S,
-    }
+def fastest_products_per_s(hardware: Hardware) -> float:
+    """Returns the rate that no class of products exceeds, for lower bounds."""
+    rates = rates_of(hardware)
+    return max(rates[kind].per_s for kind in PRODUCT_KINDS)
 
 
-def _host_rates(hardware: Hardware) -> Mapping[WorkKind, float]:
-    return {
-        WorkKind.UPDATED: hardware.host_update_elements_per_s,
-        WorkKind.ENCODED: hardware.host_codec_elements_per_s,
-        WorkKind.SPLIT: SPLIT_ELEMENTS_PER_S,
-        WorkKind.ROUNDED: ROUNDED_ELEMENTS_PER_S,
-    }
+def _per_s(rates: Mapping[WorkKind, Rate], sign: int = 0) -> Mapping[WorkKind, float]:
+    """Amounts a second: as measured, or all fast (1) or slow (-1) by their spread."""
+    return {kind: _shifted(rate.per_s, rate.spread, sign) for kind, rate in rates.items()}
 
 
-def _seconds(work: Iterable[tuple[WorkKind, float]], rates: Mapping[WorkKind, float]) -> float:
-    return sum(amount / rates[kind] for kind, amount in work)
+def _shifted(per_s: float, spread: float, sign: int) -> float:
+    return per_s * (1 + spread) if sign > 0 else per_s / (1 + spread) if sign < 0 else per_s
+
+
+def _seconds(work: Work, rates: Mapping[WorkKind, float], *, launches_beside: bool = False) -> float:
+    """Seconds of amounts. An accelerator works while the host launches what comes next."""
+    launched = 0.0
+    total = 0.0
+    for kind, amount in work:
+        if launches_beside and kind is WorkKind.OPERATIONS:
+            launched = amount / rates[kind]
+        else:
+            total += amount / rates[kind]
+    return max(total, launched)
 
 
 class Clock:
     """Simulates a step on a `Hardware`; without one, only bytes are counted and all seconds are 0.
-    See
-    [Note: the clock].
+    See [Note: the clock].
 
     Args:
         hardware: the machine.
         records: keeps `intervals`.
+        sign: 0: at its rates; 1 or -1: all rates fast or slow. See [Note: the interval].
     """
 
-    def __init__(self, hardware: Hardware | None, *, records: bool = False) -> None:
+    def __init__(self, hardware: Hardware | None, *, records: bool = False, sign: int = 0) -> None:
         self._hardware = hardware
+        self._sign = sign
         self._records = records and hardware is not None
         self._moment = -1
         self.intervals: list[Interval] = []
-        self._rates = None if hardware is None else _rates(hardware)
-        self._host_rates = None if hardware is None else _host_rates(hardware)
+        self._rates = None if hardware is None else _per_s(rates_of(hardware), sign)
+        self._host_rates = None if hardware is None else _per_s(host_rates_of(hardware), sign)
+        self._launches_beside = hardware is not None and not is_processor(hardware.device)
+        # Seconds by work: segments share theirs among microbatches.
+        self._known_s: dict[Work, float] = {}
         # When the host's cores are through with the updates that they were given.
         self._host_free_s = 0.0
         self.now_s = 0.0
@@ -118,7 +126,7 @@ class Clock:
         """Returns the seconds of the step's share of a commit, which nothing else runs beside."""
         if self._hardware is None:
             return 0.0
-        return sum(t.nbytes / _bytes_per_s(self._hardware, t) for t in step.commit)
+        return sum(t.nbytes / self._bytes_per_s(t) for t in step.commit)
 
     def _note(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         if self._records and end_s > start_s:
@@ -141,9 +149,9 @@ class Clock:
             end = max(end, moved)
             if transfer.direction == "read":
                 come = max(come, moved)
-        if self._rates is not None:
+        if operation.work and self._rates is not None:
             began = self.now_s
-            self.now_s += _seconds(operation.work, self._rates)
+            self._compute(operation.work, self._rates)
             self._note(COMPUTE_LANE, "work", "", began, self.now_s)
         if operation.host_work and self._host_rates is not None:
             began = max(begin, self._host_free_s)
@@ -165,12 +173,48 @@ class Clock:
         if self._hardware is None:
             return begin
         queue = transfer.tier, transfer.direction
-        speed = _bytes_per_s(self._hardware, transfer)
         began = max(begin, self._free_s.get(queue, 0.0))
-        self._free_s[queue] = began + transfer.nbytes / speed
+        self._free_s[queue] = began + self._transfer_s(transfer, began)
         lane = f"{transfer.tier} {transfer.direction}"
         self._note(lane, "transfer", transfer.category, began, self._free_s[queue], transfer.nbytes)
         return self._free_s[queue]
+
+    def _transfer_s(self, transfer: Transfer, began: float) -> float:
+        """Seconds of a transfer: slower while the other direction has work."""
+        alone = self._bytes_per_s(transfer)
+        assert self._hardware is not None, "asked where there is a machine"
+        link, is_read = self._hardware.link(transfer.tier), transfer.direction == "read"
+        both = link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s
+        both = alone if both is None else _shifted(both, link.spread, self._sign)
+        if both >= alone:
+            return transfer.nbytes / alone
+        beside_s = self._free_s.get((transfer.tier, "write" if is_read else "read"), 0.0) - began
+        shared_s = min(max(beside_s, 0.0), transfer.nbytes / both)
+        return shared_s + (transfer.nbytes - shared_s * both) / alone
+
+    def _compute(self, work: Work, rates: Mapping[WorkKind, float]) -> None:
+        """Computes, slower while a link has work."""
+        left_s = self._known_s.get(work)
+        if left_s is None:
+            left_s = self._known_s[work] = _seconds(work, rates, launches_beside=self._launches_beside)
+        assert self._hardware is not None, "asked where there is a machine"
+        busy: dict[Tier, float] = {}
+        for (tier, _), free_s in self._free_s.items():
+            if free_s > self.now_s and self._hardware.link(tier).compute_share < 1:
+                busy[tier] = max(busy.get(tier, 0.0), free_s)
+        # While several links have work, the one that slows most counts.
+        for tier in sorted(busy, key=lambda one: busy[one]):
+            slowest = min(self._hardware.link(t).compute_share for t, free_s in busy.items() if free_s >= busy[tier])
+            beside_s = max(0.0, busy[tier] - self.now_s)
+            done_s = min(left_s, beside_s * slowest)
+            self.now_s += done_s / slowest
+            left_s -= done_s
+        self.now_s += left_s
+
+    def _bytes_per_s(self, transfer: Transfer) -> float:
+        assert self._hardware is not None, "asked where there is a machine"
+        link = self._hardware.link(transfer.tier)
+        return _shifted(_bytes_per_s(link, transfer.direction), link.spread, self._sign)
 
     def _stop(self, transfer: Transfer, begin: float) -> float:
         """Returns when a transfer that the main thread itself waits for is done."""
@@ -190,6 +234,5 @@ class Clock:
                 self.now_s = done
 
 
-def _bytes_per_s(hardware: Hardware, transfer: Transfer) -> float:
-    link = hardware.link(transfer.tier)
-    return link.read_bytes_per_s if transfer.direction == "read" else link.write_bytes_per_s
+def _bytes_per_s(link: Link, direction: str) -> float:
+    return link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s

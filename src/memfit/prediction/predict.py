@@ -64,7 +64,14 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         stalls_s=dict(clock.stalls_s),
         commit_s=clock.commit_seconds(step),
         intervals=tuple(clock.intervals),
+        interval_s=None if hardware is None else (_seconds(step, hardware, 1), _seconds(step, hardware, -1)),
     )
+
+
+def _seconds(step: Step, hardware: Hardware, sign: int) -> float:
+    clock = Clock(hardware, sign=sign)
+    times = clock.run(step)
+    return max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step)
 
 
 def appraise(step: Step, hardware: Hardware) -> Appraisal:

@@ -2,8 +2,8 @@
 
 In: an operator, arguments, result. Out: a count. torch's own table (`torch.utils.flop_counter`),
 and what it misses: grouped products, flash attention on CPU, which it would count as nothing, and
-queries that share heads of keys and values, which torch 2.11 refuses. Element-wise work is counted
-as 0, as there.
+queries that share heads of keys and values, which torch 2.11 refuses, and the backward of
+convolutions in groups. Element-wise work is counted as 0, as there.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ def _attention_backward_flops(args: Sequence[Any], _: Any) -> int:
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def _convolution_backward_flops(args: Sequence[Any], _: Any) -> int:
+    """Counts as many as the forward for the input's gradient and for the weight's, where they are
+    wanted. Torch's own formula forgets groups in the latter.
+    """
+    gradient, inputs, weight, is_transposed, wanted = *args[:3], args[7], args[10]
+    places = inputs if is_transposed else gradient
+    return 2 * places.numel() * weight.shape[1:].numel() * sum(wanted[:2])
+
+
 def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> int:
     # Every row (or, for two matrices, every summand) takes part in exactly one group, so the
     # groups' sizes do not matter.
@@ -62,4 +71,5 @@ _OWN: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten._scaled_dot_product_efficient_attention_backward: _attention_backward_flops,
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward_flops,
     aten._grouped_mm: _grouped_product,
+    aten.convolution_backward: _convolution_backward_flops,
 }

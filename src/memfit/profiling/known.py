@@ -34,6 +34,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from memfit.core.operators import only_relabels, policies_that_keep
 from memfit.core.saved_policies import Saved
+from memfit.core.work_kinds import Work
+from memfit.profiling.amounts import operation_work
 from memfit.profiling.flops import operation_flops
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.operations import is_random, reads_batch_statistics, run_operation
@@ -96,6 +98,7 @@ class Facts:
     Attributes:
         workspace_bytes: inside itself.
         flops: of it.
+        work: amounts of all classes, its products among them.
         is_random: it draws random numbers.
         reads_statistics: over the batch.
         kept_by: policies that keep its results.
@@ -105,6 +108,7 @@ class Facts:
 
     workspace_bytes: int
     flops: int
+    work: Work
     is_random: bool
     reads_statistics: bool
     kept_by: tuple[Saved, ...]
@@ -122,9 +126,11 @@ def facts_of(
 ) -> Facts:
     """The facts of an operation that has run."""
     overwritten, written = written_tensors(func, args, kwargs)
+    flops = operation_flops(func, args, dict(kwargs), out)
     return Facts(
         workspace_bytes=workspaces.bytes_of(func, args, kwargs, out),
-        flops=operation_flops(func, args, dict(kwargs), out),
+        flops=flops,
+        work=operation_work(func, args, dict(kwargs), out, flops),
         is_random=is_random(func, args, kwargs),
         reads_statistics=reads_batch_statistics(func, args, kwargs),
         kept_by=policies_that_keep(func, args, kwargs),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import is_movable
+from memfit.core.work_kinds import WorkKind
 from memfit.profiling.blocks import ModuleSite
 from memfit.profiling.gradient_hooks import GradientReads
 from memfit.profiling.kept import kept_tensors
@@ -275,8 +276,17 @@ class TraceRecorder(TorchDispatchMode):
     def _note_facts(self, facts: Facts) -> None:
         if facts.workspace_bytes:
             self.events.append((TraceEvent.WORKSPACE, None, facts.workspace_bytes))
-        segments = self.backward or self.forward
-        segments[-1].flops += facts.flops
+        segment = (self.backward or self.forward)[-1]
+        segment.flops += facts.flops
+        for kind, amount in facts.work:
+            segment.work[kind] = segment.work.get(kind, 0.0) + amount
+        if self._active and not self.log.is_backward:
+            for saved in facts.kept_by:
+                spared = self._active.spared.setdefault(saved, {})
+                for kind, amount in facts.work:
+                    # It is still dispatched: its results are handed out there.
+                    if kind is not WorkKind.OPERATIONS:
+                        spared[kind] = spared.get(kind, 0.0) + amount
         if facts.is_random and not self.log.is_backward:
             self.uses_random = True
             if self._active:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memfit.core.saved_policies import Saved
+from memfit.core.work_kinds import WorkKind
 from memfit.profiling.blocks import ModuleSite
 
 
@@ -140,6 +141,7 @@ class CallRecord:
         received: its arguments, while it runs.
         held_at_entry: ids of the tensors in them as it began.
         kept: tensors on its module, with the writes to each as it began.
+        spared: by policy, amounts of the operations whose results it keeps.
     """
 
     index: int
@@ -162,6 +164,7 @@ class CallRecord:
     is_substituted: bool = False
     changes_itself: bool = False
     kept: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    spared: dict[Saved, dict[WorkKind, float]] = field(default_factory=dict[Saved, dict[WorkKind, float]])
 
 
 @dataclass(eq=False)
@@ -171,3 +174,4 @@ class SegmentRecord:
     call: int
     began: int
     flops: int = 0
+    work: dict[WorkKind, float] = field(default_factory=dict[WorkKind, float])

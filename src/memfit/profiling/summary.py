@@ -16,6 +16,7 @@ from memfit.core.leaving import leaves
 from memfit.core.numbered_names import split_number
 from memfit.core.profile import CallProfile, HeldResults, StorageProfile, TraceProfile
 from memfit.core.saved_policies import Saved
+from memfit.core.work_kinds import Work, as_work, summed
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 
@@ -65,6 +66,8 @@ def summarize(
         plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
         largest_saved=_largest_saved(step),
         untiled_attention=step.attention.untiled(),
+        prologue_work=_work(step.forward, -1),
+        seed_work=_work(step.backward, -1),
     )
 
 
@@ -120,7 +123,13 @@ def _call(
         backward_leaves_bytes=gone.end_bytes if gone else 0,
         forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
         backward_flops=sum(s.flops for s in step.backward if s.call == call.index),
+        forward_work=_work(step.forward, call.index),
+        backward_work=_work(step.backward, call.index),
     )
+
+
+def _work(segments: Iterable[SegmentRecord], call: int) -> Work:
+    return summed((as_work(segment.work), 1.0) for segment in segments if segment.call == call)
 
 
 _SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.ARRIVED: 0}
@@ -188,6 +197,7 @@ def _held_results(step: TraceRecorder, call: CallRecord, saved: Saved) -> HeldRe
         # Made after the last tensor was saved: nobody will ask for it.
         unneeded_bytes=sum(record.nbytes for record, saves in kept if saves == call.saves),
         peak_bytes=_selected_range(step, call, saved).peak_bytes,
+        spared_work=as_work(call.spared.get(saved, {})),
     )
 
 

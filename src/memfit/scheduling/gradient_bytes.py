@@ -75,6 +75,11 @@ class GradientBytes:
         is_adding = self._adds_apart or self._held.keys() >= {*blocks}
         return Arrival.ADDING if is_adding and segment < self._shape.tail_segment else Arrival.UNKNOWN
 
+    def holds(self, blocks: Iterable[int]) -> bool:
+        """Tells whether gradients of blocks are on the device, to which backward adds others."""
+        blocks = {*blocks}
+        return bool(blocks) and blocks <= self._held.keys()
+
     def begin_pass(self) -> None:
         """Begins a pass at a seed: code after the last call may hand over gradients before the
         first call's backward begins.

@@ -42,9 +42,10 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
-from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace, WorkKind
+from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
+from memfit.core.work_kinds import Work, summed
 from memfit.scheduling.activation_bytes import ActivationBytes
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.operation_draft import OperationDraft
@@ -61,7 +62,7 @@ from memfit.scheduling.sizes import (
     update_traffic,
     uses_disk,
 )
-from memfit.scheduling.work_amounts import segment_flops, update_work
+from memfit.scheduling.work_amounts import adding_work, segment_work, update_work
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
@@ -173,7 +174,7 @@ class _Lowering:
         # In a journal: what is kept before a block's update changes anything.
         self._turn_before = _turns_before(schedule)
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
-        self._work: dict[tuple[int, bool], tuple[tuple[WorkKind, float], ...]] = {}
+        self._work: dict[tuple[int, bool, bool], Work] = {}
         # Tokens that were given, in order; blocks whose gradient left before the compute action
         # that runs next.
         self._given: dict[Token, None] = {}
@@ -317,35 +318,41 @@ class _Lowering:
             self._draft.adds_to = self._loose
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
+            self._draft.work = summed([(self._facts.trace.seed_work, float(len(microbatches)))])
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
+        is_adding = False
+        if isinstance(action, Start):
+            self._draft.work = self._facts.trace.prologue_work
         if isinstance(action, Backward):
             segment = self._segment[action.first]
             self._tail_left -= self._activations.is_of_tail(action)
             relief = self._activations.relief_bytes(segment, self._gradients.arrival(segment))
             self._draft.adds_to = self._adds_to[segment]
+            is_adding = self._gradients.holds(self._shape.contributes[segment])
             added = self._gradients.contribute(self._adds_to[segment], segment)
         self._activations.advance(action, microbatches, added=added, relief=relief)
         if isinstance(action, Forward | Backward):
-            self._work_on(action)
+            self._work_on(action, is_adding=is_adding)
         if isinstance(action, Backward):
             tier, nbytes = self._away.pop((action.first, action.microbatch), (None, 0))
             if tier is not None:
                 self._draft.change("activation", f"C{action.first}", -nbytes, tier)
             self._gradients.end_waiting(self._segment[action.first])
 
-    def _work_on(self, action: Forward | Backward) -> None:
+    def _work_on(self, action: Forward | Backward, *, is_adding: bool) -> None:
         draft, segment = self._draft, self._segment[action.first]
         is_backward = isinstance(action, Backward)
         draft.needs = self._shape.needs[segment]
         draft.waits = [token for b in draft.needs for token in self._waits(_FETCH, b)]
         if is_backward:
             draft.waits = [*draft.waits, *self._given_only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
-        if (segment, is_backward) not in self._work:
-            flops = segment_flops(self._facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
-            calls = action.last - action.first + 1
-            self._work[segment, is_backward] = ((WorkKind.FLOPS, flops), (WorkKind.CALLS, float(calls)))
-        draft.work = self._work[segment, is_backward]
+        key = (segment, is_backward, is_adding)
+        if key not in self._work:
+            work = segment_work(self._facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
+            sums = adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
+            self._work[key] = summed([(work, 1.0), (sums, 1.0)])
+        draft.work = self._work[key]
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = self._take_leaving()
 

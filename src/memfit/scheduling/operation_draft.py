@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit.core.schedule import Action
-from memfit.core.step import ByteChange, Operation, Token, Transfer, UpdatePlace, WorkKind
+from memfit.core.step import ByteChange, Operation, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier
+from memfit.core.work_kinds import Work
 
 
 class OperationDraft:
@@ -31,8 +32,8 @@ class OperationDraft:
     is_chain: bool
     behind: Token | None
     gives: Token | None
-    work: tuple[tuple[WorkKind, float], ...]
-    host_work: tuple[tuple[WorkKind, float], ...]
+    work: Work
+    host_work: Work
     update_place: UpdatePlace | None
     needs: tuple[int, ...]
     adds_to: tuple[int, ...]

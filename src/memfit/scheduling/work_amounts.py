@@ -1,35 +1,78 @@
 """Amounts of work: what segments and updates compute.
 
-In: `Plan`, `Profile`. Out: operations and elements by kind, which `prediction` turns into seconds.
+In: `Plan`, `Profile`. Out: amounts by kind, which `prediction` turns into seconds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from memfit.core.plan import Plan
-from memfit.core.profile import Profile, TraceProfile
+from memfit.core.profile import CallProfile, Profile, TraceProfile
+from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
-from memfit.core.step import WorkKind
+from memfit.core.work_kinds import Work, WorkKind, summed
 
 
-def segment_flops(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int, *, is_backward: bool) -> float:
-    """Counts the floating point operations of a segment for one microbatch, replay included."""
+def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int, *, is_backward: bool) -> Work:
+    """Counts the work of a segment for one microbatch, replay and the entries of its calls
+    included.
+    """
     first, last = shape.segments[segment]
     calls = trace.calls[first : last + 1]
-    forward = sum(c.forward_flops for c in calls)
+    entries: Work = ((WorkKind.CALLS, float(last - first + 1)),)
     if not is_backward:
-        return forward
-    return sum(c.backward_flops for c in calls) + plan.call(first).saved.policy.replay_share * forward
+        return summed([(entries, 1.0), *((_forward(c), 1.0) for c in calls)])
+    saved = plan.call(first).saved
+    return summed(
+        [(entries, 1.0), *((_backward(c), 1.0) for c in calls), *(p for c in calls for p in _replay(c, saved))]
+    )
 
 
-def update_work(plan: Plan, profile: Profile, block: int) -> tuple[tuple[WorkKind, float], ...]:
+def replayed_work(call: CallProfile, saved: Saved) -> Work:
+    """Counts what backward repeats of a call's forward under a policy."""
+    return summed(_replay(call, saved))
+
+
+def _forward(call: CallProfile) -> Work:
+    return call.forward_work or ((WorkKind.FLOPS, float(call.forward_flops)),)
+
+
+def _backward(call: CallProfile) -> Work:
+    return call.backward_work or ((WorkKind.FLOPS, float(call.backward_flops)),)
+
+
+def _replay(call: CallProfile, saved: Saved) -> Iterable[tuple[Work, float]]:
+    policy = saved.policy
+    if not policy.recomputes:
+        return []
+    held = call.held(saved)
+    if policy.kept_operators and (not call.forward_work or held is None):
+        # Not traced under this policy: its own estimate.
+        return [(_forward(call), policy.replay_share)]
+    return [(_forward(call), 1.0), *([] if held is None else [(held.spared_work, -1.0)])]
+
+
+def adding_work(profile: Profile, blocks: Iterable[int]) -> Work:
+    """Counts the bytes by which gradients of blocks are added to those that are there."""
+    nbytes = sum(profile.blocks[b].gradient_bytes for b in blocks)
+    return ((WorkKind.STREAMED, 3.0 * nbytes),) if nbytes else ()
+
+
+def update_work(plan: Plan, profile: Profile, block: int) -> Work:
     """Counts the elements that a block's update passes, by kind of work."""
-    trained = sum(math.prod(p.shape) for p in profile.blocks[block].parameters if p.requires_grad)
+    trained = updated = 0.0
+    for parameter in profile.blocks[block].parameters:
+        if parameter.requires_grad:
+            elements = math.prod(parameter.shape)
+            update = profile.updates.get(parameter.name)
+            trained += elements
+            updated += elements * (1.0 if update is None else update.work_share)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
-    work = [(WorkKind.UPDATED, float(trained)), (WorkKind.ENCODED, float(encoded))]
+    work = [(WorkKind.UPDATED, updated), (WorkKind.ENCODED, float(encoded))]
     if plan.splits_masters:
-        work.append((WorkKind.SPLIT, float(trained)))
+        work.append((WorkKind.SPLIT, trained))
     if plan.drops_masters:
-        work.append((WorkKind.ROUNDED, float(trained)))
+        work.append((WorkKind.ROUNDED, trained))
     return tuple(work)

@@ -15,12 +15,14 @@ from memfit.store.io import DiskIO, IOStatistics, IOTraffic
 from memfit.store.memory_ranges import Memory, aligned_memory, memory_of_storage, memory_of_tensor
 from memfit.store.placement import RegionSpec, store_bytes
 from memfit.store.probe import probe_disk
+from memfit.store.probe_beside import BesideRates, probe_disk_beside
 from memfit.store.region import PieceDamage, Region
 from memfit.store.scratch import Extent, ScratchFile, ScratchStatistics
 from memfit.store.tensor_tables import TensorPlace, dtype_name
 from memfit.store.verify import BlockReport, StoreReport, verify
 
 __all__ = [
+    "BesideRates",
     "BlockReport",
     "CommittedStore",
     "DiskIO",
@@ -46,6 +48,7 @@ __all__ = [
     "memory_of_tensor",
     "open_file",
     "probe_disk",
+    "probe_disk_beside",
     "store_bytes",
     "verify",
 ]

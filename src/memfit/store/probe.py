@@ -46,7 +46,7 @@ def probe_disk(directory: str | os.PathLike[str], *, seconds: float, file_bytes:
     where, operations = Path(directory).absolute(), FileOperations()
     handle = open_unnamed(where, operations)
     try:
-        size_bytes = _claim(handle, where, operations, file_bytes)
+        size_bytes = claim_probe_file(handle, where, operations, file_bytes)
         piece = aligned_memory(DEFAULT_PIECE_BYTES)
         # Not zeros: some disks and hosts store those for free.
         piece.view()[:] = os.urandom(MIB) * (piece.nbytes // MIB)
@@ -57,13 +57,13 @@ def probe_disk(directory: str | os.PathLike[str], *, seconds: float, file_bytes:
             for transfer in [io.write(handle, at, piece) for at in range(0, size_bytes, piece.nbytes)]:
                 transfer.wait()
             slice_s = (seconds - (time.perf_counter() - started_s)) / 2
-            read, written = (_rate(start, handle, piece, size_bytes, slice_s) for start in (io.read, io.write))
+            read, written = (keep_moving(start, handle, piece, size_bytes, slice_s) for start in (io.read, io.write))
     finally:
         handle.close()
     return Link(read_bytes_per_s=read, write_bytes_per_s=written)
 
 
-def _claim(handle: FileHandle, where: Path, operations: FileOperations, file_bytes: int) -> int:
+def claim_probe_file(handle: FileHandle, where: Path, operations: FileOperations, file_bytes: int) -> int:
     """Claims the file, in whole pieces; returns its length."""
     try:
         free_bytes = operations.free_bytes(where)
@@ -81,7 +81,7 @@ def _claim(handle: FileHandle, where: Path, operations: FileOperations, file_byt
     return size_bytes
 
 
-def _rate(
+def keep_moving(
     start: Callable[[FileHandle, int, Memory], DiskTransfer],
     handle: FileHandle,
     piece: Memory,

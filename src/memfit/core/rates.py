@@ -1,0 +1,112 @@
+"""Rates of classes of work where a machine's description does not state them.
+
+In: what a `Hardware` states in any case (matrix products a second, updates), and its data sheet.
+Out: a `Rate` for each `WorkKind`. Measured ones (`memfit probe`) stand in `Hardware.rates` and win.
+
+[Note: derived rates]
+Ratios to matrix products and to memory's bandwidth, as measured on a server's core with AVX-512 for
+processors, and assumed for accelerators. They say what a class costs roughly; their spread says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from memfit.core.tiers import is_processor
+from memfit.core.work_kinds import WorkKind
+
+if TYPE_CHECKING:
+    from memfit.core.hardware import Hardware
+
+DERIVED_SPREAD = 0.3
+
+CALLS_PER_S = 1e4
+"""Entries of calls: hooks, a coroutine switch. An assumption; it lets fewer microbatches win ties.
+"""
+SPLIT_ELEMENTS_PER_S = 1.3e9
+"""Joining a master from its weight and the rest, and splitting it again, parameters a second
+(measured: 512 Ki in 0.4 ms on one core).
+"""
+ROUNDED_ELEMENTS_PER_S = 7.5e8
+"""Rounding weights that have no masters stochastically, parameters a second.
+"""
+
+
+class Rate(NamedTuple):
+    """Amount a second, and the share by which measurements of it differed."""
+
+    per_s: float
+    spread: float = 0.0
+
+
+# By class: its share of the rate of products, on a processor and on an accelerator.
+_OF_PRODUCTS: Mapping[str, tuple[float, float]] = {
+    "products-64": (1.0, 1.0),
+    "products-16": (0.85, 0.5),
+    "products-4": (0.5, 0.15),
+    "batched-products": (0.65, 0.6),
+    "attention": (0.75, 0.6),
+    "attention-backward": (0.6, 0.5),
+    "convolution": (0.6, 0.6),
+    "convolution-backward": (0.5, 0.5),
+}
+# By class: amounts for each byte a second of memory. Elements: as many bytes each as the divisor.
+_OF_MEMORY: Mapping[WorkKind, tuple[float, float]] = {
+    WorkKind.PRODUCTS_1: (0.5, 0.4),
+    WorkKind.HALF_PRODUCTS_1: (0.5, 0.8),
+    WorkKind.GROUPED_CONVOLUTION: (0.5, 1.0),
+    WorkKind.STREAMED: (1.0, 1.0),
+    WorkKind.STREAMED_LARGE: (0.8, 1.0),
+    WorkKind.REDUCED: (0.7, 1.0),
+    WorkKind.TRANSPOSED: (0.3, 0.6),
+    WorkKind.GATHERED: (0.2, 0.4),
+    WorkKind.FUNCTIONS: (1 / 18, 1 / 8),
+    WorkKind.SLOW_FUNCTIONS: (1 / 60, 1 / 8),
+    WorkKind.NORMALIZED: (1 / 22, 1 / 8),
+    WorkKind.NORMALIZED_BACKWARD: (1 / 40, 1 / 16),
+    WorkKind.DRAWN: (1 / 180, 1 / 8),
+}
+_FLOPS_PER_BYTE = 3.3, 14.0
+_OPERATIONS_PER_S = 2e5, 1.5e5
+
+
+def rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
+    """Returns the rate of each class on the device. See [Note: derived rates]."""
+    found = _derived(hardware)
+    for kind, rate in hardware.rates.items():
+        found[kind] = rate
+    return found
+
+
+def host_rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
+    """Returns the rates of updates on the host's cores, beside an accelerator."""
+    return {
+        WorkKind.UPDATED: Rate(hardware.host_update_elements_per_s),
+        WorkKind.ENCODED: Rate(hardware.host_codec_elements_per_s),
+        WorkKind.SPLIT: Rate(SPLIT_ELEMENTS_PER_S),
+        WorkKind.ROUNDED: Rate(ROUNDED_ELEMENTS_PER_S),
+    }
+
+
+def _derived(hardware: Hardware) -> dict[WorkKind, Rate]:
+    column = 0 if is_processor(hardware.device) else 1
+    products = hardware.flops_per_s
+    half = hardware.bf16_flops_per_s or products
+    sheet = hardware.datasheet
+    memory = products / _FLOPS_PER_BYTE[column] if sheet is None else sheet.memory_bytes_per_s * sheet.utilisation
+    found = {WorkKind.FLOPS: Rate(products)}
+    for name, shares in _OF_PRODUCTS.items():
+        found[WorkKind(name)] = Rate(products * shares[column], DERIVED_SPREAD)
+        if name != "convolution-backward":
+            found[WorkKind(f"bf16-{name}")] = Rate(half * shares[column], DERIVED_SPREAD)
+    found[WorkKind.FP16] = Rate(half * 0.8, DERIVED_SPREAD)
+    for kind, shares in _OF_MEMORY.items():
+        found[kind] = Rate(memory * shares[column], DERIVED_SPREAD)
+    found[WorkKind.OPERATIONS] = Rate(_OPERATIONS_PER_S[column], DERIVED_SPREAD)
+    found[WorkKind.CALLS] = Rate(CALLS_PER_S)
+    found[WorkKind.UPDATED] = Rate(hardware.update_elements_per_s)
+    found[WorkKind.ENCODED] = Rate(hardware.codec_elements_per_s)
+    found[WorkKind.SPLIT] = Rate(SPLIT_ELEMENTS_PER_S)
+    found[WorkKind.ROUNDED] = Rate(ROUNDED_ELEMENTS_PER_S)
+    return found

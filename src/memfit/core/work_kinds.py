@@ -1,0 +1,121 @@
+"""Kinds of work and their amounts: what computing costs, apart from the machine that does it.
+
+In: counted by `profiling` for each operation of a trace, and by `scheduling` for updates. Out:
+amounts by kind, which `prediction.clock` divides by the rates of a `Hardware`.
+
+[Note: classes of work]
+One rate for all operations is off by factors: on a processor a GELU by its formula with tanh passes
+0.6 billion elements a second, an addition moves 30 GB, and a product with eight rows reaches half
+of what one with 64 does. So each operation counts in the class whose operations take about equally
+long for an amount: floating point operations for products, by dtype and by the smallest of their
+three sizes (which bounds how often a value in cache is used again); bytes read and written where
+memory is what is waited for; elements where a function is; and every operation counts once besides,
+for what torch and Python spend on it. An amount is of the model alone, so plans that are lowered to
+equal steps have equal amounts, on each machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+
+class WorkKind(StrEnum):
+    """Kinds of computation, each with its own rate. See [Note: classes of work].
+
+    FLOPS: floating point operations of products of an unknown class. PRODUCTS_N: of matrix products
+    in fp32 whose smallest size is at least N (and below the next class's). BATCHED: of many small
+    products at once. ATTENTION, CONVOLUTION: of kernels of their own, forward and backward;
+    GROUPED_CONVOLUTION: with sums of less than 64 products. HALF_...: the same in bf16;
+    FP16: any of them in fp16.
+
+    STREAMED: bytes read and written by point-wise operations and copies; STREAMED_LARGE: the same
+    where an operation moves more than caches and pools hold. REDUCED: by sums. TRANSPOSED: by
+    copies between different orders of dimensions. GATHERED: by indexed reads and writes.
+
+    FUNCTIONS, SLOW_FUNCTIONS: elements through exponentials and error functions; through hyperbolic
+    ones, powers, logarithms, cumulative sums and sorting. NORMALIZED, NORMALIZED_BACKWARD: through
+    normalisation and softmax. DRAWN: random numbers.
+
+    OPERATIONS: calls of operators. CALLS: entries of calls. UPDATED, ENCODED, SPLIT, ROUNDED:
+    elements that an update passes (as AdamW's would), that it decodes and encodes, whose masters it
+    joins and splits, that it rounds stochastically.
+    """
+
+    FLOPS = "flops"
+    PRODUCTS_64 = "products-64"
+    PRODUCTS_16 = "products-16"
+    PRODUCTS_4 = "products-4"
+    PRODUCTS_1 = "products-1"
+    BATCHED = "batched-products"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention-backward"
+    CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution-backward"
+    GROUPED_CONVOLUTION = "grouped-convolution"
+    HALF_PRODUCTS_64 = "bf16-products-64"
+    HALF_PRODUCTS_16 = "bf16-products-16"
+    HALF_PRODUCTS_4 = "bf16-products-4"
+    HALF_PRODUCTS_1 = "bf16-products-1"
+    HALF_BATCHED = "bf16-batched-products"
+    HALF_ATTENTION = "bf16-attention"
+    HALF_ATTENTION_BACKWARD = "bf16-attention-backward"
+    HALF_CONVOLUTION = "bf16-convolution"
+    FP16 = "fp16-products"
+    STREAMED = "streamed"
+    STREAMED_LARGE = "streamed-large"
+    REDUCED = "reduced"
+    TRANSPOSED = "transposed"
+    GATHERED = "gathered"
+    FUNCTIONS = "functions"
+    SLOW_FUNCTIONS = "slow-functions"
+    NORMALIZED = "normalized"
+    NORMALIZED_BACKWARD = "normalized-backward"
+    DRAWN = "drawn"
+    OPERATIONS = "operations"
+    CALLS = "calls"
+    UPDATED = "updated"
+    ENCODED = "encoded"
+    SPLIT = "split"
+    ROUNDED = "rounded"
+
+
+Work = tuple[tuple[WorkKind, float], ...]
+"""Amounts by kind, each kind once, in the order of `WorkKind`.
+"""
+
+_ORDER = {kind: index for index, kind in enumerate(WorkKind)}
+# Of one number, three sizes: a class's rate is measured near its lower end.
+_SIZES = (64, 16, 4)
+_FP32 = (WorkKind.PRODUCTS_64, WorkKind.PRODUCTS_16, WorkKind.PRODUCTS_4, WorkKind.PRODUCTS_1)
+_HALF = (
+    WorkKind.HALF_PRODUCTS_64,
+    WorkKind.HALF_PRODUCTS_16,
+    WorkKind.HALF_PRODUCTS_4,
+    WorkKind.HALF_PRODUCTS_1,
+)
+PRODUCT_KINDS = frozenset(kind for kind in WorkKind if _ORDER[kind] <= _ORDER[WorkKind.FP16])
+"""Kinds whose amounts are floating point operations.
+"""
+
+
+def product_kind(smallest: int, dtype: str) -> WorkKind:
+    """Returns the class of a matrix product by the smallest of its three sizes and its dtype."""
+    if dtype == "float16":
+        return WorkKind.FP16
+    kinds = _HALF if dtype == "bfloat16" else _FP32
+    return next((kind for kind, size in zip(kinds, _SIZES, strict=False) if smallest >= size), kinds[-1])
+
+
+def as_work(amounts: Mapping[WorkKind, float]) -> Work:
+    """Returns the amounts that are not 0, in order."""
+    return tuple(sorted(((k, a) for k, a in amounts.items() if a), key=lambda one: _ORDER[one[0]]))
+
+
+def summed(works: Iterable[tuple[Work, float]]) -> Work:
+    """Returns the sum of amounts, each multiplied by its factor."""
+    total: dict[WorkKind, float] = {}
+    for work, factor in works:
+        for kind, amount in work:
+            total[kind] = total.get(kind, 0.0) + factor * amount
+    return as_work(total)

@@ -1,0 +1,337 @@
+"""Rates of classes of work on this machine, each from several operations of its class.
+
+In: a device. Out: a `Rate` by `WorkKind`.
+
+[Note: measuring a rate]
+Operations run as a step runs them: fresh results, from torch's allocator as it is installed;
+backward by autograd. All classes take turns in rounds, so that work of others, which comes and
+goes, does not fall on one class alone. An operation's time is its best over the rounds, since
+other work can only slow it down; a class's rate is the mean over its operations of seconds for an
+amount. Its spread is the larger of two: how much the operations of a class differ (the class is
+then a rough one), and how much the rounds do (the machine is then not quiet).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit import devices
+from memfit.core.rates import Rate
+from memfit.core.work_kinds import WorkKind, product_kind
+
+_ROUNDS = 4
+_TURN_S = 0.012
+_SMALL = 1 << 20  # elements of an operation whose operands caches hold in part
+_LARGE = 1 << 23
+_HALF = torch.bfloat16
+_FP32 = torch.float32
+
+Trial = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
+    """An operation to measure.
+
+    Attributes:
+        kind: its class.
+        amount: of one call.
+        make: makes its operands, and returns the call.
+    """
+
+    kind: WorkKind
+    amount: float
+    make: Callable[[], Trial]
+
+
+@dataclass
+class _Times:
+    """Seconds of an operation: the best of each round."""
+
+    operation: _Operation
+    rounds: list[float] = field(default_factory=list[float])
+
+
+def measure_rates(
+    device: torch.device, *, rounds: int = _ROUNDS, seconds: float = _TURN_S, has_half: bool = True
+) -> Mapping[WorkKind, Rate]:
+    """Measures all classes of work on a device; some 10 seconds. See [Note: measuring a rate].
+
+    Args:
+        device: whose processor works.
+        rounds: turns of each operation.
+        seconds: of one turn, at least two calls.
+        has_half: bf16 and fp16 too.
+    """
+    found = [_Times(one) for one in _operations(device) if has_half or not _is_half(one.kind)]
+    for _ in range(rounds):
+        for times in found:
+            times.rounds.append(_best_of_turn(times.operation.make(), device, seconds))
+    by_kind: dict[WorkKind, list[_Times]] = {}
+    for times in found:
+        by_kind.setdefault(times.operation.kind, []).append(times)
+    return {kind: _rate(group) for kind, group in by_kind.items()}
+
+
+def _is_half(kind: WorkKind) -> bool:
+    return kind.startswith("bf16") or kind is WorkKind.FP16
+
+
+def _rate(group: list[_Times]) -> Rate:
+    per_amount = [min(one.rounds) / one.operation.amount for one in group]
+    mean = statistics.fmean(per_amount)
+    among = statistics.pstdev(per_amount) / mean
+    over_time = statistics.fmean((statistics.median(one.rounds) - min(one.rounds)) / min(one.rounds) for one in group)
+    return Rate(1 / mean, round(min(1.0, max(among, over_time)), 3))
+
+
+def _best_of_turn(call: Trial, device: torch.device, seconds: float) -> float:
+    call()
+    best, began, count = float("inf"), time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - began < seconds:
+        _finish(device)
+        start = time.perf_counter()
+        call()
+        _finish(device)
+        best = min(best, time.perf_counter() - start)
+        count += 1
+    return best
+
+
+def _finish(device: torch.device) -> None:
+    if devices.is_accelerator(device):
+        devices.of(device).synchronize(device)
+
+
+# --- operations --------------------------------------------------------------------------------
+
+
+def _operations(device: torch.device) -> Iterator[_Operation]:
+    # An accelerator needs larger ones to be busy.
+    scale = 1 if device.type == "cpu" else 4
+    for dtype in (_FP32, _HALF, torch.float16):
+        yield from _products(device, dtype, scale)
+        if dtype is not torch.float16:
+            yield from _attention(device, dtype, scale)
+            yield from _convolutions(device, dtype, scale)
+    yield from _memory(device)
+    yield from _elements(device)
+    yield _Operation(kind=WorkKind.OPERATIONS, amount=_small_step_operations(device), make=lambda: _small_step(device))
+
+
+def _tensor(*shape: int, device: torch.device, dtype: torch.dtype = _FP32, grad: bool = False) -> torch.Tensor:
+    return torch.full(shape, 0.5, device=device, dtype=dtype, requires_grad=grad)
+
+
+def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
+    """Products of rows (m) by k by columns (n), as a linear layer makes them: by a transposed
+    weight, and, for the weight's gradient, of a transposed factor.
+    """
+    name = str(dtype).removeprefix("torch.")
+    wide = [(512, 512, 1024), (1024, 256, 512), (128, 768, 768), (64, 512, 2048)]
+    narrow = [(32, 768, 768), (768, 32, 768), (16, 512, 1024)]
+    thin = [(8, 768, 768), (768, 8, 768), (4, 1024, 1024)]
+    sizes = wide if dtype is torch.float16 else [*wide, *narrow, *thin, (1, 2048, 1024), (2, 1024, 1024)]
+    for m, k, n in [tuple(size * scale if size > 16 else size for size in one) for one in sizes]:
+        yield _Operation(
+            kind=product_kind(min(m, k, n), name),
+            amount=2.0 * m * k * n,
+            make=lambda m=m, k=k, n=n: _product(
+                _tensor(m, k, device=device, dtype=dtype), _tensor(n, k, device=device, dtype=dtype).t()
+            ),
+        )
+    if dtype is torch.float16:
+        return
+    kind = WorkKind.HALF_BATCHED if dtype is _HALF else WorkKind.BATCHED
+    for count, m, k, n in ((48, 128, 64, 128), (48, 128, 128, 64), (8, 256, 64, 256)):
+        yield _Operation(
+            kind=kind,
+            amount=2.0 * count * scale * m * k * n,
+            make=lambda c=count * scale, m=m, k=k, n=n: _product(
+                _tensor(c, m, k, device=device, dtype=dtype), _tensor(c, n, k, device=device, dtype=dtype).mT
+            ),
+        )
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> Trial:
+    return lambda: left @ right
+
+
+def _forward_and_backward(run: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> tuple[Trial, Trial]:
+    """The two calls of a function: its forward and its backward, which uses what that has kept."""
+    out = run()
+    grad = torch.ones_like(out)
+    return run, lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def _both(
+    kinds: tuple[WorkKind, WorkKind],
+    amounts: tuple[float, float],
+    make: Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]],
+) -> Iterator[_Operation]:
+    for index in (0, 1):
+        yield _Operation(
+            kind=kinds[index], amount=amounts[index], make=lambda index=index: _forward_and_backward(*make())[index]
+        )
+
+
+def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
+    kinds = (
+        (WorkKind.HALF_ATTENTION, WorkKind.HALF_ATTENTION_BACKWARD)
+        if dtype is _HALF
+        else (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
+    )
+    for rows, places, is_causal in ((4 * scale, 256, True), (4 * scale, 256, False), (8 * scale, 128, True)):
+
+        def make(rows: int = rows, places: int = places, is_causal: bool = is_causal) -> Any:  # noqa: FBT001, a loop's
+            q, k, v = (_tensor(rows, 4, places, 64, device=device, dtype=dtype, grad=True) for _ in range(3))
+            return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal), (q, k, v)
+
+        flops = 4.0 * rows * 4 * places * places * 64
+        yield from _both(kinds, (flops, 2.5 * flops), make)
+
+
+def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
+    half = (WorkKind.HALF_CONVOLUTION, WorkKind.HALF_CONVOLUTION)
+    full = (WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD)
+    for channels, size in ((64, 32), (128, 16)):
+
+        def make(channels: int = channels, size: int = size) -> Any:
+            x = _tensor(4 * scale, channels, size, size, device=device, dtype=dtype, grad=True)
+            weight = _tensor(channels, channels, 3, 3, device=device, dtype=dtype, grad=True)
+            return lambda: functional.conv2d(x, weight, padding=1), (x, weight)
+
+        flops = 2.0 * 4 * scale * channels * channels * 9 * size * size
+        yield from _both(half if dtype is _HALF else full, (flops, 2 * flops), make)
+    if dtype is _HALF:
+        return
+    for kernel in (3, 5):
+
+        def make_grouped(kernel: int = kernel) -> Any:
+            x = _tensor(4, 128, 32, 32, device=device, grad=True)
+            weight = _tensor(128, 1, kernel, kernel, device=device, grad=True)
+            return lambda: functional.conv2d(x, weight, padding=kernel // 2, groups=128), (x, weight)
+
+        flops = 2.0 * 4 * 128 * kernel**2 * 32 * 32
+        grouped = (WorkKind.GROUPED_CONVOLUTION, WorkKind.GROUPED_CONVOLUTION)
+        yield from _both(grouped, (flops, 2 * flops), make_grouped)
+
+
+def _memory(device: torch.device) -> Iterator[_Operation]:
+    """Operations that memory bounds; small ones pass through more tensors than a cache holds."""
+    for kind, elements, count in ((WorkKind.STREAMED, _SMALL, 8), (WorkKind.STREAMED_LARGE, _LARGE, 1)):
+        nbytes = 4.0 * elements * count
+        for weight, function in (
+            (3, lambda a, b: a + b),
+            (3, lambda a, b: a.add_(b)),
+            (2, lambda a, _: a * 0.5),
+            (2, lambda a, b: b.copy_(a)),
+        ):
+            yield _Operation(
+                kind=kind,
+                amount=weight * nbytes,
+                make=lambda n=elements, c=count, f=function: _over_pairs(device, n, c, f),
+            )
+    nbytes = 4.0 * _SMALL * 8
+    for function in (lambda a, _: a.view(-1, 512).sum(0), lambda a, _: a.view(-1, 512).mean(-1)):
+        yield _Operation(
+            kind=WorkKind.REDUCED, amount=nbytes, make=lambda f=function: _over_pairs(device, _SMALL, 8, f)
+        )
+    yield _Operation(
+        kind=WorkKind.TRANSPOSED,
+        amount=2 * nbytes,
+        make=lambda: _over_pairs(device, _SMALL, 8, lambda a, _: a.view(-1, 512).t().contiguous()),
+    )
+    rows, vocabulary, width = 1024, 8192, 512
+    taken, whole = 4.0 * rows * width, 4.0 * vocabulary * width
+    small = 8.0 * rows
+
+    def make() -> Any:
+        table = _tensor(vocabulary, width, device=device, grad=True)
+        places = torch.randint(vocabulary, (rows,), device=device)
+        return lambda: functional.embedding(places, table), (table,)
+
+    yield from _both((WorkKind.GATHERED, WorkKind.GATHERED), (taken + small, whole + small), make)
+
+
+def _over_pairs(device: torch.device, elements: int, count: int, function: Callable[[Any, Any], object]) -> Trial:
+    pairs = [(_tensor(elements, device=device), _tensor(elements, device=device)) for _ in range(count)]
+
+    def run() -> None:
+        for a, b in pairs:
+            function(a, b)
+
+    return run
+
+
+def _elements(device: torch.device) -> Iterator[_Operation]:
+    """Operations whose functions are what is waited for."""
+    elements = _SMALL // 2
+    fast, slow = WorkKind.FUNCTIONS, WorkKind.SLOW_FUNCTIONS
+
+    def pair(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        x = _tensor(elements // 512, 512, device=device, grad=True)
+        return lambda: function(x), (x,)
+
+    for function in (functional.gelu, functional.silu):
+        yield from _both((fast, fast), (elements, elements), lambda f=function: pair(f))
+    yield _Operation(kind=fast, amount=elements, make=lambda: pair(torch.exp)[0])
+    yield from _both((slow, slow), (elements, elements), lambda: pair(lambda x: functional.gelu(x, approximate="tanh")))
+    yield _Operation(kind=slow, amount=elements, make=lambda: pair(torch.tanh)[0])
+    normal = (WorkKind.NORMALIZED, WorkKind.NORMALIZED_BACKWARD)
+    weight = _tensor(512, device=device, grad=True)
+    for function in (
+        lambda x: functional.layer_norm(x, (512,), weight, weight),
+        lambda x: functional.softmax(x, -1),
+        lambda x: functional.log_softmax(x, -1),
+    ):
+        yield from _both(normal, (elements, elements), lambda f=function: pair(f))
+    yield _Operation(
+        kind=WorkKind.DRAWN, amount=elements, make=lambda: pair(lambda x: functional.dropout(x.detach(), 0.1))[0]
+    )
+    yield _Operation(
+        kind=WorkKind.DRAWN, amount=elements, make=lambda: pair(lambda x: torch.empty_like(x).bernoulli_(0.9))[0]
+    )
+
+
+def _small_step(device: torch.device) -> Trial:
+    """A forward and a backward of so little work that calling operators is what takes the time."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
+    model = nn.Sequential(*layers).to(device)
+    x = torch.ones(2, 8, device=device)
+
+    def step() -> None:
+        for layer in model:
+            y = layer(x).view(2, 4, 2).transpose(1, 2).reshape(2, 8) + x
+            y.sum().backward()
+
+    return step
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Counts operations as a trace does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _small_step_operations(device: torch.device) -> float:
+    step = _small_step(device)
+    with _OperationCounter() as counting:
+        step()
+    return float(counting.count)

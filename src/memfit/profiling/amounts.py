@@ -1,0 +1,188 @@
+"""Amounts of work of one operation, by class, from its operator and the shapes of its tensors.
+
+In: an operator, arguments, results. Out: `core.work_kinds.Work`. See [Note: classes of work] there.
+What an operation reads and writes is counted once for each tensor: memory that an expanded tensor
+does not have is not read. Operators that are not known count as point-wise. Not counted: the copies
+that a kernel makes inside itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind
+from memfit.profiling.traced_trees import operator_tensors
+
+aten = torch.ops.aten
+
+LARGE_BYTES = 48 << 20
+"""Bytes that an operation moves, from which it counts as large.
+"""
+# Products that a sum of a convolution has: below, it is no matrix product worth its name.
+_FEW_FACTORS = 64
+
+# Positions of the two factors among the arguments. Shapes are (..., m, k) and (..., k, n).
+_FACTORS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.mv: 0, aten.addmv: 1, aten._grouped_mm: 0}
+_BATCHED = {aten.bmm, aten.baddbmm}
+_IN_DTYPE = {
+    (name, is_half): WorkKind(f"bf16-{name}" if is_half else name)
+    for name in ("products-64", "batched-products", "attention", "attention-backward")
+    for is_half in (False, True)
+}
+_ATTENTION = "_scaled_dot_product_"
+
+
+def _named(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FUNCTIONS = _named(
+    "gelu gelu_backward silu silu_backward exp exp_ exp2 sigmoid sigmoid_ erf mish elu elu_ elu_backward celu selu "
+    "hardswish softplus softplus_backward rsqrt"
+)
+_SLOW_FUNCTIONS = _named(
+    "tanh tanh_ log log_ log1p log2 sin cos expm1 mish_backward log_sigmoid_forward log_sigmoid_backward cumsum "
+    "cumprod cumsum_ logcumsumexp sort topk atan2 erfinv logsumexp argsort unique2 _unique2 cummax"
+)
+_NORMALIZED = _named(
+    "native_layer_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update native_group_norm _softmax "
+    "_log_softmax _fused_rms_norm _safe_softmax cudnn_batch_norm"
+)
+_NORMALIZED_BACKWARD = _named(
+    "native_layer_norm_backward native_batch_norm_backward batch_norm_backward native_group_norm_backward "
+    "_softmax_backward_data _log_softmax_backward_data _fused_rms_norm_backward cudnn_batch_norm_backward"
+)
+_REDUCED = _named("sum mean var var_mean std amax amin max min argmax argmin prod any all linalg_vector_norm norm")
+_GATHERED = _named(
+    "embedding embedding_dense_backward index index_select index_put index_put_ _index_put_impl_ gather scatter "
+    "scatter_ scatter_add scatter_add_ index_add index_add_ nll_loss_forward nll_loss_backward masked_select nonzero "
+    "max_pool2d_with_indices max_pool2d_with_indices_backward upsample_bilinear2d upsample_nearest2d masked_scatter "
+    "index_copy index_copy_ repeat_interleave col2im im2col"
+)
+_DRAWN = _named(
+    "native_dropout bernoulli bernoulli_ normal_ uniform_ rand randn rand_like randn_like randint randint_like randperm "
+    "exponential_ multinomial normal"
+)
+_BY_ELEMENT = {
+    **dict.fromkeys(_FUNCTIONS, WorkKind.FUNCTIONS),
+    **dict.fromkeys(_SLOW_FUNCTIONS, WorkKind.SLOW_FUNCTIONS),
+    **dict.fromkeys(_NORMALIZED, WorkKind.NORMALIZED),
+    **dict.fromkeys(_NORMALIZED_BACKWARD, WorkKind.NORMALIZED_BACKWARD),
+    **dict.fromkeys(_DRAWN, WorkKind.DRAWN),
+}
+_COPIES = _named("clone copy_ _to_copy _reshape_copy contiguous cat stack copy")
+# They write without having read what they write to.
+_OVERWRITES = _named("copy_ fill_ zero_")
+_MADE = _named("empty new_empty empty_like empty_strided new_empty_strided detach alias _local_scalar_dense lift_fresh")
+
+
+def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, flops: int) -> Work:
+    """Returns the amounts of one call of `func`.
+
+    Args:
+        func: as a dispatch mode receives it.
+        args: its positional arguments.
+        kwargs: the others.
+        out: what it returned.
+        flops: floating point operations, from `flops.operation_flops`.
+    """
+    packet = func._overloadpacket
+    name = packet.__name__
+    amounts = {WorkKind.OPERATIONS: 1.0}
+    if func.is_view or name in _MADE:
+        return as_work(amounts)
+    read, made = _tensors((args, kwargs)), _tensors(out)
+    if flops:
+        amounts[_flops_kind(packet, name, args, read)] = float(flops)
+        return as_work(amounts)
+    is_by_tanh = "tanh" in [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    kind, amount = _amount(name, args, read, made, is_by_tanh=is_by_tanh)
+    amounts[kind] = float(amount)
+    return as_work(amounts)
+
+
+def _amount(
+    name: str, args: Sequence[Any], read: Sequence[torch.Tensor], made: Sequence[torch.Tensor], *, is_by_tanh: bool
+) -> tuple[WorkKind, int]:
+    """Class and amount of an operation that is no product."""
+    elements = max((t.numel() for t in (*read, *made)), default=0)
+    kind = WorkKind.SLOW_FUNCTIONS if is_by_tanh or _is_odd_power(name, args) else _BY_ELEMENT.get(name)
+    if kind is not None:
+        return kind, elements
+    if name in _GATHERED:
+        # Of the table that is read, as much as is taken from it; all of one that is written.
+        return WorkKind.GATHERED, sum(map(_bytes, made)) + min(map(_bytes, (*read, *made)), default=0)
+    is_overwritten = name in _OVERWRITES and bool(read)
+    nbytes = sum(map(_bytes, read[1:] if is_overwritten else read)) + sum(map(_bytes, made))
+    if name in _REDUCED:
+        return WorkKind.REDUCED, nbytes
+    if name in _COPIES and _is_transposed(read, made):
+        return WorkKind.TRANSPOSED, nbytes
+    return (WorkKind.STREAMED if nbytes < LARGE_BYTES else WorkKind.STREAMED_LARGE), nbytes
+
+
+def _flops_kind(packet: Any, name: str, args: Sequence[Any], read: Sequence[torch.Tensor]) -> WorkKind:
+    """Class of an operation of products."""
+    dtype = str(read[0].dtype).removeprefix("torch.") if read else "float32"
+    is_half, is_backward = dtype == "bfloat16", name.endswith("backward")
+    if dtype == "float16":
+        return WorkKind.FP16
+    if name.startswith(_ATTENTION):
+        return _IN_DTYPE["attention-backward" if is_backward else "attention", is_half]
+    if "conv" in name:
+        return _convolution_kind(args[2] if is_backward else args[1], is_backward=is_backward, is_half=is_half)
+    if packet in _BATCHED:
+        return _IN_DTYPE["batched-products", is_half]
+    at = _FACTORS.get(packet)
+    if at is None:
+        return _IN_DTYPE["products-64", is_half]
+    left, right = args[at], args[at + 1]
+    return product_kind(min(*left.shape[-2:], *right.shape[-2:], *([1] if right.dim() == 1 else [])), dtype)
+
+
+def _convolution_kind(weight: torch.Tensor, *, is_backward: bool, is_half: bool) -> WorkKind:
+    """Class of a convolution by its weight: (output channels, input channels a group, sizes)."""
+    if weight.shape[1:].numel() < _FEW_FACTORS:
+        return WorkKind.GROUPED_CONVOLUTION
+    if is_half:
+        return WorkKind.HALF_CONVOLUTION
+    return WorkKind.CONVOLUTION_BACKWARD if is_backward else WorkKind.CONVOLUTION
+
+
+def _is_odd_power(name: str, args: Sequence[Any]) -> bool:
+    """Tells whether a power has no short cut, as squares and cubes have."""
+    if name not in ("pow", "pow_"):
+        return False
+    exponent = args[1] if len(args) > 1 else None
+    return not isinstance(exponent, int | float) or exponent not in (-2, -1, -0.5, 0.5, 1, 2, 3)
+
+
+def _is_transposed(read: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
+    """Tells whether what is read and what is written have their dimensions in another order in
+    memory.
+    """
+    source = read[-1] if read else None
+    target = made[0] if made else None
+    if source is None or target is None or source.dim() != target.dim():
+        return False
+    return _fastest(source) != _fastest(target)
+
+
+def _fastest(tensor: torch.Tensor) -> int:
+    """Returns the dimension whose neighbours lie beside each other."""
+    strides = [(stride, -index) for index, stride in enumerate(tensor.stride()) if tensor.shape[index] > 1 and stride]
+    return -min(strides)[1] if strides else -1
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in {id(t): t for t in operator_tensors(tree)}.values() if t.layout is torch.strided]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    held = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        held *= size if stride else 1
+    return held * tensor.element_size() if tensor.numel() else 0

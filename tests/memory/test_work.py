@@ -1,0 +1,132 @@
+"""Amounts of work of a traced step: bytes, elements and products by arithmetic on shapes, apart from the code that classes operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memfit
+from memfit.core.plan import CallPlan, Plan
+from memfit.core.profile import CallProfile, TraceProfile
+from memfit.core.saved_policies import Saved
+from memfit.core.work_kinds import WorkKind
+from memfit.scheduling.build import build_step
+from memfit.scheduling.lower import lower
+from memfit.scheduling.work_amounts import replayed_work
+
+ROWS, WIDTH, HIDDEN = 32, 48, 96
+
+
+class Layer(nn.Module):
+    """A linear layer, a normalisation, an activation function, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.norm(self.up(x))))
+
+
+def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).sum()
+
+
+def traced(model: nn.Module, x: torch.Tensor) -> Any:
+    return memfit.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), squared, x)
+
+
+def trace_of_layers(count: int = 3) -> TraceProfile:
+    model = nn.Sequential(*(Layer() for _ in range(count)))
+    return traced(model, torch.randn(ROWS, WIDTH)).traces[ROWS]
+
+
+def layer_of(trace: TraceProfile) -> CallProfile:
+    return next(call for call in trace.calls if call.site == "1")
+
+
+def test_a_layer_counts_products_by_their_smallest_size_and_functions_by_element() -> None:
+    layer = layer_of(trace_of_layers())
+    forward, backward = dict(layer.forward_work), dict(layer.backward_work)
+    # Both products have 32 rows, their smallest size; backward makes two of each.
+    products = 2 * (2 * ROWS * WIDTH * HIDDEN)
+    assert forward[WorkKind.PRODUCTS_16] == products == layer.forward_flops
+    assert backward[WorkKind.PRODUCTS_16] == 2 * products == layer.backward_flops
+    assert not {WorkKind.PRODUCTS_64, WorkKind.PRODUCTS_4, WorkKind.PRODUCTS_1} & {*forward, *backward}
+    assert forward[WorkKind.NORMALIZED] == forward[WorkKind.FUNCTIONS] == ROWS * HIDDEN
+    assert backward[WorkKind.NORMALIZED_BACKWARD] == backward[WorkKind.FUNCTIONS] == ROWS * HIDDEN
+    # Gradients of biases are sums over rows, of as many bytes as they read and write.
+    assert backward[WorkKind.REDUCED] == 4 * (ROWS + 1) * (WIDTH + HIDDEN)
+
+
+def test_the_loss_and_its_backward_count_too() -> None:
+    trace = trace_of_layers()
+    last = trace.calls[-1]
+    outputs = 4 * ROWS * WIDTH
+    # Behind the last layer: a square reads and writes the outputs, the sum reads them.
+    assert dict(last.forward_work)[WorkKind.STREAMED] == 2 * outputs
+    assert dict(last.forward_work)[WorkKind.REDUCED] == outputs + 4
+    assert dict(trace.seed_work)[WorkKind.OPERATIONS] > 0
+
+
+def test_a_recomputed_layer_repeats_all_and_a_selected_one_all_but_its_products() -> None:
+    layer = layer_of(trace_of_layers())
+    forward = dict(layer.forward_work)
+    assert dict(replayed_work(layer, Saved.RECOMPUTE)) == forward
+    assert not replayed_work(layer, Saved.KEEP)
+    assert not replayed_work(layer, Saved.OFFLOAD)
+    selected = dict(replayed_work(layer, Saved.SELECT))
+    assert selected == {kind: amount for kind, amount in forward.items() if kind is not WorkKind.PRODUCTS_16}
+
+
+def test_dtype_and_kernels_have_classes_of_their_own() -> None:
+    def kinds(model: nn.Module, x: torch.Tensor) -> set[WorkKind]:
+        trace = traced(model, x).traces[x.shape[0]]
+        works = [work for call in trace.calls for work in (call.forward_work, call.backward_work)]
+        return {kind for work in works for kind, _ in work}
+
+    assert WorkKind.HALF_PRODUCTS_64 in kinds(nn.Linear(64, 64, dtype=torch.bfloat16), torch.randn(64, 64).bfloat16())
+    assert WorkKind.PRODUCTS_64 in kinds(nn.Linear(64, 64), torch.randn(64, 64))
+    dense = kinds(nn.Conv2d(16, 16, 3), torch.randn(2, 16, 8, 8))
+    assert {WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD} <= dense
+    assert WorkKind.GROUPED_CONVOLUTION in kinds(nn.Conv2d(16, 16, 3, groups=16), torch.randn(2, 16, 8, 8))
+
+
+def test_the_backward_of_a_grouped_convolution_takes_twice_its_forward() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Conv1d(8, 16, 3, groups=8))
+    call = traced(model, torch.randn(2, 8, 10)).traces[2].calls[1]
+    assert call.forward_flops == 2 * (2 * 16 * 8) * 3
+    assert call.backward_flops == 2 * call.forward_flops
+
+
+def test_a_second_microbatch_adds_its_gradients() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = memfit.profile(model, optimizer, squared, torch.randn(ROWS, WIDTH), microbatches=(1, 2))
+    plan = Plan(microbatches=2, calls=tuple(CallPlan() for _ in range(3)))
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile)
+    found = {
+        str(o.action): dict(o.work).get(WorkKind.STREAMED, 0.0) for o in step if str(o.action).startswith("backward C1")
+    }
+    first, second = found.values()
+    gradients = sum(p.numel() for p in model[1].parameters()) * 4
+    # Both are read, the sum is written.
+    assert second - first == 3 * gradients
+
+
+def test_the_work_of_an_update_is_told_by_the_bytes_that_its_class_moves() -> None:
+    model = nn.Linear(64, 64)
+    loss, x = squared, torch.randn(8, 64)
+
+    def share(optimizer: torch.optim.Optimizer) -> float:
+        return memfit.profile(model, optimizer, loss, x).updates["weight"].work_share
+
+    assert share(torch.optim.AdamW(model.parameters())) == 1.0
+    # Plain SGD reads weight and gradient and writes the weight: 12 of AdamW's 84 bytes.
+    plain = share(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert plain == 12 / 84
+    assert plain < share(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) < 1
+    assert share(torch.optim.AdamW(model.parameters(), fused=True)) < 0.5

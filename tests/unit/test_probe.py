@@ -1,0 +1,156 @@
+"""What `memfit probe` measures, keeps and says; what a later run takes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from memfit.cli import app
+from memfit.core.errors import MemfitWarning, UsageError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Limits
+from memfit.core.machines import read_hardware
+from memfit.core.rates import rates_of
+from memfit.core.tiers import Tier
+from memfit.core.work_kinds import WorkKind
+from memfit.host import OthersMeter
+from memfit.job import measuring_rates, probing, probing_whole, saved_hardware
+from memfit.job.machine import Machine, open_machine
+from memfit.store import probe_disk_beside
+
+CPU = torch.device("cpu")
+# What no probe measures: entries of calls, and classes that are there for profiles made by hand or rest on constants.
+NOT_MEASURED = {WorkKind.FLOPS, WorkKind.CALLS, WorkKind.SPLIT, WorkKind.ROUNDED}
+
+
+@pytest.fixture(autouse=True)
+def a_quick_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As much as a figure of each needs, and files of its own."""
+    monkeypatch.setenv("MEMFIT_HARDWARE_CACHE", str(tmp_path / "cache"))
+    for name, elements in (("_SMALL", 1 << 14), ("_LARGE", 1 << 15)):
+        monkeypatch.setattr(measuring_rates, name, elements)
+    plain = measuring_rates.measure_rates
+    monkeypatch.setattr(probing_whole, "measure_rates", lambda device: plain(device, rounds=1, seconds=0.0))
+    for name, value in (("_DISK_ROUNDS", 1), ("_DISK_S", 0.02), ("_BESIDE_S", 0.05), ("_FILE_BYTES", 8 << 20)):
+        monkeypatch.setattr(probing_whole, name, value)
+
+
+def here() -> Machine:
+    return open_machine(CPU, Limits.read(None))
+
+
+def test_the_command_measures_every_class_keeps_the_file_and_fit_takes_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["probe", "--directory", str(tmp_path / "homes"), "--json"])
+    assert result.exit_code == 0, result.output
+    written = Hardware.from_json(result.stdout)
+    assert {*written.rates} == {*WorkKind} - NOT_MEASURED
+    path = saved_hardware.saved_path(saved_hardware.identity_of(CPU))
+    assert Hardware.from_json(path.read_text()) == written
+    found = probing.probe(here(), tmp_path / "homes")
+    assert found.rates == written.rates and found.origin == written.origin
+    assert found.link(Tier.DISK) == written.link(Tier.DISK)
+    assert read_hardware(path) == written
+
+
+def test_its_tables_say_rates_links_and_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = saved(tmp_path)
+    monkeypatch.setattr("memfit.api.probe_machine.probe_whole", lambda _device, _directory: made)
+    result = CliRunner().invoke(app, ["probe", "--out", str(tmp_path / "x.json")])
+    assert result.exit_code == 0, result.output
+    for said in ("streamed", "disk, read", "while computing", "Capacities", str(tmp_path / "x.json")):
+        assert said in result.output
+
+
+def saved(tmp_path: Path, **changed: str) -> Hardware:
+    """A file of this machine, with an origin of another one where that is asked for."""
+    raw = json.loads(probing.probe(here(), tmp_path / "homes").to_json())
+    raw["rates"] = {"streamed": {"per_s": 12345.0, "spread": 0.5}}
+    raw["origin"] = {**saved_hardware.identity_of(CPU), "disk": saved_hardware.disk_name(tmp_path), **changed}
+    raw["disk"] |= {"read_bytes_per_s": 77.0}
+    made = Hardware.from_json(json.dumps(raw))
+    saved_hardware.save(made, saved_hardware.saved_path(saved_hardware.identity_of(CPU)))
+    return made
+
+
+def test_a_saved_link_counts_on_the_disk_that_was_measured_alone(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert probing.probe(here(), tmp_path / "homes").link(Tier.DISK).read_bytes_per_s == 77.0
+    saved(tmp_path, disk="another")
+    found = probing.probe(here(), tmp_path / "homes")
+    assert found.link(Tier.DISK).read_bytes_per_s > 77.0
+    assert rates_of(found)[WorkKind.STREAMED].per_s == 12345.0
+
+
+@pytest.mark.parametrize("key", ["processor", "threads", "torch"])
+def test_a_file_of_another_machine_is_not_taken(tmp_path: Path, key: str) -> None:
+    saved(tmp_path, **{key: "another"})
+    assert not probing.probe(here(), tmp_path / "homes").rates
+
+
+def test_other_threads_have_another_file() -> None:
+    one = saved_hardware.identity_of(CPU)
+    assert saved_hardware.saved_path(one) != saved_hardware.saved_path({**one, "threads": "99"})
+
+
+def test_a_damaged_file_is_told_and_not_taken(tmp_path: Path) -> None:
+    path = saved_hardware.saved_path(saved_hardware.identity_of(CPU))
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.warns(MemfitWarning, match="run memfit probe again"):
+        assert not probing.probe(here(), tmp_path / "homes").rates
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    machine = probing.probe(here(), tmp_path / "homes")
+    with pytest.raises(UsageError, match="cannot be written"):
+        saved_hardware.save(machine, tmp_path / "file" / "machine.json")
+
+
+def test_shares_of_others_are_told_by_the_kernels_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc").mkdir()
+    stat = tmp_path / "proc/stat"
+    ticks = os.sysconf("SC_CLK_TCK")
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr("memfit.host.others.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("memfit.host.others.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("memfit.host.others.os.times", lambda: os.times_result((1, 1, 0, 0, 0)))
+    stat.write_text("cpu  100 0 100 900 0 0 0 50 0 0\n")
+    meter = OthersMeter(tmp_path)
+    # 4 processors for 2 s: one second of others' and two stolen.
+    stat.write_text(f"cpu  {100 + ticks} 0 100 900 0 0 0 {50 + 2 * ticks} 0 0\n")
+    found = meter.read()
+    assert found is not None
+    assert (found.used, found.stolen) == (pytest.approx(1 / 8), pytest.approx(2 / 8))
+    assert "12%" in found.sentence() and "25%" in found.sentence()
+
+
+def test_directions_and_compute_run_at_once(tmp_path: Path) -> None:
+    found = probe_disk_beside(
+        tmp_path, directions=("read", "write"), seconds=0.05, file_bytes=8 << 20, meanwhile=lambda: torch.ones(10).sum()
+    )
+    assert {*found.bytes_per_s} == {"read", "write"}
+    assert min(found.bytes_per_s.values()) > 0 and found.calls_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rates": {"quick": {"per_s": 1}}}, "unknown class 'quick'"),
+        ({"rates": {"streamed": 5}}, "per_s and spread"),
+        ({"rates": {"streamed": {"per_s": -1}}}, "'streamed'"),
+        ({"rates": {"streamed": {"per_s": 1, "spread": 2}}}, "share from 0 to 1"),
+        ({"rates": []}, "rates by class"),
+        ({"origin": {"a": 1}}, "line of text"),
+        ({"disk": {"read_bytes_per_s": 1, "write_bytes_per_s": 1, "compute_share": 7}}, "share from 0 to 1"),
+    ],
+)
+def test_rates_that_are_none_are_refused_by_name(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    raw = json.loads(probing.probe(here(), tmp_path / "homes").to_json()) | change
+    with pytest.raises(UsageError, match=said):
+        Hardware.from_json(json.dumps(raw))
