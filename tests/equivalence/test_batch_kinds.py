@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import memfit
+from memfit.api import deciding
 from memfit.api.advise import advise
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import Order, Plan
@@ -316,7 +317,9 @@ def test_under_a_limit_a_batch_that_cannot_be_cut_gets_recompute_and_homes_and_i
     assert_equal(found, plain_gradients(reference, loss, [batch], [1.0]))
 
 
-def test_under_a_limit_a_list_is_trained_whole_where_its_length_says_how_often_the_model_runs(tmp_path: Path) -> None:
+def test_under_a_limit_a_list_is_trained_whole_where_its_length_says_how_often_the_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tensors of three and five rows look like two rows; a part of the list is computed by fewer calls than the whole."""
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -324,6 +327,8 @@ def test_under_a_limit_a_list_is_trained_whole_where_its_length_says_how_often_t
 
     batches = [[randn(3, 6), randn(5, 6)], [randn(4, 6), randn(2, 6), randn(6, 6)]]
     model = build(Tower)
+    # Where the whole batch fits with room to spare, nobody asks for its parts.
+    monkeypatch.setattr(deciding, "keeps_batch_whole", lambda *_: False)
     with memfit.fit(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),

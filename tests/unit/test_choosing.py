@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.api.advise import advise
-from memfit.core.errors import UsageError
+from equivalence import zoo
+from memfit.api import advise as advice_module
+from memfit.api.advise import Advice, advise
+from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
@@ -132,3 +134,50 @@ def test_a_program_that_computes_the_loss_itself_from_a_causal_models_logits_is_
     assert job.plan.loss_chunk_tokens is None
     job.step(tokens)
     job.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "flops_per_s", "shares"),
+    [
+        ("resnet", 1e12, (0.5,)),
+        *(
+            pytest.param(name, flops_per_s, (1.1, 0.7, 0.4, 0.1, 0.02), marks=pytest.mark.slow)
+            for name in zoo.CORE
+            for flops_per_s in (1e8, 1e12)
+        ),
+    ],
+)
+def test_the_choice_is_the_same_where_only_the_whole_batch_is_traced(
+    name: str, flops_per_s: float, shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the plain step's peak (1) down to the smallest limit (0), on a slow and on a fast processor."""
+    case = zoo.ZOO[name]()
+    optimizer = torch.optim.AdamW(p for p in case.model.parameters() if p.requires_grad)
+    machine = replace(MACHINE, flops_per_s=flops_per_s)
+
+    plan_for = advice_module.plan_for
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        """What the process holds besides grows while tests run."""
+        planned = plan_for(*args, **kwargs)
+        return replace(planned, budget=replace(planned.budget, base_bytes=0, reserve_bytes=0), load_bytes=0)
+
+    def advised(limit: int, *, traces_all: bool = False) -> Advice:
+        with monkeypatch.context() as patch:
+            patch.setattr(advice_module, "plan_for", alone)
+            if traces_all:
+                patch.setattr(advice_module, "keeps_batch_whole", lambda *_: False)
+            return advise(
+                case.model, optimizer, case.loss, case.batch(0), limit=limit, allow=case.allow, hardware=machine
+            )
+
+    plain = advised(1 << 35)
+    assert len(plain.profile.traces) == (1 if not case.allow else 4), "where everything fits one size is traced"
+    with pytest.raises(DoesNotFitError) as refused:
+        advised(1 << 10)
+    refusal: Any = refused.value.refusal
+    least = refusal.peak_bytes
+    for share in shares:
+        limit = int(least + share * (plain.predicted_peak_bytes - least))
+        one, other = advised(limit), advised(limit, traces_all=True)
+        assert (one.plan, one.chosen, one.timeline) == (other.plan, other.chosen, other.timeline), share

@@ -5,7 +5,7 @@ In: the user's model, optimizer, loss and sample. Out: `Advice`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.api.choosing import Wanted, choose, in_dtype
+from memfit.api.choosing import Choice, Wanted, choose, in_dtype, keeps_batch_whole
 from memfit.batches.batch import UncuttableError
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
@@ -25,7 +25,7 @@ from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
-from memfit.job.described import plan_for
+from memfit.job.described import PlannedMachine, plan_for
 from memfit.job.machine import device_of
 from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
@@ -148,15 +148,14 @@ def advise(
         given = read_plan(plan)
         check_precision(given, model, allow)
         return _price(problem, sample, given, budget, stated, allow=allow, clips_norm=clips_norm)
-    problem, whole = _cut_and_profiled(problem, sample)
     wanted = Wanted(
         allow=allow,
-        may_split=whole.may_split,  # that the loss adds up is shown by `fit`, which runs it
+        may_split=True,
         clips_norm=clips_norm,
         load_bytes=planned.load_bytes,
         numerics=numerics,
     )
-    chosen = choose(problem, sample, whole, budget, stated, planned.machine, wanted)
+    chosen = _chosen(problem, sample, budget, stated, planned.machine, wanted)
     declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
     return Advice(
         plan=chosen.plan,
@@ -203,7 +202,24 @@ def _price(
     )
 
 
-def _cut_and_profiled(problem: Problem, sample: Any) -> tuple[Problem, Profile]:
+def _chosen(
+    problem: Problem, sample: Any, budget: Budget, hardware: Hardware, machine: PlannedMachine, wanted: Wanted
+) -> Choice:
+    """The choice with the likeliest way to cut batches that the model runs on.
+
+    That the loss adds up is shown by `fit`, which runs it.
+    """
+
+    def suffices(found: Profile) -> bool:
+        own = replace(wanted, may_split=found.may_split)
+        return keeps_batch_whole(problem, sample, found, budget, hardware, machine, own)
+
+    cut, whole = _cut_and_profiled(problem, sample, suffices)
+    wanted = replace(wanted, may_split=whole.may_split)
+    return choose(cut, sample, whole, budget, hardware, machine, wanted)
+
+
+def _cut_and_profiled(problem: Problem, sample: Any, suffices: Callable[[Profile], bool]) -> tuple[Problem, Profile]:
     """The problem with the likeliest way to cut its batches that the model runs on, and its
     profile.
     """
@@ -211,7 +227,7 @@ def _cut_and_profiled(problem: Problem, sample: Any) -> tuple[Problem, Profile]:
     for way in ways:
         cut = replace(problem, cut=way)
         try:
-            return cut, cut.profile(sample, cut.counts(sample), chunk_tokens=None)
+            return cut, cut.profile(sample, cut.counts(sample), chunk_tokens=None, suffices=suffices)
         except UncuttableError:
             continue
     cut = replace(problem, cut=whole)

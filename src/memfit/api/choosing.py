@@ -21,7 +21,7 @@ from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
-from memfit.core.numerics import Wish, weighed_seconds
+from memfit.core.numerics import NONADDITIVE, Wish, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
@@ -139,6 +139,40 @@ def choose(
     return replace(best, reason=best.reason + search.untried, why=why)
 
 
+def keeps_batch_whole(
+    problem: Problem,
+    sample: Any,
+    found: Profile,
+    budget: Budget,
+    hardware: Hardware,
+    machine: PlannedMachine,
+    wanted: Wanted,
+) -> bool:
+    """Tells from a trace of the whole batch alone that no plan that cuts it would be chosen.
+
+    So it is where a plan for the whole batch fits and takes so little above the least that any
+    takes that microbatches, which regroup sums, cannot gain as much as they must. A loss that adds
+    up over microbatches takes no fewer operations in several of them; one that does not is cut only
+    where that is allowed, and then this is not told.
+
+    Args:
+        problem: as for `choose`, like the others.
+        sample: a batch.
+        found: its profile, with the trace of the whole batch.
+        budget: of the device.
+        hardware: what plans are priced on.
+        machine: the limits of host memory and disk are its.
+        wanted: what is allowed, and what plans must leave room for.
+    """
+    if NONADDITIVE in wanted.allow or wanted.like is not None:
+        return False
+    search = _Search(problem, sample, found, budget, hardware, machine, wanted)
+    try:
+        return search.keeps_whole()
+    except DoesNotFitError:
+        return False
+
+
 class _Search:
     """One search over ways to compute: (dtype, tokens of a chunk of the loss).
 
@@ -186,6 +220,15 @@ class _Search:
             if chunk is not None and any(_leaves_no_gain(choice, compute, best_s) for _, choice in self.choices):
                 continue
             self._try_way(way, compute, chunk)
+
+    def keeps_whole(self) -> bool:
+        """Answers `keeps_batch_whole`.
+
+        Raises `DoesNotFitError` if no plan for the whole batch fits.
+        """
+        given = ComputeDtype.GIVEN
+        found = self._plan(self._first, in_dtype(self._hardware, given), given, None, StateFormat.GIVEN)
+        return found.weighed_s <= weighed_seconds(found.least_s, regroups=True)
 
     def best(self) -> Choice:
         """Returns the fastest choice; of equally fast ones the more exact.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.api.choosing import Choice, Wanted, choose
+from memfit.api.choosing import Choice, Wanted, choose, keeps_batch_whole
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Whole
 from memfit.batches.splitting import checked_rows, signature_of
@@ -116,7 +116,7 @@ def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Pl
     for way in ways[:-1]:
         own = setup.cut_by(way)
         try:
-            found = _profile_counts(own, sample)
+            found = _profile_counts(own, sample, budget)
         except UncuttableError as error:
             why = why or str(error)
             continue
@@ -136,7 +136,7 @@ def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Pl
             why, whole = why or str(error), (own, found)
     own, found = whole or (setup.cut_by(ways[-1]), None)
     if found is None:
-        found = _profile_counts(own, sample)
+        found = _profile_counts(own, sample, budget)
         why = why or ways[-1].why_whole(sample) or ""
     try:
         chosen = _choose(own, sample, found, budget, may_split=False)
@@ -230,10 +230,10 @@ def replan(
         margin_bytes += max(0, budget.tensor_bytes - below_bytes)
     budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
     try:
-        found = _profile_counts(setup, batch)
+        found = _profile_counts(setup, batch, budget, running=like)
     except UncuttableError as error:
         setup = setup.cut_by(Whole(str(error)))
-        found = _profile_counts(setup, batch)
+        found = _profile_counts(setup, batch, budget, running=like)
     may_split = found.may_split and adds_up is not False
     chosen = _choose(setup, batch, found, budget, may_split=may_split, running=like)
     plan = chosen.plan
@@ -330,13 +330,19 @@ def _cut_for(setup: Setup, batch: Any, plan: Plan) -> Plan:
     return replace(plan, microbatches=setup.problem.cut.most(batch, plan.microbatches))
 
 
-def _profile_counts(setup: Setup, batch: Any) -> Profile:
-    """Traces a batch in all the sizes of microbatches that plans are looked for with.
+def _profile_counts(setup: Setup, batch: Any, budget: Budget, *, running: Plan | None = None) -> Profile:
+    """Traces a batch in all the sizes of microbatches that plans are looked for with, or whole
+    where no plan with more microbatches than one would be chosen.
 
     Raises:
         UncuttableError: the model runs on no part of it.
     """
-    return setup.problem.profile(batch, setup.problem.counts(batch), chunk_tokens=None)
+
+    def suffices(found: Profile) -> bool:
+        wanted = _wanted(setup, may_split=found.may_split, running=running)
+        return keeps_batch_whole(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted)
+
+    return setup.problem.profile(batch, setup.problem.counts(batch), chunk_tokens=None, suffices=suffices)
 
 
 def _choose(
@@ -346,8 +352,13 @@ def _choose(
 
     While a job runs, under `running`, nothing is loaded, and no cut is checked.
     """
+    wanted = _wanted(setup, may_split=may_split, running=running)
+    return choose(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted)
+
+
+def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:
     run, is_running = setup.run, running is not None
-    wanted = Wanted(
+    return Wanted(
         allow=setup.allow,
         may_split=may_split,
         clips_norm=setup.clips_norm,
@@ -358,7 +369,6 @@ def _choose(
         numerics=setup.numerics,
         commits=0.0 if run is None else _commits_a_step(run.durability),
     )
-    return choose(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted)
 
 
 def _commits_a_step(durability: Durability) -> float:

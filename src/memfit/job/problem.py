@@ -171,13 +171,21 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype = ComputeDtype.GIVEN,
         checks_repeat: bool = True,
+        suffices: Callable[[Profile], bool] | None = None,
     ) -> Profile:
-        """The profile of a batch, with a trace for each of the given numbers of microbatches.
+        """The profile of a batch, with a trace for each of the given numbers of microbatches; with
+        that of the whole batch alone where it is said to suffice (see `profile_step`).
 
         The first one finds out what the model's key-value caches may be.
         """
         traced = partial(
-            self._profile, batch, counts, chunk_tokens=chunk_tokens, compute=compute, checks_repeat=checks_repeat
+            self._profile,
+            batch,
+            counts,
+            chunk_tokens=chunk_tokens,
+            compute=compute,
+            checks_repeat=checks_repeat,
+            suffices=suffices,
         )
         if self.caches.is_decided or not asks_for_caches(self.model):
             return traced(self.loss)
@@ -209,6 +217,7 @@ class Problem:
         chunk_tokens: int | None,
         compute: ComputeDtype,
         checks_repeat: bool,
+        suffices: Callable[[Profile], bool] | None,
     ) -> Profile:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
         parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
@@ -221,8 +230,14 @@ class Problem:
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
             "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces,
-            "checks_repeat": checks_repeat, "program": self.loss,
+            "checks_repeat": checks_repeat, "program": self.loss, "suffices": None,
         }  # fmt: skip
+
+        def completed(found: Profile) -> Profile:
+            return self._completed(found, sizes_of_states, updates, compute, counts_losses=first.is_counted)
+
+        if suffices is not None:
+            options["suffices"] = lambda found: suffices(completed(found))
         with (
             training_setting(self.model, chunk_tokens, self.caches.use),
             casting_inputs(self.casts, cast_dtype(compute)),
@@ -234,8 +249,20 @@ class Problem:
                     raise
                 self.aside.bring(self.model.parameters())  # the trace must run on real tensors
                 found = profile_step(*arguments, **options)
+        return completed(found)
+
+    def _completed(
+        self,
+        found: Profile,
+        sizes_of_states: Mapping[str, StoredStates],
+        updates: Mapping[str, UpdateProfile],
+        compute: ComputeDtype,
+        *,
+        counts_losses: bool,
+    ) -> Profile:
+        """The profile with what is known of the optimizer and of the loss's result."""
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
-        found = replace(found, updates=updates, state_home_bytes=at_home, counts_losses=first.is_counted)
+        found = replace(found, updates=updates, state_home_bytes=at_home, counts_losses=counts_losses)
         if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor
         master = _master_dtype(compute)

@@ -5,11 +5,12 @@ In: a model, a loss, a batch and the model's blocks. Out: a `Profile`. By defaul
 was. Where a program must see data, on real tensors: a real step on a few rows.
 
 [Note: two forwards]
-The first row count runs forward twice, with the same random numbers and the same model state: what
-a program does must not change from call to call. In the first run nothing is saved for backward, so
-a storage lives exactly as long as the program itself holds it (`held_until`). The second run saves,
-and goes backward. Other row counts, and batches of other shapes later, run once; who holds what is
-told apart there as well (`storage_log`, [Note: two holders]). Real tensors always run twice.
+The first row count that is traced runs forward twice, with the same random numbers and the same
+model state: what a program does must not change from call to call. In the first run nothing is
+saved for backward, so a storage lives exactly as long as the program itself holds it
+(`held_until`). The second run saves, and goes backward. Other row counts, and batches of other
+shapes later, run once; who holds what is told apart there as well (`storage_log`, [Note: two
+holders]). Real tensors always run twice.
 
 [Note: what a trace does not see]
 Memory inside operations is added from a table (`workspaces`) or measured (`measuring`); the
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,7 @@ def profile_step(
     workspaces: Workspaces | None = None,
     checks_repeat: bool = True,
     program: Any = None,
+    suffices: Callable[[Profile], bool] | None = None,
 ) -> Profile:
     """Traces forward and backward of a microbatch of each of several sizes.
 
@@ -94,6 +96,8 @@ def profile_step(
             another batch has shown it.
         program: the user's function, where `loss` is one around it: what it keeps is given back.
             None: the loss.
+        suffices: asked once the largest size is traced, without data, whether its profile alone is
+            enough; if so the others are not traced. None: all are.
 
     Returns:
         Blocks in the order of their first call; blocks whose weights are read outside of every call
@@ -127,25 +131,49 @@ def profile_step(
     )
     _check_known_parameters(setting)
     _check_dense(setting)
-    traced, source, reason = _trace_sizes(setting, sizes, trace)
-    return assemble_profile(
-        model,
-        block_map,
-        traced,
-        batch_rows=whole,
-        state_bytes=state_bytes or {},
-        source=source,
-        source_reason=reason,
-        compute_dtype=compute_dtype,
-    )
+
+    def assembled(traced: Sequence[Traced], source: str = "fake", reason: str = "") -> Profile:
+        return assemble_profile(
+            model,
+            block_map,
+            traced,
+            batch_rows=whole,
+            state_bytes=state_bytes or {},
+            source=source,
+            source_reason=reason,
+            compute_dtype=compute_dtype,
+        )
+
+    largest = None
+    if suffices is not None and len(sizes) > 1 and trace != "real":
+        largest = _trace_largest(setting, sizes[-1])
+        found = None if largest is None else assembled([largest])
+        if found is not None and suffices(found):
+            return found
+    return assembled(*_trace_sizes(setting, sizes, trace, largest))
 
 
-def _trace_sizes(setting: TraceSetting, sizes: Sequence[int], trace: Source) -> tuple[list[Traced], str, str]:
-    """(one result a size, "fake" or "real", why not fake)."""
+def _trace_largest(setting: TraceSetting, rows: int) -> Traced | None:
+    """The trace of one size on fake tensors; None where that fails, which a trace of all sizes
+    tells.
+    """
+    try:
+        return _trace_one(setting, rows, is_fake=True, is_twice=setting.checks_repeat)
+    except (MemfitError, *_FAKE_FAILURES):
+        return None
+
+
+def _trace_sizes(
+    setting: TraceSetting, sizes: Sequence[int], trace: Source, largest: Traced | None
+) -> tuple[list[Traced], str, str]:
+    """(one result a size, "fake" or "real", why not fake).
+
+    `largest` is that of the largest size where it is traced already.
+    """
     if trace == "real":
         return [_trace_one(setting, size, is_fake=False) for size in sizes], "real", ""
     try:
-        return _trace_fake(setting, sizes), "fake", ""
+        return _trace_fake(setting, sizes, largest), "fake", ""
     except (UnsupportedError, UsageError):
         raise
     except _FAKE_FAILURES as error:
@@ -171,8 +199,10 @@ def _trace_sizes(setting: TraceSetting, sizes: Sequence[int], trace: Source) -> 
         raise _uncuttable(setting, sizes[0], _why_fake_failed(error)) from error
 
 
-def _trace_fake(setting: TraceSetting, sizes: Sequence[int]) -> list[Traced]:
+def _trace_fake(setting: TraceSetting, sizes: Sequence[int], largest: Traced | None = None) -> list[Traced]:
     """Traces on fake tensors, the first of them twice where that is asked."""
+    if largest is not None:
+        return [*(_trace_one(setting, size, is_fake=True, is_twice=False) for size in sizes[:-1]), largest]
     return [
         _trace_one(setting, size, is_fake=True, is_twice=setting.checks_repeat and size == sizes[0]) for size in sizes
     ]
