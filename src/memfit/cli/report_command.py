@@ -77,8 +77,19 @@ def report(
             max_grad_norm=clip,
             hardware=machine,
         )
+    _print_tables(console, source.name, advice, largest)
+    if html is not None or perfetto is not None or json is not None:
+        with console.status("drawing"):
+            _write_files(_subject(advice, source.name, clips_norm=clip is not None), html, perfetto, json)
+    if html is not None:
+        console.print(f"the page is in {html}", markup=False, soft_wrap=True)
+    if perfetto is not None:
+        console.print(f"the trace is in {perfetto}: open it at ui.perfetto.dev", markup=False, soft_wrap=True)
+
+
+def _print_tables(console: Console, name: str, advice: Advice, largest: int) -> None:
     timeline = advice.timeline
-    console.print(source.name, markup=False)
+    console.print(name, markup=False)
     console.print(f"plan: {advice.reason}", markup=False)
     console.print(
         f"predicted peak of tensors {format_bytes(timeline.peak_bytes)}, of everything "
@@ -89,25 +100,25 @@ def report(
     _print_peak(console, timeline)
     _print_moments(console, timeline, largest)
     _print_links(console, timeline)
-    if html is None and perfetto is None and json is None:
-        return
-    with console.status("drawing"):
-        from memfit.report.page import page_of
-        from memfit.report.page_data import page_data
-        from memfit.report.perfetto import render_perfetto
 
-        subject = _subject(advice, source.name, clips_norm=clip is not None)
-        data = page_data(subject)
-        if html is not None:
-            write_text(html, page_of(data))
-        if perfetto is not None:
-            write_text(perfetto, render_perfetto(subject))
-        if json is not None:
-            print_json(json, data)
+
+def _write_files(subject: ReportSubject, html: Path | None, perfetto: Path | None, json: Path | None) -> None:
+    """Writes what was asked for.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    from memfit.report.page import page_of
+    from memfit.report.page_data import page_data
+    from memfit.report.perfetto import render_perfetto
+
+    data = page_data(subject)
     if html is not None:
-        console.print(f"the page is in {html}", markup=False, soft_wrap=True)
+        write_text(html, page_of(data))
     if perfetto is not None:
-        console.print(f"the trace is in {perfetto}: open it at ui.perfetto.dev", markup=False, soft_wrap=True)
+        write_text(perfetto, render_perfetto(subject))
+    if json is not None:
+        print_json(json, data)
 
 
 def _subject(advice: Advice, title: str, *, clips_norm: bool) -> ReportSubject:
