@@ -126,7 +126,8 @@ class OffloadedCaches:
         """A layer got other tensors: what rests of the old ones is void, and if there is too much
         now, others leave.
         """
-        self.here_bytes += record.recount()
+        more = record.recount()  # apart: it frees things, whose finalizers count here as well
+        self.here_bytes += more
         self.peak_bytes = max(self.peak_bytes, self.here_bytes)
         self._touch(record)
         self._make_room(0, record)

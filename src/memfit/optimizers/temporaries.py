@@ -175,7 +175,8 @@ class _Counting(TorchDispatchMode):
         if key in self._lent or key in self._made:
             return
         self._made[key] = storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key))
-        self._bytes += storage.nbytes()
+        nbytes = storage.nbytes()  # apart: finalizers, which run at any call, count here as well
+        self._bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def _forget(self, key: int) -> None:
