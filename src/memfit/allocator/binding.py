@@ -106,6 +106,16 @@ class Allocator:
         """Starts both peaks again at what is live and mapped now."""
         self._library.memfit_reset_peak(_index(ledger))
 
+    def watch(self) -> None:
+        """Starts a second peak of the device's ledger at what is live now; those of `stats` stay.
+        There is one: who watches inside of another's watch ends it.
+        """
+        self._library.memfit_watch(_LEDGERS["device"])
+
+    def watched_peak_bytes(self) -> int:
+        """Returns the most live bytes of the device's ledger since `watch`."""
+        return int(self._library.memfit_watched_peak(_LEDGERS["device"]))
+
     def hidden_bytes(self, run: Callable[[], object]) -> int:
         """Runs an operation, and tells the most bytes that were live meanwhile above what is live
         after it, with its result held.
@@ -113,13 +123,13 @@ class Allocator:
         The peaks of `stats` and those who reset them are not disturbed. What other threads allocate
         meanwhile is counted with it.
         """
-        self._library.memfit_watch(_LEDGERS["device"])
+        self.watch()
         # Between the two calls other threads' allocations count too: nothing else may run that
         # should not be in the figure.
         result = run()
         # Before the result goes: what the operation freed inside itself lies between the two
         # figures.
-        peak = int(self._library.memfit_watched_peak(_LEDGERS["device"]))
+        peak = self.watched_peak_bytes()
         left = self.stats().live_bytes
         del result
         return max(0, peak - left)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.api.choosing import Choice, Wanted, choose, in_dtype, keeps_batch_whole
+from memfit.api.choosing import Choice, Wanted, choose, keeps_batch_whole
 from memfit.batches.batch import UncuttableError
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
@@ -22,6 +22,7 @@ from memfit.core.machines import read_hardware
 from memfit.core.numerics import Numerics, Wish, check_exact, declare
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline

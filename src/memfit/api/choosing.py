@@ -25,10 +25,10 @@ from memfit.core.numerics import NONADDITIVE, Wish, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
-from memfit.core.rates import Rate, rates_of
+from memfit.core.rates import in_dtype
 from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB, format_bytes
-from memfit.core.work_kinds import WorkKind, summed
+from memfit.core.work_kinds import summed
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.described import PlannedMachine
 from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
@@ -371,16 +371,6 @@ def _words(found: PlanChoice, plan: Plan, hardware: Hardware) -> str:
     if measured := hardware.origin.get("measured"):
         words.append(f"Seconds are priced with rates that memfit probe measured ({measured}).")
     return " ".join(words)
-
-
-def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
-    """The machine with its speed of matrix products in a plan's dtype."""
-    if compute is ComputeDtype.GIVEN:
-        return hardware
-    flops_per_s = hardware.bf16_flops_per_s or hardware.flops_per_s
-    # What is derived from products in the given dtype, memory's rates for instance, stays as it is.
-    rates = {**rates_of(hardware), WorkKind.FLOPS: Rate(flops_per_s)}
-    return replace(hardware, flops_per_s=flops_per_s, rates=rates)
 
 
 def _refusal(refusals: Sequence[DoesNotFitError], load_bytes: int, *, varies: bool) -> DoesNotFitError:

@@ -309,6 +309,7 @@ def make_planned(
         prepared=ready,
         signature=signature_of(sample, arranged.cut, plan.microbatches),
         predicted_peak_bytes=max(peak, setup.load_bytes),
+        budget=budget,
         adds_up=True if NONADDITIVE in setup.allow else adds_up,
         replan=partial(replan, setup) if setup.replans else None,
     )

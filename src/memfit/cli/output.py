@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memfit.core.errors import UsageError
+from memfit.report.written import write_report
 
 # Where there is no terminal (a file, a pipe) nothing is cut at 80 characters.
 _WIDTH_ELSEWHERE = 160
@@ -42,18 +42,6 @@ def print_table(
     console.print()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}; name another file") from error
-
-
 def print_json(path: Path, data: Any) -> None:
     """Writes data as JSON to a file, or to standard output for `-`.
 
@@ -64,4 +52,4 @@ def print_json(path: Path, data: Any) -> None:
     if path == Path("-"):
         typer.echo(text)
     else:
-        write_text(path, text + "\n")
+        write_report(path, text + "\n")

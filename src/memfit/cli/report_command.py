@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from memfit.cli.output import open_console, print_json, print_table, write_text
+from memfit.cli.output import open_console, print_json, print_table
 from memfit.cli.source import (
     AllowOption,
     BatchOption,
@@ -111,12 +111,13 @@ def _write_files(subject: ReportSubject, html: Path | None, perfetto: Path | Non
     from memfit.report.page import page_of
     from memfit.report.page_data import page_data
     from memfit.report.perfetto import render_perfetto
+    from memfit.report.written import write_report
 
     data = page_data(subject)
     if html is not None:
-        write_text(html, page_of(data))
+        write_report(html, page_of(data))
     if perfetto is not None:
-        write_text(perfetto, render_perfetto(subject))
+        write_report(perfetto, render_perfetto(subject))
     if json is not None:
         print_json(json, data)
 

@@ -11,8 +11,10 @@ processors, and assumed for accelerators. They say what a class costs roughly; t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import is_processor
 from memfit.core.work_kinds import WorkKind
 
@@ -110,3 +112,13 @@ def _derived(hardware: Hardware) -> dict[WorkKind, Rate]:
     found[WorkKind.SPLIT] = Rate(SPLIT_ELEMENTS_PER_S)
     found[WorkKind.ROUNDED] = Rate(ROUNDED_ELEMENTS_PER_S)
     return found
+
+
+def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
+    """Returns the machine with its speed of matrix products in a plan's dtype."""
+    if compute is ComputeDtype.GIVEN:
+        return hardware
+    flops_per_s = hardware.bf16_flops_per_s or hardware.flops_per_s
+    # What is derived from products in the given dtype, memory's rates for instance, stays as it is.
+    rates = {**rates_of(hardware), WorkKind.FLOPS: Rate(flops_per_s)}
+    return replace(hardware, flops_per_s=flops_per_s, rates=rates)

@@ -19,7 +19,7 @@ from memfit.core.schedule import Action
 from memfit.core.step import Step
 from memfit.engine.entered_calls import Listener, ServedCalls, StepCalls
 from memfit.engine.leaves import MicrobatchLeaves, watch_arrivals, watch_last
-from memfit.engine.measured_step import StepRecorder
+from memfit.engine.measured_step import BothRecorders, Recorder, StepRecorder
 from memfit.engine.modules import ModuleNotes
 from memfit.engine.run import StepRun
 from memfit.engine.side_tensors import SideTensors
@@ -85,7 +85,7 @@ class Engine:
             departures=departures,
         )
         self._observe = observe
-        self._recorder: StepRecorder | None = None
+        self._recorder: Recorder | None = None
         self._arrivals: list[Any] = []
         if gradients is not None and adds_apart:
             self._arrivals = watch_arrivals(self._parts.blocks, gradients)
@@ -171,12 +171,13 @@ class Engine:
 
     @contextmanager
     def recording(self, recorder: StepRecorder) -> Iterator[None]:
-        """Context in which runs are measured."""
-        self._recorder = recorder
+        """Context in which runs are measured. Inside of another one both measure."""
+        outer = self._recorder
+        self._recorder = recorder if outer is None else BothRecorders(outer, recorder)
         try:
             yield
         finally:
-            self._recorder = None
+            self._recorder = outer
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from memfit.core.schedule import Forward, Schedule
 from memfit.engine.backward import BackwardPasses
 from memfit.engine.coroutines import Coroutine, can_pause
 from memfit.engine.leaves import MicrobatchLeaves, Replaced
-from memfit.engine.measured_step import StepRecorder
+from memfit.engine.measured_step import Recorder
 from memfit.engine.open_frames import OpenFrames
 from memfit.engine.tail import sequence_number
 from memfit.engine.work import EngineParts
@@ -189,7 +189,7 @@ class StepCalls:
         passes: BackwardPasses,
         leaves: MicrobatchLeaves | None,
         listener: Listener,
-        recorder: StepRecorder | None,
+        recorder: Recorder | None,
     ) -> None:
         self._parts = parts
         self._recorder = recorder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,6 +31,46 @@ class ByteMeter(Protocol):
     def take_peak(self) -> int:
         """Returns the peak bytes in use since the last call."""
         ...
+
+
+class Recorder(Protocol):
+    """Follows a run, operation by operation."""
+
+    def begin(self, action: Action) -> None:
+        """Begins an operation."""
+        ...
+
+    def end(self) -> None:
+        """Ends the operation that began last."""
+        ...
+
+    def stall(self, kind: str) -> AbstractContextManager[None]:
+        """Returns a context in which the main thread only waits."""
+        ...
+
+
+class BothRecorders:
+    """Two recorders of one run; their meters must not disturb each other."""
+
+    def __init__(self, outer: Recorder, inner: Recorder) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def begin(self, action: Action) -> None:
+        """Begins an operation in both."""
+        self._outer.begin(action)
+        self._inner.begin(action)
+
+    def end(self) -> None:
+        """Ends it in both."""
+        self._inner.end()
+        self._outer.end()
+
+    @contextmanager
+    def stall(self, kind: str) -> Iterator[None]:
+        """Context in which the main thread only waits, for both."""
+        with self._outer.stall(kind), self._inner.stall(kind):
+            yield
 
 
 @dataclass

@@ -56,7 +56,7 @@ from memfit.core.step import Operation, Step, Token
 from memfit.engine.backward import BackwardPasses
 from memfit.engine.coroutines import Coroutine
 from memfit.engine.entered_calls import Listener, StepCalls
-from memfit.engine.measured_step import StepRecorder
+from memfit.engine.measured_step import Recorder
 from memfit.engine.open_frames import OpenFrames
 from memfit.engine.seeding import Counts, Seeds, seed
 from memfit.engine.turn_gates import TurnGates
@@ -91,7 +91,7 @@ class StepRun:
         listener: Listener,
         is_new: bool,
         observe: Callable[[Action], None] | None,
-        recorder: StepRecorder | None,
+        recorder: Recorder | None,
     ) -> None:
         schedule = step.schedule
         self._parts = parts

@@ -5,6 +5,8 @@ In: the job's step runner. Out: values and reports; nothing is changed.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from memfit.checkpoints import CommitReport
@@ -15,7 +17,12 @@ from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.showing import html_table
 from memfit.job.assembly import Assembly
+from memfit.job.reporting import subject_of_job
 from memfit.job.step_runner import StepRunner
+from memfit.report.page import render_page
+from memfit.report.perfetto import render_perfetto
+from memfit.report.subject import ReportSubject
+from memfit.report.written import write_report
 from memfit.verification.census import CensusReport
 from memfit.verification.meters import Proof
 
@@ -160,6 +167,33 @@ class JobFacts:
             phases=self._machine.phases.records,
             numerics=self.numerics,
         )
+
+    def report(
+        self, path: str | Path, *, title: str | None = None, perfetto: str | Path | None = None
+    ) -> ReportSubject:
+        """Writes a report on the job's step as an HTML page: predicted memory and time, action by
+        action, with the last measured step on top.
+
+        See `memfit report`. The page is one file and needs no network.
+
+        Args:
+            path: the page.
+            title: of the page; None: the class of the model.
+            perfetto: writes the step here too, as a trace that ui.perfetto.dev opens.
+
+        Returns:
+            The subject of the report, as data.
+
+        Raises:
+            UsageError: a file cannot be written.
+        """
+        planned = self._assembly.planned
+        name = type(planned.setup.problem.model).__name__ if title is None else title
+        subject = subject_of_job(planned, self._runner.measured, title=name)
+        write_report(path, render_page(subject))
+        if perfetto is not None:
+            write_report(perfetto, render_perfetto(subject))
+        return subject
 
     def census(self) -> CensusReport:
         """Reports what lives from step to step: tensors that survive and who holds them, callbacks

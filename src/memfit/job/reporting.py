@@ -6,16 +6,21 @@ In: a plan that was priced, or a job. Out: `ReportSubject`, for the rooms that d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
+from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
+from memfit.job.measured_steps import MeasuredStep
 from memfit.job.plan_increments import points_from_plain
+from memfit.job.setup import Planned
 from memfit.prediction.bytes import follow_tier
+from memfit.prediction.predict import predict
 from memfit.prediction.residents import residents_at
 from memfit.report.subject import PeakHolder, PlanPoint, ReportSubject
 from memfit.report.timeline_data import peak_index
@@ -37,6 +42,7 @@ def report_subject(
     clips_norm: bool,
     adds_apart: bool | None = None,
     measured: Timeline | None = None,
+    step: int | None = None,
     front: Sequence[PlanPoint] = (),
 ) -> ReportSubject:
     """Puts together what a report says of a step.
@@ -53,11 +59,12 @@ def report_subject(
         clips_norm: gradients are clipped by their global norm.
         adds_apart: as in `scheduling.lower`.
         measured: a run of the schedule.
+        step: number of the measured step.
         front: plans beside this one.
     """
     # Named by the calls that made them, which is slower: for reports only.
-    step = lower(schedule, plan, profile, adds_apart=adds_apart, device=hardware.device, is_itemized=True)
-    holders = residents_at(step, peak_index(predicted))
+    lowered = lower(schedule, plan, profile, adds_apart=adds_apart, device=hardware.device, is_itemized=True)
+    holders = residents_at(lowered, peak_index(predicted))
     tiers = [tier for tier in predicted.peaks if not tier.traits.is_device]
     return ReportSubject(
         title=title,
@@ -70,15 +77,41 @@ def report_subject(
         budget=budget,
         hardware=hardware,
         holders=tuple(PeakHolder(category=h.category, name=h.name, nbytes=h.nbytes) for h in holders[:_MOST_HOLDERS]),
-        tiers={tier: tuple(each.peak_bytes for each in follow_tier(step, tier)) for tier in tiers},
+        tiers={tier: tuple(each.peak_bytes for each in follow_tier(lowered, tier)) for tier in tiers},
         from_plain=points_from_plain(plan, profile, hardware, clips_norm=clips_norm),
         front=tuple(front),
-        facts=_facts(predicted, budget, hardware, measured),
+        facts=_facts(predicted, budget, hardware, measured, step),
+    )
+
+
+def subject_of_job(planned: Planned, measured: MeasuredStep | None, *, title: str) -> ReportSubject:
+    """Puts together what a report says of a job's step.
+
+    Args:
+        planned: the job's.
+        measured: a step of it; its shapes are reported on. None: those of the sample are.
+        title: of the report.
+    """
+    prepared = planned.prepared if measured is None else measured.prepared
+    hardware = in_dtype(planned.setup.hardware(), prepared.plan.compute_dtype)
+    return report_subject(
+        title=title,
+        reason=f"{planned.reason} {planned.numerics.sentence()}",
+        plan=prepared.plan,
+        profile=prepared.profile,
+        schedule=prepared.step.schedule,
+        predicted=predict(prepared.step, hardware),
+        budget=planned.budget,
+        hardware=replace(hardware, device=planned.setup.device),
+        clips_norm=planned.setup.clips_norm,
+        adds_apart=planned.adds_apart,
+        measured=None if measured is None else measured.timeline,
+        step=None if measured is None else measured.step,
     )
 
 
 def _facts(
-    predicted: Timeline, budget: Budget, hardware: Hardware, measured: Timeline | None
+    predicted: Timeline, budget: Budget, hardware: Hardware, measured: Timeline | None, step: int | None
 ) -> tuple[tuple[str, str], ...]:
     whole = predicted.peak_bytes + budget.base_bytes + budget.reserve_bytes
     facts = [
@@ -89,6 +122,7 @@ def _facts(
     ]
     if measured is not None:
         facts += [
+            *([] if step is None else [("measured in step", str(step))]),
             ("measured peak of tensors", format_bytes(measured.peak_bytes)),
             ("measured step", f"{measured.seconds:.3g} s"),
         ]

@@ -18,6 +18,7 @@ from memfit.batches.splitting import Signature, Weigh
 from memfit.checkpoints.checkpointer import stored_plan
 from memfit.checkpoints.run_store import RunStore
 from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget
 from memfit.core.numerics import Numerics, Wish
 from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
@@ -178,6 +179,7 @@ class Planned:
         prepared: for the sample's shapes.
         signature: of the sample.
         predicted_peak_bytes: of the process without a GPU, else of the device.
+        budget: of the device, that it was decided for.
         adds_up: the loss of a batch is the sum over its microbatches; None: that was not tried.
         is_unproven: the sample's rows were alike, so they could not show it: the first batch is
             tried.
@@ -192,6 +194,7 @@ class Planned:
     prepared: Prepared
     signature: Signature
     predicted_peak_bytes: int
+    budget: Budget
     adds_up: bool | None
     replan: Replan | None
     is_unproven: bool = False

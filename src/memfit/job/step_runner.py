@@ -9,18 +9,21 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from memfit.checkpoints.run_state import give_random, take_random
 from memfit.core.errors import LimitBreachError, MemfitWarning, UnsupportedError
 from memfit.engine.loss_scaling import LossScaler
+from memfit.engine.measured_step import StepRecorder
 from memfit.job.assembly import Assembly, assemble
 from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
 from memfit.job.forward_passes import check_first, check_hooks
 from memfit.job.interrupts import Interrupts
+from memfit.job.measured_steps import MeasuredStep, step_recorder
 from memfit.job.results import StepResult
-from memfit.job.setup import Planned, Replan
+from memfit.job.setup import Planned, Prepared, Replan
 from memfit.job.steps import cut, finish_step, make_step, step_result
 from memfit.tensors.guard import is_away
 from memfit.verification.census import Census, CensusReport
@@ -41,6 +44,7 @@ class StepRunner:
         breaches: plans that were exchanged.
         has_ended: exchanging a plan failed, and nothing is left to go on with.
         owner: the job; a callback that holds it is a cycle.
+        measured: the last step that was measured; None before it.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class StepRunner:
         # Weak: in a cycle a dropped job would be collected late, and its limit lifted late.
         self.owner: Callable[[], object] = lambda: None
         self._census = Census(self.machine.meter)
+        self.measured: MeasuredStep | None = None
         self._steps_here = 0
         self._has_told_passed = False
 
@@ -115,15 +120,26 @@ class StepRunner:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
         self.machine.hard_limit.refuse(prepared.timeline.peak_bytes, assembly.steps + 1)
-        with assembly.stepping(), self.machine.phase(phase, is_step=True):
+        recorder = step_recorder(assembly, prepared, batch, self._steps_here)
+        with (
+            assembly.stepping(),
+            self.machine.phase(phase, is_step=True),
+            nullcontext() if recorder is None else assembly.engine.recording(recorder),
+        ):
             outcome = make_step(assembly, prepared, parts, factors)
             self._steps_here += 1
+        self._note_measured(recorder, prepared)
         assembly.checkpointer.note_positions()
         if self._census.note_step():
             self._census.warn_once(self.census())
         result = step_result(assembly, batch, outcome, time.perf_counter() - began)
         self._tell_passed(result.peak_bytes)
         return result
+
+    def _note_measured(self, recorder: StepRecorder | None, prepared: Prepared) -> None:
+        timeline = None if recorder is None else recorder.timeline()
+        if timeline is not None and timeline.moments:
+            self.measured = MeasuredStep(prepared=prepared, timeline=timeline, step=self.assembly.steps)
 
     def _tell_passed(self, peak_bytes: int) -> None:
         """Warns, once, of a limit that was passed without an allocation that could be refused."""
