@@ -118,3 +118,32 @@ def test_a_model_is_born_and_loaded_within_its_largest_block_and_64_mib(tmp_path
 def test_a_plainly_built_model_is_seen_whole_by_the_same_measurement(tmp_path: Path) -> None:
     (plain,) = run(tmp_path, "plain")
     assert plain["above"] >= LAYERS * LAYER_BYTES
+
+
+_LARGE = """
+import json, resource, torch
+import memfit
+from torch import nn
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+def ask(layers, width):
+    model = memfit.empty(lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return memfit.profile(model, optimizer, lambda m, rows: m(rows).square().mean(), torch.zeros(8, width))
+
+ask(2, 512)  # code that is imported on the way
+base = peak()
+found = ask(120, 8192)
+print(json.dumps({"above": peak() - base, "weights": found.weight_bytes}))
+"""
+
+
+@pytest.mark.slow
+def test_eight_billion_weights_are_built_empty_and_profiled_in_64_mib() -> None:
+    done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["weights"] == 120 * 8192 * 8192 * 4
+    # A draw of one weight alone takes 256 MiB.
+    assert found["above"] <= 64 * MIB
