@@ -26,6 +26,13 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
+def run_streams(*arguments: str) -> str:
+    """What goes to standard output alone."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result.stdout
+
+
 def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None:
     text = run("profile", *RECIPE, "--largest", "3")
     # 64 * 3 * 64 + 192 and so on: a layer has 49,984 parameters, the whole model 134,912.
@@ -37,6 +44,12 @@ def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None
     assert weights.split()[1:] == [f"{134_912 * 4 / 1024:.1f}", "KiB"]
     assert "_log_softmax" in text
     assert "predicted peak of a plain step" in text
+    told = json.loads(run_streams("profile", *RECIPE, "--json", "-"))
+    assert dict(told["plain"])["weights"] == 134_912 * 4
+    assert {row["name"]: (row["count"], row["weight_bytes"]) for row in told["blocks"]}["transformer.h.0-1"] == (
+        2,
+        49_984 * 4,
+    )
     assert "tiled" not in text
 
 

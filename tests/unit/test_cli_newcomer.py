@@ -86,7 +86,21 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 def test_train_takes_the_function_that_profile_and_plan_take(parts: str, function: str, tmp_path: Path) -> None:
     name = f"{parts}:{function}"
     assert "one step of 4 rows" in run("profile", name).output
-    said = run("train", name, "--limit", "2GiB", "--steps", "3", "--seed", "7", "--save", str(tmp_path / "out")).output
+    said = run(
+        "train",
+        name,
+        "--limit",
+        "2GiB",
+        "--steps",
+        "3",
+        "--seed",
+        "7",
+        "--save",
+        str(tmp_path / "out"),
+        "--report",
+        str(tmp_path / "report.html"),
+    ).output
+    assert '"measured in step","3"' in (tmp_path / "report.html").read_text()
     assert "rows/s" in said and "proof: predicted peak" in said and "BREACHED" not in said
     assert ("on the one sample" in said) == (function == "sampled")
 

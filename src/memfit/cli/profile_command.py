@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from memfit.cli.output import open_console, print_table
+from memfit.cli.output import open_console, print_json, print_table
 from memfit.cli.source import (
     BatchOption,
     FunctionArgument,
@@ -39,11 +40,15 @@ def profile(
     hardware: HardwareOption = None,
     tiers: TiersOption = None,
     largest: Annotated[int, typer.Option(min=0, help="How many kinds of the largest saved tensors to list.")] = 8,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the profile here as JSON; - writes it, and nothing else, to standard output."),
+    ] = None,
 ) -> None:
     """Shows what plain training would take, without training: weights, gradients, states,
     activations, by block.
     """
-    console = open_console()
+    console = open_console(on_errors=json == Path("-"))
     with console.status("tracing a step"):
         machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
@@ -67,6 +72,28 @@ def profile(
         saved = _shared_rows((what, (format_bytes(nbytes),)) for what, nbytes in trace.largest_saved)
         rows = [(what, *_each(figures, count)) for what, figures, count in saved[:largest]]
         print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
+    if json is not None:
+        print_json(json, _data(source.name, found, trace, there))
+
+
+def _data(name: str, found: Profile, trace: TraceProfile, there: Advice | None) -> dict[str, Any]:
+    """The profile as JSON values; bytes are whole numbers."""
+    from memfit.report.closed_forms import closed_forms
+    from memfit.report.memory_tables import profile_tables
+
+    told: dict[str, Any] = {
+        "title": name,
+        **profile_tables(found, trace, Plan()),
+        "closed_forms": closed_forms(found).data(),
+    }
+    if there is not None:
+        told["machine"] = {
+            "device": there.hardware.device,
+            "peak_bytes": there.predicted_peak_bytes,
+            "capacity_bytes": there.hardware.device_bytes,
+            "seconds": there.timeline.seconds,
+        }
+    return told
 
 
 def _print_there(console: Console, there: Advice) -> None:

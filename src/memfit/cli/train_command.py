@@ -73,6 +73,9 @@ def train(
     scheme: SchemeOption = None,
     fresh: FreshOption = False,
     save: SaveOption = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page about the last step here: measured beside predicted.")
+    ] = None,
 ) -> None:
     """Trains your function's model, a recipe (gpt2-small by default), or --model on text, inside
     the limit; prints the proof.
@@ -85,6 +88,8 @@ def train(
 
     limit_bytes = parse_bytes(limit)
     check_save(save)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UsageError(f"the report cannot be written to {report}: there is no directory {report.parent}")
     process = prepare_process()
     settings = TrainSettings(
         recipe=_chosen(function, recipe, model, data, batch, sequence, rate),
@@ -94,6 +99,7 @@ def train(
         seed=seed,
         store=_open_store(store, fresh=fresh),
         save=save,
+        report=report,
         fitting={
             "plan": given_plan(plan),
             "allow": frozenset(allow or ()),

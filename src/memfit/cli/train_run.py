@@ -35,6 +35,7 @@ class TrainSettings:
         seed: of weights and of the order of the batches.
         store: directory of the run; None: nothing is committed.
         save: directory for the trained model; None: it is not saved.
+        report: page of the report on its last step; None: there is none.
         fitting: further keywords of `memfit.fit`.
     """
 
@@ -45,6 +46,7 @@ class TrainSettings:
     seed: int
     store: Path | None
     save: Path | None
+    report: Path | None
     fitting: Mapping[str, Any]
 
 
@@ -89,6 +91,9 @@ class TrainRun:
                 job.save(settings.save)
                 training.keep_tokenizer(settings.save)
         _tell(job, training, results, seconds)
+        if settings.report is not None:
+            job.report(settings.report)
+            typer.echo(f"the report is in {settings.report}")
         proof = job.proof(before_bytes=before_bytes)
         typer.echo(proof.line())
         if settings.store is not None:

@@ -118,7 +118,7 @@ def _facts(
         ("device", hardware.device),
         ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
         ("predicted peak", f"{format_bytes(whole)}, of it tensors {format_bytes(predicted.peak_bytes)}"),
-        ("predicted step", f"{predicted.seconds:.3g} s"),
+        ("predicted step", f"{predicted.seconds:.3g} s{_interval(predicted)}"),
     ]
     if measured is not None:
         facts += [
@@ -127,3 +127,10 @@ def _facts(
             ("measured step", f"{measured.seconds:.3g} s"),
         ]
     return tuple(facts)
+
+
+def _interval(predicted: Timeline) -> str:
+    if predicted.interval_s is None:
+        return ""
+    least, most = predicted.interval_s
+    return f" ({least:.3g} to {most:.3g})"

@@ -23,7 +23,18 @@ def memory_tables(subject: ReportSubject) -> dict[str, Any]:
         the predicted peak; "untiled": modules whose attention bypasses tiled kernels, with what
         that costs, or None.
     """
-    profile, trace = subject.profile, trace_of(subject)
+    tables = profile_tables(subject.profile, trace_of(subject), subject.plan)
+    return {**tables, "holders": [[holder.category, holder.name, holder.nbytes] for holder in subject.holders]}
+
+
+def profile_tables(profile: Profile, trace: TraceProfile, plan: Plan) -> dict[str, Any]:
+    """Returns the tables that need no prediction: all of `memory_tables` but "holders".
+
+    Args:
+        profile: of the batch.
+        trace: of a microbatch.
+        plan: the decisions that rows of blocks tell.
+    """
     whole = profile.traces.get(profile.batch_rows, trace)
     gradients = sum(block.gradient_bytes for block in profile.blocks)
     states = sum(profile.state_bytes.values())
@@ -38,9 +49,8 @@ def memory_tables(subject: ReportSubject) -> dict[str, Any]:
             ["activations at their peak", whole.whole_peak_bytes],
             ["peak", profile.weight_bytes + states + profile.buffer_bytes + whole.plain_peak_bytes],
         ],
-        "blocks": block_rows(profile, trace, subject.plan),
+        "blocks": block_rows(profile, trace, plan),
         "largest_saved": _largest_saved(trace),
-        "holders": [[holder.category, holder.name, holder.nbytes] for holder in subject.holders],
         "untiled": _untiled(trace),
     }
 

@@ -460,7 +460,7 @@ function setUpLanes() {
     return;
   }
   const stalled = Object.values(P.stalls_s).reduce((a, b) => a + b, 0);
-  $("lanes-note").textContent = `Predicted for ${D.device}: a step of ${seconds(P.seconds)}, of which compute waits ${seconds(stalled)} (hatched). Read: to the device; write: from it.${P.commit_s ? ` A commit of ${seconds(P.commit_s)} follows the step.` : ""} Copies and compute are taken not to slow each other.`;
+  $("lanes-note").textContent = `Predicted for ${D.device}: a step of ${seconds(P.seconds)}, of which compute waits ${seconds(stalled)} (hatched). Read: to the device; write: from it.${P.commit_s ? ` A commit of ${seconds(P.commit_s)} follows the step.` : ""}`;
   const kinds = [...new Set(P.lanes.flatMap((lane) => lane.kinds))].sort().reverse();
   for (const kind of kinds) $("lanes-legend").append(h("span", {}, swatch(laneFill(kind)), laneWords(kind)));
   chart.addEventListener("pointermove", (event) => {
