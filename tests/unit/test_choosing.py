@@ -181,3 +181,29 @@ def test_the_choice_is_the_same_where_only_the_whole_batch_is_traced(
         limit = int(least + share * (plain.predicted_peak_bytes - least))
         one, other = advised(limit), advised(limit, traces_all=True)
         assert (one.plan, one.chosen, one.timeline) == (other.plan, other.chosen, other.timeline), share
+
+
+class Wide(nn.Module):
+    """A weight, and point-wise operations on rows of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 20))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            rows = (rows * self.weight).relu()
+        return rows
+
+
+def test_smaller_sizes_are_traced_where_operations_on_fewer_rows_are_of_a_faster_class() -> None:
+    """A batch whose tensors are larger than caches, on a machine that is ten times faster within them."""
+    model, rows = Wide(), torch.zeros(8, 1 << 20)
+    rates = {WorkKind.STREAMED: Rate(1e11), WorkKind.STREAMED_LARGE: Rate(1e10)}
+    plans: list[Plan] = []
+    for own in (rates, dict.fromkeys(rates, Rate(1e10))):
+        machine = replace(MACHINE, flops_per_s=1e12, rates=own)
+        found = advise(model, torch.optim.SGD(model.parameters()), _loss, rows, limit="32GiB", hardware=machine)
+        plans.append(found.plan)
+        assert len(found.profile.traces) == (4 if own is rates else 1)
+    assert [plan.microbatches > 1 for plan in plans] == [True, False]

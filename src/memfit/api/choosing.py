@@ -25,7 +25,7 @@ from memfit.core.numerics import NONADDITIVE, Wish, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile, TraceProfile
-from memfit.core.rates import in_dtype
+from memfit.core.rates import at_rates_of_smaller, in_dtype
 from memfit.core.state_formats import StateFormat
 from memfit.core.units import MIB, format_bytes
 from memfit.core.work_kinds import summed
@@ -152,8 +152,9 @@ def keeps_batch_whole(
 
     So it is where a plan for the whole batch fits and takes so little above the least that any
     takes that microbatches, which regroup sums, cannot gain as much as they must. A loss that adds
-    up over microbatches takes no fewer operations in several of them; one that does not is cut only
-    where that is allowed, and then this is not told.
+    up over microbatches takes no fewer operations in several of them, each at most as fast as its
+    smaller classes are; one that does not is cut only where that is allowed, and then this is not
+    told.
 
     Args:
         problem: as for `choose`, like the others.
@@ -227,8 +228,15 @@ class _Search:
         Raises `DoesNotFitError` if no plan for the whole batch fits.
         """
         given = ComputeDtype.GIVEN
-        found = self._plan(self._first, in_dtype(self._hardware, given), given, None, StateFormat.GIVEN)
-        return found.weighed_s <= weighed_seconds(found.least_s, regroups=True)
+
+        def plan(hardware: Hardware) -> PlanChoice:
+            return self._plan(self._first, in_dtype(hardware, given), given, None, StateFormat.GIVEN)
+
+        found = plan(self._hardware)
+        if found.weighed_s > weighed_seconds(found.least_s, regroups=True):
+            return False
+        least_s = plan(at_rates_of_smaller(self._hardware)).least_s
+        return found.weighed_s <= weighed_seconds(least_s, regroups=True)
 
     def best(self) -> Choice:
         """Returns the fastest choice; of equally fast ones the more exact.

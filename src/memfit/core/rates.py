@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from memfit.core.precision import ComputeDtype
 from memfit.core.tiers import is_processor
-from memfit.core.work_kinds import WorkKind
+from memfit.core.work_kinds import SMALLER_FIRST, WorkKind
 
 if TYPE_CHECKING:
     from memfit.core.hardware import Hardware
@@ -122,3 +123,14 @@ def in_dtype(hardware: Hardware, compute: ComputeDtype) -> Hardware:
     # What is derived from products in the given dtype, memory's rates for instance, stays as it is.
     rates = {**rates_of(hardware), WorkKind.FLOPS: Rate(flops_per_s)}
     return replace(hardware, flops_per_s=flops_per_s, rates=rates)
+
+
+def at_rates_of_smaller(hardware: Hardware) -> Hardware:
+    """Returns the machine with each class of work at least as fast as those that the same operation
+    is of on fewer rows: with smaller sizes, or within caches.
+    """
+    rates = dict(rates_of(hardware))
+    for smaller_first in SMALLER_FIRST:
+        for smaller, kind in pairwise(smaller_first):
+            rates[kind] = max(rates[kind], rates[smaller])
+    return replace(hardware, rates=rates)

@@ -94,6 +94,9 @@ _HALF = (
     WorkKind.HALF_PRODUCTS_4,
     WorkKind.HALF_PRODUCTS_1,
 )
+SMALLER_FIRST = (_FP32[::-1], _HALF[::-1], (WorkKind.STREAMED, WorkKind.STREAMED_LARGE))
+"""Classes that an operation may be of by its size, from the smallest on.
+"""
 PRODUCT_KINDS = frozenset(kind for kind in WorkKind if _ORDER[kind] <= _ORDER[WorkKind.FP16])
 """Kinds whose amounts are floating point operations.
 """
