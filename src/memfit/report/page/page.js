@@ -33,6 +33,11 @@ function seconds(t) {
 }
 const tick = (t) => (t >= 1 || t === 0 ? `${+t.toPrecision(4)} s` : seconds(t));
 const count = (n) => n >= 1e9 ? `${(n / 1e9).toFixed(2)} billion` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} million` : n.toLocaleString("en");
+const FLOPS = [["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3], ["", 1]];
+function operations(n) {
+  const [unit, size] = FLOPS.find(([, size]) => n >= size) || FLOPS[5];
+  return n ? `${+(n / size).toPrecision(3)} ${unit}FLOP` : "0";
+}
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 function sums(differences) {
   let at = 0;
@@ -108,7 +113,7 @@ function table(caption, columns, rows, total = false) {
       const meter = h("span", { class: "meter", "aria-hidden": "true" }, h("i", { style: `width:${clamp(100 * cell.meter / (cell.of || 1), 0, 100)}%;background:${cell.color || color("weight")}` }));
       return h("td", { class: "text" }, meter);
     }
-    return h("td", { class: columns[i][1] || null }, String(cell));
+    return h("td", { class: columns[i][1] ? `${columns[i][1]}${String(cell).length > 32 ? " long" : ""}` : null }, String(cell));
   })));
   const made = h("table", {}, h("caption", {}, caption), h("thead", {}, head), h("tbody", {}, ...body));
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, made);
@@ -134,7 +139,8 @@ const hideTip = () => ($("tip").hidden = true);
 const seconds_view = { from: 0, to: Math.max(P.total, M ? M.total : 0) || 1 };
 const actions_view = { from: 0, to: P.n };
 const whole = { seconds: { ...seconds_view }, actions: { ...actions_view } };
-const memory = { axis: hasSeconds ? "seconds" : "actions", hidden: new Set(), cursor: -1, columns: [] };
+// A measured step lies on the predicted one action by action, and in seconds only where those were predicted rightly.
+const memory = { axis: hasSeconds && !M ? "seconds" : "actions", hidden: new Set(), cursor: -1, columns: [] };
 const view = () => (memory.axis === "seconds" ? seconds_view : actions_view);
 const MARGIN = { left: 74, right: 18, top: 26, bottom: 50 };
 
@@ -182,7 +188,7 @@ function drawMemory() {
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
   const unit = tickStep(top, 6, true);
   for (let n = 0; n <= top; n += unit) {
-    svg.append(s("line", { class: "grid", x1: MARGIN.left, x2: MARGIN.left + w, y1: y(n), y2: y(n) }), s("text", { class: "soft", x: MARGIN.left - 8, y: y(n) + 4, "text-anchor": "end" }, bytes(n)));
+    svg.append(s("line", { class: "grid", x1: MARGIN.left, x2: MARGIN.left + w, y1: y(n), y2: y(n) }), s("text", { class: "soft", x: MARGIN.left - 8, y: y(n) + 4, "text-anchor": "end" }, bytes(n).replace(/\.0+ /, " ")));
   }
   // Stacked columns, from the bottom.
   const below = new Float64Array(w).fill(floor);
@@ -524,8 +530,8 @@ function setUpWhere() {
     place.append(table("Largest holders at the peak", [["name", "text"], ["category", "text"], ["bytes", ""], ["", "text"]], shown.map(({ category, name, n, k }) => [`${name || "(model)"}${k > 1 ? ` and ${k - 1} alike` : ""}`, CATEGORIES[category] || category, bytes(n * k), { meter: n * k, of: shown[0].n * shown[0].k, color: categoryColor(category) }])));
   }
   const most = Math.max(...T.blocks.map((b) => b.count * (b.weight_bytes + b.gradient_bytes + b.state_bytes + b.saved_bytes)));
-  place.append(table("By block, in the order of their first call", [["block", "text"], ["blocks", ""], ["parameters", ""], ["weights", ""], ["gradients", ""], ["states", ""], ["saved inside", ""], ["GFLOP", ""], ["all of the row", ""], ["", "text"], ["policy", "text"], ["weights, gradients, states rest on", "text"]],
-    T.blocks.map((b) => { const all = b.count * (b.weight_bytes + b.gradient_bytes + b.state_bytes + b.saved_bytes); return [b.name, b.count, count(b.parameters), bytes(b.weight_bytes), bytes(b.gradient_bytes), bytes(b.state_bytes), bytes(b.saved_bytes), (b.flops / 1e9).toPrecision(3), bytes(all), { meter: all, of: most }, b.policy, b.homes]; })));
+  place.append(table("By block, in the order of their first call", [["block", "text"], ["blocks", ""], ["parameters", ""], ["weights", ""], ["gradients", ""], ["states", ""], ["saved inside", ""], ["operations", ""], ["all of the row", ""], ["", "text"], ["policy", "text"], ["weights, gradients, states rest on", "text"]],
+    T.blocks.map((b) => { const all = b.count * (b.weight_bytes + b.gradient_bytes + b.state_bytes + b.saved_bytes); return [b.name, b.count, count(b.parameters), bytes(b.weight_bytes), bytes(b.gradient_bytes), bytes(b.state_bytes), bytes(b.saved_bytes), operations(b.flops), bytes(all), { meter: all, of: most }, b.policy, b.homes]; })));
   if (T.largest_saved.length) place.append(table("The largest tensors saved for backward, by operation and shape", [["operation", "text"], ["tensors", ""], ["bytes of one", ""], ["", "text"]], T.largest_saved.map(([what, n, k]) => [what, k, bytes(n), { meter: n, of: T.largest_saved[0][1], color: color("activation") }])));
   if (T.untiled) place.append(h("p", {}, `Attention bypasses tiled kernels in ${T.untiled.modules}: it saves ${bytes(T.untiled.saved_bytes)} of probabilities, in whose place scaled_dot_product_attention saves ${bytes(T.untiled.tiled_bytes)} where it is tiled.`));
 }
