@@ -6,7 +6,11 @@ at its own size, with the model's numbers.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memfit
 from memfit.allocator import Allocator, install
+from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES
+from memfit.core.units import MIB
 from memfit.huggingface.causal_loss import chunked_cross_entropy
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.traced_trees import operator_tensors
@@ -191,3 +198,56 @@ def test_a_measurement_draws_no_random_numbers_and_holds_nothing() -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert allocator.stats().live_bytes == live
     assert allocator.stats().peak_bytes <= max(peak, live + (8 << 20))
+
+
+LARGE_CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int]] = {
+    "depthwise": ((33, 96, 48, 48), (96, 1, 7, 7), 1, 3, 96),
+    "narrower by two": ((33, 96, 24, 24), (192, 96, 2, 2), 2, 0, 1),
+    "patches": ((33, 3, 96, 96), (96, 3, 4, 4), 4, 0, 1),
+    "of one point": ((33, 64, 24, 24), (256, 64, 1, 1), 1, 0, 1),
+}
+"""Shapes of input and weight, stride, padding, groups: larger than what is run as it is."""
+
+
+@pytest.mark.parametrize("name", LARGE_CONVOLUTIONS)
+def test_large_convolutions_take_what_runs_on_few_rows_say(name: str) -> None:
+    shape, kernel, stride, padding, groups = LARGE_CONVOLUTIONS[name]
+    allocator = install()
+    workspaces = Workspaces(allocator.hidden_bytes)
+    x, weight = torch.randn(shape), torch.randn(kernel)
+    settings = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+
+    def check(func: Any, args: tuple[Any, ...]) -> Any:
+        results: list[Any] = []
+        taken = allocator.hidden_bytes(lambda: results.append(func(*args)))
+        foretold = workspaces.bytes_of(func, args, {}, results[0])
+        assert taken - SLACK_BYTES <= foretold <= 1.1 * taken + MIB, (taken, foretold)
+        return results[0]
+
+    out = check(aten.convolution.default, (x, weight, None, *settings))
+    back = (torch.ones_like(out), x, weight, None, *settings, [True, True, False])
+    check(aten.convolution_backward.default, back)
+
+
+VARIED_SHAPES = """
+import torch
+from memfit.allocator import install, procfs
+from memfit.job.machine import prepare_process
+prepare_process()
+torch.set_num_threads(1)
+weight, rows = torch.randn(768, 256).bfloat16(), torch.randn(300, 256).bfloat16()
+rows[:1] @ weight.t()
+before = procfs.read_status().anonymous_bytes
+for count in range(2, 300):
+    rows[:count] @ weight.t()
+print(procfs.read_status().anonymous_bytes - before)
+"""
+
+
+@pytest.mark.slow
+def test_products_in_bf16_of_ever_other_shapes_do_not_make_the_process_grow_for_ever() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(memfit.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", VARIED_SHAPES], check=True, capture_output=True, text=True, env=environment
+    )
+    assert int(done.stdout) <= 1.1 * KERNELS_KEPT * PRODUCT_KERNEL_BYTES  # 200 MiB where nothing bounds them

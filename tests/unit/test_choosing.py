@@ -16,8 +16,10 @@ from memfit.api import advise as advice_module
 from memfit.api.advise import Advice, advise
 from memfit.core.errors import DoesNotFitError, UsageError
 from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import Budget
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
+from memfit.core.profile import Profile
 from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
@@ -160,7 +162,11 @@ def test_the_choice_is_the_same_where_only_the_whole_batch_is_traced(
     def alone(*args: Any, **kwargs: Any) -> Any:
         """What the process holds besides grows while tests run."""
         planned = plan_for(*args, **kwargs)
-        return replace(planned, budget=replace(planned.budget, base_bytes=0, reserve_bytes=0), load_bytes=0)
+
+        def empty(found: Profile) -> Budget:
+            return replace(planned.budget(found), base_bytes=0, reserve_bytes=0)
+
+        return replace(planned, budget=empty, load_bytes=0)
 
     def advised(limit: int, *, traces_all: bool = False) -> Advice:
         with monkeypatch.context() as patch:

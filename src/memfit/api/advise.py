@@ -140,7 +140,6 @@ def advise(
     # How a model without bytes will be loaded is not known.
     loads = all(p.numel() == 0 or (not is_away(p) and p.untyped_storage().nbytes()) for p in model.parameters())
     planned = plan_for(model, limit, stated, [*beside(model, optimizer, sample)], loads=loads)
-    budget = planned.budget
     if planned.here is not None:
         stated = probe(planned.here, directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
     assert stated is not None, "what is not here is described"
@@ -148,7 +147,7 @@ def advise(
     if plan is not None:
         given = read_plan(plan)
         check_precision(given, model, allow)
-        return _price(problem, sample, given, budget, stated, allow=allow, clips_norm=clips_norm)
+        return _price(problem, sample, given, planned.budget, stated, allow=allow, clips_norm=clips_norm)
     wanted = Wanted(
         allow=allow,
         may_split=True,
@@ -156,7 +155,7 @@ def advise(
         load_bytes=planned.load_bytes,
         numerics=numerics,
     )
-    chosen = _chosen(problem, sample, budget, stated, planned.machine, wanted)
+    chosen = _chosen(problem, sample, planned.budget, stated, planned.machine, wanted)
     declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
     return Advice(
         plan=chosen.plan,
@@ -164,7 +163,7 @@ def advise(
         numerics=declared,
         schedule=chosen.found.schedule,
         timeline=chosen.found.timeline,
-        budget=budget,
+        budget=planned.budget(chosen.profile),
         profile=chosen.profile,
         hardware=chosen.hardware,
         front=chosen.found.front,
@@ -176,7 +175,7 @@ def _price(
     problem: Problem,
     sample: Any,
     plan: Plan,
-    budget: Budget,
+    budget: Callable[[Profile], Budget],
     hardware: Hardware,
     *,
     allow: Collection[str],
@@ -197,14 +196,19 @@ def _price(
         numerics=declared,
         schedule=schedule,
         timeline=predict(step, speeds),
-        budget=budget,
+        budget=budget(found),
         profile=found,
         hardware=speeds,
     )
 
 
 def _chosen(
-    problem: Problem, sample: Any, budget: Budget, hardware: Hardware, machine: PlannedMachine, wanted: Wanted
+    problem: Problem,
+    sample: Any,
+    budget: Callable[[Profile], Budget],
+    hardware: Hardware,
+    machine: PlannedMachine,
+    wanted: Wanted,
 ) -> Choice:
     """The choice with the likeliest way to cut batches that the model runs on.
 
@@ -213,11 +217,11 @@ def _chosen(
 
     def suffices(found: Profile) -> bool:
         own = replace(wanted, may_split=found.may_split)
-        return keeps_batch_whole(problem, sample, found, budget, hardware, machine, own)
+        return keeps_batch_whole(problem, sample, found, budget(found), hardware, machine, own)
 
     cut, whole = _cut_and_profiled(problem, sample, suffices)
     wanted = replace(wanted, may_split=whole.may_split)
-    return choose(cut, sample, whole, budget, hardware, machine, wanted)
+    return choose(cut, sample, whole, budget(whole), hardware, machine, wanted)
 
 
 def _cut_and_profiled(problem: Problem, sample: Any, suffices: Callable[[Profile], bool]) -> tuple[Problem, Profile]:

@@ -308,10 +308,13 @@ class _Search:
         self, profile: Profile, speeds: Hardware, compute: ComputeDtype, chunk: int | None, states: StateFormat
     ) -> PlanChoice:
         wanted, machine = self._wanted, self._machine
+        # In another dtype other kernels are compiled, and kept.
+        more = max(0, profile.kernel_bytes - self._first.kernel_bytes) if machine.counts_process else 0
+        budget = replace(self._budget, base_bytes=self._budget.base_bytes + more)
         checks = wanted.checks_split and "nonadditive-loss" not in wanted.allow
         return choose_plan(
             profile,
-            self._budget,
+            budget,
             speeds,
             allow=frozenset(wanted.allow),
             clips_norm=wanted.clips_norm,

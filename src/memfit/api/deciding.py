@@ -56,11 +56,12 @@ _RunnerT = TypeVar("_RunnerT", bound=StepRunner | None)
 # --- the plan of a new job ----------------------------------------------------------------------
 
 
-def begin_given(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> StepRunner:
+def begin_given(setup: Setup, sample: Any, plan: Plan) -> StepRunner:
     """Begins the steps under a plan that the user gave."""
 
     def begin(own: Setup) -> StepRunner:
         found = trace(own, sample, plan)
+        budget = own.budget(sample, found)
         _check_fits(own, sample, plan, found, budget)
         planned = make_planned(own, sample, plan, "given by the user.", found, budget, why="the plan was given")
         return _begin_checked(planned, sample, found)
@@ -68,7 +69,7 @@ def begin_given(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> StepRu
     return _in_ways(setup, sample, plan, begin)
 
 
-def begin_resumed(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tuple[StepRunner, str]:
+def begin_resumed(setup: Setup, sample: Any, plan: Plan) -> tuple[StepRunner, str]:
     """Begins the steps under the plan that the run had, or another one where that does not do.
 
     Returns:
@@ -79,12 +80,14 @@ def begin_resumed(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tupl
 
     def like_before(own: Setup) -> StepRunner | None:
         nonlocal why_not
-        found, why_not = _own_plan(own, sample, plan, budget)
+        found, why_not = _own_plan(own, sample, plan)
         if found is None:
             return None
         why = "it is the plan that the run had"
         return _begin_checked(
-            make_planned(own, sample, plan, stored_reason(run), found, budget, why=why), sample, found
+            make_planned(own, sample, plan, stored_reason(run), found, own.budget(sample, found), why=why),
+            sample,
+            found,
         )
 
     runner = _in_ways(setup, sample, plan, like_before)
@@ -95,31 +98,34 @@ def begin_resumed(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tupl
     def remark(after: Plan) -> str:
         return " ".join(filter(None, ["", told, other_sums(plan, after)]))
 
-    runner = begin_chosen(setup, sample, budget, remark)
+    runner = begin_chosen(setup, sample, remark)
     sums = other_sums(plan, runner.assembly.plan)
     return runner, "" if sums is None else f"{told} {sums}"
 
 
-def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Plan], str] = lambda _: "") -> StepRunner:
+def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lambda _: "") -> StepRunner:
     """Begins the steps under the fastest plan that fits; its reason ends with the remark."""
     ways = setup.problem.ways(sample, setup.split)
     if setup.resumed_plan is None:
         check_effect(setup.problem, setup.allow, setup.device)
-    if budget.limit_bytes is None and setup.resumed_plan is None and not setup.has_journal:
+    if setup.machine.limits.device_bytes is None and setup.resumed_plan is None and not setup.has_journal:
         own = setup.cut_by(ways[0])
         found = own.problem.profile(sample, (1,), chunk_tokens=None)
         plan = Plan(update=update_time(found, clips_norm=False))
         reason = "no limit was given: everything stays on the device."
-        return _begin_checked(make_planned(own, sample, plan, reason, found, budget, why=""), sample, found)
+        return _begin_checked(
+            make_planned(own, sample, plan, reason, found, own.budget(sample, found), why=""), sample, found
+        )
     setup.hardware()  # measured before anything is traced
     why, whole = "", None
     for way in ways[:-1]:
         own = setup.cut_by(way)
         try:
-            found = _profile_counts(own, sample, budget)
+            found = _profile_counts(own, sample, partial(own.budget, sample))
         except UncuttableError as error:
             why = why or str(error)
             continue
+        budget = own.budget(sample, found)
         chosen = _choose(own, sample, found, budget, may_split=found.may_split)
         note = (
             ""
@@ -128,6 +134,7 @@ def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Pl
         )
         try:
             reason = chosen.reason + note + remark(chosen.plan)
+            budget = own.budget(sample, chosen.profile)
             planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, why=chosen.why)
             return _begin_checked(planned, sample, chosen.profile)
         except UnsupportedError as error:
@@ -136,8 +143,9 @@ def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Pl
             why, whole = why or str(error), (own, found)
     own, found = whole or (setup.cut_by(ways[-1]), None)
     if found is None:
-        found = _profile_counts(own, sample, budget)
+        found = _profile_counts(own, sample, partial(own.budget, sample))
         why = why or ways[-1].why_whole(sample) or ""
+    budget = own.budget(sample, found)
     try:
         chosen = _choose(own, sample, found, budget, may_split=False)
     except DoesNotFitError as error:
@@ -146,6 +154,7 @@ def begin_chosen(setup: Setup, sample: Any, budget: Budget, remark: Callable[[Pl
         error.add_note(_not_cut(why).strip())
         raise
     reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
+    budget = own.budget(sample, chosen.profile)
     planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
     return begin_steps(planned)
 
@@ -230,17 +239,27 @@ def replan(
         margin_bytes += max(0, budget.tensor_bytes - below_bytes)
     budget = replace(budget, reserve_bytes=budget.reserve_bytes + margin_bytes)
     try:
-        found = _profile_counts(setup, batch, budget, running=like)
+        found = _profile_counts(setup, batch, lambda _: budget, running=like)
     except UncuttableError as error:
         setup = setup.cut_by(Whole(str(error)))
-        found = _profile_counts(setup, batch, budget, running=like)
+        found = _profile_counts(setup, batch, lambda _: budget, running=like)
     may_split = found.may_split and adds_up is not False
     chosen = _choose(setup, batch, found, budget, may_split=may_split, running=like)
     plan = chosen.plan
     if plan.microbatches == setup.problem.cut.rows(batch):
         # It is cut into as many by any larger number too: then batches with more rows keep theirs.
         plan = replace(plan, microbatches=max(plan.microbatches, like.microbatches))
-    return make_planned(setup, batch, plan, chosen.reason, chosen.profile, budget, adds_up=adds_up, why=chosen.why)
+    return make_planned(
+        setup,
+        batch,
+        plan,
+        chosen.reason,
+        chosen.profile,
+        budget,
+        adds_up=adds_up,
+        why=chosen.why,
+        load_bytes=setup.load_bytes,
+    )
 
 
 # --- a plan that is decided ---------------------------------------------------------------------
@@ -273,6 +292,7 @@ def make_planned(
     *,
     why: str,
     adds_up: bool | None = None,
+    load_bytes: int | None = None,
 ) -> Planned:
     """Prepares a plan for the sample.
 
@@ -285,6 +305,7 @@ def make_planned(
         budget: of the device.
         why: why sums are regrouped, where they are.
         adds_up: see `Planned`.
+        load_bytes: were held while weights moved home; None: they are still to move.
 
     Raises:
         UnsupportedError: the plan would train another model. DoesNotFitError: it takes more of the
@@ -299,7 +320,9 @@ def make_planned(
     excess = excess_beside_device(setup, ready)
     if excess is not None:
         raise DoesNotFitError(f"the plan {excess}: raise the limit, or keep less there")
-    peak = ready.timeline.peak_bytes + budget.base_bytes + budget.reserve_bytes
+    # What is left of a process's reserve is for what is not usual.
+    reserve = 0 if setup.machine.counts_process else budget.reserve_bytes
+    peak = ready.timeline.peak_bytes + budget.base_bytes + reserve
     return Planned(
         setup=own,
         plan=plan,
@@ -308,7 +331,9 @@ def make_planned(
         adds_apart=adds_apart,
         prepared=ready,
         signature=signature_of(sample, arranged.cut, plan.microbatches),
-        predicted_peak_bytes=max(peak, setup.load_bytes),
+        predicted_peak_bytes=max(
+            peak, setup.machine.load_peak_bytes(setup.problem.model) if load_bytes is None else load_bytes
+        ),
         budget=budget,
         adds_up=True if NONADDITIVE in setup.allow else adds_up,
         replan=partial(replan, setup) if setup.replans else None,
@@ -331,7 +356,9 @@ def _cut_for(setup: Setup, batch: Any, plan: Plan) -> Plan:
     return replace(plan, microbatches=setup.problem.cut.most(batch, plan.microbatches))
 
 
-def _profile_counts(setup: Setup, batch: Any, budget: Budget, *, running: Plan | None = None) -> Profile:
+def _profile_counts(
+    setup: Setup, batch: Any, budget: Callable[[Profile], Budget], *, running: Plan | None = None
+) -> Profile:
     """Traces a batch in all the sizes of microbatches that plans are looked for with, or whole
     where no plan with more microbatches than one would be chosen.
 
@@ -341,7 +368,8 @@ def _profile_counts(setup: Setup, batch: Any, budget: Budget, *, running: Plan |
 
     def suffices(found: Profile) -> bool:
         wanted = _wanted(setup, may_split=found.may_split, running=running)
-        return keeps_batch_whole(setup.problem, batch, found, budget, setup.hardware(), setup.machine, wanted)
+        left = budget(found)
+        return keeps_batch_whole(setup.problem, batch, found, left, setup.hardware(), setup.machine, wanted)
 
     return setup.problem.profile(batch, setup.problem.counts(batch), chunk_tokens=None, suffices=suffices)
 
@@ -363,7 +391,7 @@ def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:
         allow=setup.allow,
         may_split=may_split,
         clips_norm=setup.clips_norm,
-        load_bytes=0 if is_running else setup.load_bytes,
+        load_bytes=0 if is_running else setup.most_load_bytes,
         checks_split=not is_running,
         like=running or setup.resumed_plan,
         scheme=None if run is None else run.scheme,
@@ -394,7 +422,7 @@ def check_claim(setup: Setup) -> None:
         )
 
 
-def _own_plan(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tuple[Profile | None, str]:
+def _own_plan(setup: Setup, sample: Any, plan: Plan) -> tuple[Profile | None, str]:
     """Checks whether the stored plan of a resumed run still fits.
 
     Returns the profile, or None and the reason.
@@ -407,7 +435,7 @@ def _own_plan(setup: Setup, sample: Any, plan: Plan, budget: Budget) -> tuple[Pr
     if setup.numerics == "exact" and not declare(cut, found).is_exact:
         return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
     ready = prepared_for(found, cut, clips_norm=setup.clips_norm, device=setup.device)
-    peak, left = ready.timeline.peak_bytes, budget.tensor_bytes
+    peak, left = ready.timeline.peak_bytes, setup.budget(sample, found).tensor_bytes
     if left is not None and peak > left:
         return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
     excess = excess_beside_device(setup, ready)
@@ -435,7 +463,7 @@ def _check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: B
         if checked > peak:
             peak = checked
             report = f"{rows} rows that run whole, to show that the batch may be cut, {format_bytes(checked)}"
-    load_bytes = setup.load_bytes if setup.machine.counts_process else 0
+    load_bytes = setup.most_load_bytes if setup.machine.counts_process else 0
     if peak > budget.tensor_bytes or load_bytes > budget.limit_bytes:
         raise Refusal(
             budget=budget,

@@ -22,7 +22,7 @@ from memfit.core.aliases import own_allowances
 from memfit.core.errors import MemfitWarning, StoreInUseError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
-from memfit.core.limits import Budget, Limits
+from memfit.core.limits import Limits
 from memfit.core.machines import read_hardware
 from memfit.core.numerics import Wish
 from memfit.core.plan import Plan
@@ -36,12 +36,10 @@ from memfit.job.job import Job
 from memfit.job.limit_checks import check_kind, check_limit
 from memfit.job.loading import load_states
 from memfit.job.machine import Machine, device_of, guard, open_machine
-from memfit.job.planning_left import left_by, program_of
 from memfit.job.probing import disk_directory, probe
 from memfit.job.problem import (
     Loss,
     Problem,
-    beside,
     check_arguments,
     driver_of,
     encodes_states,
@@ -243,11 +241,9 @@ def fit(
         is_emulated=emulate_device,
         uses_kernel=enforce == "kernel",
         further=further,
-        planning_left=left_by(program_of(model, optimizer)),
     )
     home = directory or store or resume
     with (
-        machine.planning(),
         machine.phases("load"),
         guard(machine, "load", enforces=bool(enforce)),
         ExitStack() as stack,
@@ -261,7 +257,7 @@ def fit(
         if run is not None and run.is_resumed:
             check_run(run, model, optimizer)
             weights = None  # they are the run's
-        loaded = _load(model, weights, home, machine, [*beside(model, optimizer, sample)], stack)
+        loaded = _load(model, weights, home, machine, stack)
         probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
         setup = Setup(
             problem=Problem(
@@ -283,7 +279,7 @@ def fit(
             hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
             load_bytes=loaded.load_bytes,
         )
-        job = _begin(setup, sample, given, loaded.budget, saved)
+        job = _begin(setup, sample, given, saved)
         giving_up.pop_all()  # the directory is the job's now
     tell_hooks(model)
     return job
@@ -296,13 +292,11 @@ class _Loaded:
     Attributes:
         sources: they come from.
         aside: weights that were put aside, because there was no room for them and for planning.
-        budget: of the device.
         load_bytes: held while weights move home.
     """
 
     sources: WeightSources
     aside: WeightsAside | None
-    budget: Budget
     load_bytes: int
 
 
@@ -311,12 +305,10 @@ def _load(
     weights: str | Path | None,
     home: str | Path | None,
     machine: Machine,
-    others: Sequence[torch.Tensor],
     stack: ExitStack,
 ) -> _Loaded:
     sources = open_sources(model, weights, stack)
     here = [p for p in model.parameters() if not is_away(p)]
-    budget = machine.budget(here, others)
     lacks_room = machine.counts_process and machine.lacks_room
     load_bytes = machine.load_bytes(model, leaves=lacks_room)
     aside: WeightsAside | None = None
@@ -324,18 +316,18 @@ def _load(
         aside = stack.enter_context(WeightsAside(here, disk_directory(home)))
         machine.forget_peak()
         sources.insert(0, aside)  # what was put aside comes back before files overwrite it
-    return _Loaded(sources=WeightSources(sources), aside=aside, budget=budget, load_bytes=load_bytes)
+    return _Loaded(sources=WeightSources(sources), aside=aside, load_bytes=load_bytes)
 
 
-def _begin(setup: Setup, sample: Any, given: Plan | None, budget: Budget, saved: Path | None) -> Job:
+def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) -> Job:
     """Begins the job: under the given plan, the run's own, or the fastest that fits."""
     resumed, told = setup.resumed_plan, ""
     if given is not None:
-        runner = begin_given(setup, sample, given, budget)
+        runner = begin_given(setup, sample, given)
     elif resumed is not None:
-        runner, told = begin_resumed(setup, sample, resumed, budget)
+        runner, told = begin_resumed(setup, sample, resumed)
     else:
-        runner = begin_chosen(setup, sample, budget)
+        runner = begin_chosen(setup, sample)
     if told and setup.run is not None:
         warnings.warn(
             f"the run in {setup.run.directory} goes on under another plan. {told}", MemfitWarning, stacklevel=3

@@ -1,8 +1,17 @@
 """Limits and budgets in bytes, by tier.
 
 In: what the user wrote. Out: `Limits`. A limit must never be passed. A budget is a limit minus what
-memfit does not control: `base_bytes` (interpreter, libraries) and `reserve_bytes` (scratch of
-kernels that no trace sees).
+memfit does not control: `base_bytes` (interpreter, libraries) and `reserve_bytes` (what no trace
+sees).
+
+[Note: what a process takes]
+Beside tensors a process grows in two stretches. Planning takes 15 to 30 MiB: pages of libraries'
+code that tracing is the first to touch, and Python's own. It is over when a plan is chosen, so that
+the base is measured then, and nobody has to guess it (`PLANNING_BYTES` is kept free where nothing
+was planned). Steps take what is left: code of kernels that run for the first time, rounding of the
+allocator, threads (`FIRST_STEP_BYTES`); buffers of the BLAS, and kernels that oneDNN compiles and
+keeps (`TraceProfile.kernel_bytes`). These are counted as if they were there already; the reserve is
+kept free beside them, for what is not usual.
 """
 
 from __future__ import annotations
@@ -14,10 +23,18 @@ from types import MappingProxyType
 from memfit.core.tiers import Tier
 from memfit.core.units import MIB, parse_bytes
 
-# Measured: scratch of oneDNN and OpenMP takes 5 to 65 MB whatever the model's size, and 2 MB a
-# thread.
-RESERVE_BYTES = 64 * MIB
+# Of a process; see [Note: what a process takes]. Each thread beyond the first has buffers of its
+# own.
+RESERVE_BYTES = 12 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
+FIRST_STEP_BYTES = 4 * MIB
+# Measured: code and buffers of the BLAS, and of oneDNN for bf16, when they first compute.
+LIBRARY_BYTES = {"blas": 5 * MIB, "onednn": 10 * MIB}
+PLANNING_BYTES = 48 * MIB
+# See [Note: kernels that are kept] in `allocator.compiled_kernels`.
+KERNELS_KEPT = 64
+# Measured: of a product in bf16, by each combination of shapes (0.55 to 0.61 MiB).
+PRODUCT_KERNEL_BYTES = 600 << 10
 # Measured on models of 8 to 150 MiB: what no prediction counts (alignment, 0-d counters, losses,
 # slices of the batch, scratch of small kernels).
 EMULATED_RESERVE_BYTES = 2 * MIB
@@ -66,9 +83,10 @@ class Budget:
 
     Attributes:
         limit_bytes: limit of the device; None if there is none.
-        base_bytes: in use before any tensor of the job. In a process: interpreter, libraries and
-            tensors of others; on a device: tensors of others.
-        reserve_bytes: kept free for scratch that no trace sees.
+        base_bytes: in use before any tensor of the job. In a process: interpreter, libraries, what
+            these usually take in a first step, and tensors of others; on a device: tensors of
+            others.
+        reserve_bytes: kept free for what no trace sees.
     """
 
     limit_bytes: int | None

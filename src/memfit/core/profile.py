@@ -297,6 +297,7 @@ class TraceProfile:
             those of at most 20 kinds, where names that differ in a number are of one kind.
         untiled_attention: attention that bypasses tiled kernels, in forward order.
         prologue_work, seed_work: amounts by class in segment -1, and in the backward of the loss.
+        kernel_bytes: taken by libraries, outside of tensors, for the kernels that it runs.
     """
 
     rows: int
@@ -313,6 +314,7 @@ class TraceProfile:
     untiled_attention: tuple[UntiledAttention, ...] = ()
     prologue_work: Work = ()
     seed_work: Work = ()
+    kernel_bytes: int = 0
 
     def __repr__(self) -> str:
         saved = sum(self.saved_bytes(call.index) for call in self.calls)
@@ -447,6 +449,11 @@ class Profile:
     def resting_state_bytes(self, name: str) -> int:
         """Returns the bytes that the optimizer states of a block take at home."""
         return self.state_home_bytes.get(name, self.state_bytes.get(name, 0))
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Most bytes that libraries take for the kernels that a step runs."""
+        return max((trace.kernel_bytes for trace in self.traces.values()), default=0)
 
     @property
     def has_masters(self) -> bool:

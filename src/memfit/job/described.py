@@ -6,7 +6,7 @@ its tiers and limits, and the budget of its device. Nothing is allocated on what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +16,10 @@ from torch import nn
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import DEVICE_RESERVE_BYTES, Budget, Limits
+from memfit.core.profile import Profile
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import format_bytes
 from memfit.job.machine import Machine, device_of, open_machine
-from memfit.tensors.guard import is_away
 
 
 class PlannedMachine(Protocol):
@@ -63,13 +63,13 @@ class PlannedFor:
 
     Attributes:
         machine: its tiers and limits.
-        budget: of its device.
+        budget: measures what is left to tensors of its device, once the model has been traced.
         load_bytes: held while weights move home; 0 where it is not known.
         here: it is this machine, which can be probed; None where a description is planned for.
     """
 
     machine: PlannedMachine
-    budget: Budget
+    budget: Callable[[Profile], Budget]
     load_bytes: int
     here: Machine | None
 
@@ -94,14 +94,13 @@ def plan_for(
     """
     if hardware is not None and not is_processor(hardware.device):
         machine = DescribedAccelerator(tiers=tuple(hardware.tiers), limits=_limits(limit, hardware))
-        return PlannedFor(machine=machine, budget=machine.budget(), load_bytes=0, here=None)
+        return PlannedFor(machine=machine, budget=lambda _: machine.budget(), load_bytes=0, here=None)
     limits = Limits.read(limit) if hardware is None else _limits(limit, hardware)
     device = device_of(model) if hardware is None else torch.device("cpu")
     opened = open_machine(device, limits)
-    resting = [p for p in model.parameters() if p.device == device and not is_away(p) and p.untyped_storage().nbytes()]
     return PlannedFor(
         machine=opened,
-        budget=opened.budget(resting, beside),
+        budget=lambda found: opened.planned_budget(model, beside, kernel_bytes=found.kernel_bytes),
         load_bytes=opened.load_bytes(model) if loads else 0,
         here=opened if hardware is None else None,
     )

@@ -73,9 +73,18 @@ class HardLimit:
         return self._reserve_bytes() if self._room is None else self._room.reserve_left_bytes
 
     def note_planned(self, outside_bytes: int) -> None:
-        """Notes what the process holds outside of tensors while a plan is made, until `arm`."""
+        """Notes what the process holds outside of tensors when a plan is made, until a step has
+        been made.
+        """
         if self._room is None:
             self._planned_outside_bytes = outside_bytes
+        else:
+            self._room.note_planned(self._reserve_bytes(), outside_bytes)
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if a step was made under the armed limit."""
+        return self._room is not None and self._room.has_stepped
 
     def arm(self) -> None:
         """Sets the hard limit, by what is resident now: a breach becomes `torch.OutOfMemoryError`

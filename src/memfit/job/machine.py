@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
+from memfit.allocator.compiled_kernels import bound_kernels
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
-from memfit.core.errors import DoesNotFitError, LimitBreachError, TierUnavailableError, UsageError
+from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import (
     DEVICE_RESERVE_BYTES,
     EMULATED_RESERVE_BYTES,
+    FIRST_STEP_BYTES,
+    PLANNING_BYTES,
     RESERVE_BYTES,
     RESERVE_BYTES_PER_THREAD,
     Budget,
@@ -31,7 +33,6 @@ from memfit.core.tiers import Tier
 from memfit.core.units import MIB, format_bytes
 from memfit.homes.factories import FurtherTier
 from memfit.job.hard_limit import HardLimit, outside_bytes
-from memfit.job.planning_left import PlanningLeft
 from memfit.tensors.guard import is_away
 from memfit.verification.meters import AcceleratorMeter, CpuMeter, DeviceMeter, Phases, ProcessMeter
 
@@ -59,6 +60,7 @@ def prepare_process(*, seed: int | None = None) -> ProcessMeter:
     """
     if seed is not None:
         torch.manual_seed(seed)
+    bound_kernels()
     try:
         install()
     except TierUnavailableError:
@@ -85,10 +87,8 @@ class Machine:
         is_emulated: see above.
         uses_kernel: see above.
         further: tiers that are handed in.
-        planning_left: by refused fits of the same program in this process.
 
     Attributes:
-        reserve_bytes: tells the scratch of kernels and libraries that no trace sees, in bytes.
         hard_limit: what arms the limit, and refuses what would pass it.
     """
 
@@ -102,7 +102,6 @@ class Machine:
         is_emulated: bool,
         uses_kernel: bool = False,
         further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
-        planning_left: PlanningLeft,
     ) -> None:
         self.device = device
         self.limits = limits
@@ -113,18 +112,14 @@ class Machine:
         self.counts_process = device.type == "cpu" and not is_emulated
         self.process = ProcessMeter(with_children=True) if self.counts_process else None
         self.phases = Phases(meter, self.process)
-        self._planning_left = planning_left
-        left_bytes = planning_left.in_base(self.base_bytes()) if self.counts_process else 0
-        # Without this machine: in a cycle the limit would be collected late, and lifted late.
-        self.reserve_bytes = partial(
-            _reserve_bytes, left_bytes, counts_process=self.counts_process, is_emulated=is_emulated
-        )
+        # An object of its own: in a cycle with this machine the limit would be lifted late.
+        self._reserve = _Reserve(counts_process=self.counts_process, is_emulated=is_emulated)
         self.hard_limit = HardLimit(
             limits.device_bytes,
             meter,
             self.process,
             allocator,
-            reserve_bytes=self.reserve_bytes,
+            reserve_bytes=self._reserve.nbytes,
             # Without a compiler the allocator's limit is the kernel's already.
             kernel=KernelLimit() if uses_kernel and isinstance(allocator, Allocator) else None,
         )
@@ -158,9 +153,36 @@ class Machine:
         # Without weights that another allocator gave: they are outside now, and not when they have
         # moved home.
         self.hard_limit.note_planned(max(0, outside + min(0, live - weight_bytes)))
-        base = max(0, outside + others)
         reserve = self.hard_limit.reserve_left_bytes
-        return Budget(limit_bytes=self.limits.device_bytes, base_bytes=base, reserve_bytes=reserve)
+        usual = 0 if self.hard_limit.has_stepped else self._reserve.usual_bytes
+        return Budget(
+            limit_bytes=self.limits.device_bytes,
+            base_bytes=max(0, outside + others) + usual,
+            reserve_bytes=reserve - usual,
+        )
+
+    def reserve_bytes(self) -> int:
+        """Returns what plans leave free beside tensors and what the process held when they were
+        made.
+        """
+        return self._reserve.nbytes()
+
+    def planned_budget(
+        self, model: torch.nn.Module, beside: Iterable[torch.Tensor], *, kernel_bytes: int = 0
+    ) -> Budget:
+        """Returns what is left to tensors when a model has been traced: what planning takes of the
+        process is there, and part of the base.
+
+        See [Note: what a process takes] in `core.limits`.
+
+        Args:
+            model: its weights may be away.
+            beside: as in `budget`.
+            kernel_bytes: that a step's kernels take, as traced.
+        """
+        self._reserve.end_planning(kernel_bytes)
+        here = [p for p in model.parameters() if p.device == self.device and not is_away(p)]
+        return self.budget([p for p in here if p.untyped_storage().nbytes()], beside)
 
     @property
     def lacks_room(self) -> bool:
@@ -186,19 +208,22 @@ class Machine:
         to_come = max((p.nbytes for p in model.parameters() if is_away(p)), default=0)
         return here + to_come + (_ASIDE_SCRATCH_BYTES if leaves else _LOAD_SCRATCH_BYTES)
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Surrounds a fit: what a refused one leaves counts once.
+    def load_peak_bytes(self, model: torch.nn.Module) -> int:
+        """Returns what is held at most while weights move home, when a plan has been made: what was
+        held until now, or what is there with a weight that is to come and the disk's staging.
 
-        See [Note: what planning leaves] in `job.planning_left`.
+        Less than `load_bytes`, which is told before anything was traced and holds for whatever that
+        may take.
+
+        Args:
+            model: as in `load_bytes`.
         """
-        before = self.base_bytes()
-        try:
-            yield
-        except DoesNotFitError:
-            if self.counts_process:
-                self._planning_left.note(before, self.base_bytes())
-            raise
+        return max(self.held_bytes, self.load_bytes(model, leaves=True))
+
+    @property
+    def held_bytes(self) -> int:
+        """Most that the process held since the phase began that runs; 0 where it is not counted."""
+        return 0 if self.process is None else self.process.peak_bytes().whole_bytes
 
     @contextmanager
     def phase(self, name: str, *, is_step: bool = False) -> Iterator[None]:
@@ -266,7 +291,6 @@ def open_machine(
     is_emulated: bool = False,
     uses_kernel: bool = False,
     further: Mapping[Tier, FurtherTier] = MappingProxyType({}),
-    planning_left: PlanningLeft | None = None,
 ) -> Machine:
     """Puts memfit's allocator under torch and opens a device.
 
@@ -278,7 +302,6 @@ def open_machine(
         is_emulated: see `Machine`.
         uses_kernel: see `Machine`.
         further: tiers that are handed in.
-        planning_left: see `Machine`; None: nothing is known to be left.
 
     Raises:
         UsageError: the kernel is to limit what it does not count.
@@ -290,13 +313,13 @@ def open_machine(
             'enforce="kernel" limits the memory of a process: it cannot limit that of a device (host_limit and the '
             "allocators do)"
         )
-    left = PlanningLeft() if planning_left is None else planning_left
     if devices.is_accelerator(device):
         # a backend without streams is refused before it is measured and emptied
         devices.of(device).new_stream(device)
         meter = AcceleratorMeter(device)
         meter.release()
-        return Machine(device, limits, meter, None, is_emulated=is_emulated, further=further, planning_left=left)
+        return Machine(device, limits, meter, None, is_emulated=is_emulated, further=further)
+    bound_kernels()
     allocator: Allocator | FallbackAllocator
     try:
         allocator = install()
@@ -314,7 +337,6 @@ def open_machine(
         is_emulated=is_emulated,
         uses_kernel=uses_kernel,
         further=further,
-        planning_left=left,
     )
 
 
@@ -360,17 +382,36 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return device
 
 
-def _reserve_bytes(left_bytes: int, *, counts_process: bool, is_emulated: bool) -> int:
-    """Scratch of kernels and libraries that no trace sees.
+class _Reserve:
+    """Bytes beside tensors and the base that plans leave free: for scratch of kernels and libraries
+    that no trace sees, and, until a plan is made, for planning.
 
     Little of it on an emulated device, whose meter counts tensors alone.
 
     Args:
-        left_bytes: left by refused fits of this program, which the base counts already.
         counts_process: the device is this process.
         is_emulated: the device is emulated.
+
     """
-    if not counts_process:
-        return EMULATED_RESERVE_BYTES if is_emulated else DEVICE_RESERVE_BYTES
-    whole = RESERVE_BYTES + RESERVE_BYTES_PER_THREAD * torch.get_num_threads()
-    return whole - min(left_bytes, whole // 2)
+
+    def __init__(self, *, counts_process: bool, is_emulated: bool) -> None:
+        self._counts_process = counts_process
+        self._is_emulated = is_emulated
+        # Once planning is over, what it took is in the base.
+        self._usual_bytes: int | None = None
+
+    def end_planning(self, kernel_bytes: int) -> None:
+        """Notes what kernels will take, now that a step was traced."""
+        self._usual_bytes = FIRST_STEP_BYTES + kernel_bytes
+
+    def nbytes(self) -> int:
+        """Returns the whole of it."""
+        if not self._counts_process:
+            return EMULATED_RESERVE_BYTES if self._is_emulated else DEVICE_RESERVE_BYTES
+        threads = RESERVE_BYTES_PER_THREAD * (torch.get_num_threads() - 1)
+        return RESERVE_BYTES + threads + (PLANNING_BYTES if self._usual_bytes is None else self._usual_bytes)
+
+    @property
+    def usual_bytes(self) -> int:
+        """Part of it that a first step usually takes."""
+        return (self._usual_bytes or 0) if self._counts_process else 0

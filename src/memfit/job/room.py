@@ -96,6 +96,19 @@ class Room:
         taken = self._last - self._at_arming - self._users_bytes
         return max(_SMALL_GROWTH_BYTES, self._reserve_bytes - max(0, taken))
 
+    @property
+    def has_stepped(self) -> bool:
+        """True if a step was made: what libraries take at their first use is there."""
+        return self._has_stepped
+
+    def note_planned(self, reserve_bytes: int, outside_bytes: int) -> None:
+        """Notes what is held when a plan is made, before any step: the reserve is for what comes
+        after it.
+        """
+        if not self._has_stepped:
+            self._reserve_bytes = reserve_bytes
+            self._at_arming = outside_bytes
+
     def begin_plan(self) -> int:
         """Begins the steps of a plan whose homes are there: what the process grew by until now was
         for planning.

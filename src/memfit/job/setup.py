@@ -26,7 +26,7 @@ from memfit.core.schedule import Schedule
 from memfit.core.step import Step
 from memfit.core.timeline import Timeline
 from memfit.job.machine import Machine
-from memfit.job.problem import Problem
+from memfit.job.problem import Problem, beside
 from memfit.job.weight_sources import WeightSources
 from memfit.scheduling.journal_actions import place_turns
 
@@ -95,6 +95,17 @@ class Setup:
     def device(self) -> str:
         """The device's kind, as `scheduling.lower` takes it."""
         return self.machine.device.type
+
+    @property
+    def most_load_bytes(self) -> int:
+        """`load_bytes`, or what the process held until now where that was more."""
+        return max(self.load_bytes, self.machine.held_bytes)
+
+    def budget(self, sample: Any, found: Profile) -> Budget:
+        """Measures what is left to tensors of the device, once the model has been traced."""
+        model = self.problem.model
+        held = [*beside(model, self.optimizer, sample)]
+        return self.machine.planned_budget(model, held, kernel_bytes=found.kernel_bytes)
 
     def cut_by(self, way: Cut) -> Setup:
         """Returns the same, with another way to cut batches."""

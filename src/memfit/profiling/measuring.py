@@ -13,6 +13,10 @@ line in the bytes of its largest tensor, or a power of them where it grows faste
 operation that cannot be made smaller, or that does not bear the values that it is given here
 (integers are 0, masks true), is taken to copy its largest operand.
 
+Of a convolution only the rows are made fewer: with other channels or pictures oneDNN goes another
+way, and what it takes grows by as much with each row. Where a run on few rows takes nothing, that
+was another way too, and the table is asked.
+
 Only torch's own operators are tried; others may do more than compute.
 """
 
@@ -58,6 +62,10 @@ _FREE = {
 # take many times their arguments.
 _TABLE_AND_RUNS = {aten.convolution, aten.convolution_backward}
 _CONVOLUTION_AS_IT_IS_BYTES = 4 << 20
+# Of a convolution's tensors, on the rows that it is tried with; and of one row, above which it is
+# not tried so.
+_ROWS_BYTES = 8 << 20
+_MOST_ROW_BYTES = 32 << 20
 # Their kernels trust that sizes belong together, unchecked.
 _NEVER_SMALLER = {aten._fft_c2r}
 
@@ -101,6 +109,8 @@ class Workspaces:
     def __init__(self, watch: Watch | None = None) -> None:
         self._watch = watch
         self._laws: dict[Any, _Law | None] = {}
+        # Of convolutions on half of few rows, and on all of these.
+        self._rows: dict[Any, tuple[int, int] | None] = {}
 
     def bytes_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
         """Bytes that the operation holds inside itself beyond its arguments and results.
@@ -125,6 +135,10 @@ class Workspaces:
             or any(t.device.type != "cpu" for t in found)
         ):
             return known or 0
+        if packet in _TABLE_AND_RUNS and _total_bytes(found) > _CONVOLUTION_AS_IT_IS_BYTES:
+            hidden = self._by_rows(func, args, kwargs)
+            if hidden:
+                return hidden
         law = self._law(func, args, kwargs, found)
         if law is None:
             return known or _largest_bytes(tensors)
@@ -139,6 +153,7 @@ class Workspaces:
         """
         if len(self._laws) >= _MOST_LAWS:
             self._laws.clear()
+            self._rows.clear()
         is_convolution = func._overloadpacket in _TABLE_AND_RUNS
         if _total_bytes(found) <= (_CONVOLUTION_AS_IT_IS_BYTES if is_convolution else _AS_IT_IS_BYTES):
             key = (func, None, _described((args, kwargs), {}))
@@ -154,6 +169,29 @@ class Workspaces:
             if self._laws[key] is not None:
                 return self._laws[key]
         return None
+
+    def _by_rows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """Bytes inside a convolution, from two runs on fewer rows; None where there can be none."""
+        count = 2 if func._overloadpacket is aten.convolution_backward else 1
+        rows = args[0].shape[0]
+        row_bytes = sum(tensor.nbytes for tensor in args[:count]) // max(rows, 1)
+        if args[0].dim() < 3 or rows < 2 or row_bytes > _MOST_ROW_BYTES:
+            return None
+        few = max(2, min(rows, _ROWS_BYTES // max(row_bytes, 1)))
+        key = (func, few, _described((args, kwargs), {}))
+        if key not in self._rows:
+            tried = [self._run_rows(func, args, kwargs, count, number) for number in (few // 2, few)]
+            self._rows[key] = None if None in tried else (tried[0] or 0, tried[1] or 0)
+        found = self._rows[key]
+        if found is None:
+            return None
+        less, hidden = found
+        return hidden + max(0, math.ceil((hidden - less) * (rows - few) / (few - few // 2)))
+
+    def _run_rows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, rows: int) -> int | None:
+        fewer = [*(tensor[:rows] for tensor in args[:count]), *args[count:]]
+        found = self._run(func, fewer, kwargs, {})
+        return None if found is None else found[1]
 
     def _extrapolated(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sizes, wider: Sizes

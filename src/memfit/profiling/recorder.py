@@ -24,8 +24,10 @@ from memfit.core.work_kinds import WorkKind
 from memfit.profiling.blocks import ModuleSite
 from memfit.profiling.gradient_hooks import GradientReads
 from memfit.profiling.kept import kept_tensors
-from memfit.profiling.known import Facts, Kind, KnownOperations
+from memfit.profiling.kernels_used import KernelsUsed
+from memfit.profiling.known import Kind, KnownOperations
 from memfit.profiling.known_values import Values
+from memfit.profiling.operation_facts import Facts
 from memfit.profiling.operations import run_operation
 from memfit.profiling.origins import Origins, written_tensors
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
@@ -73,6 +75,7 @@ class TraceRecorder(TorchDispatchMode):
         self.written_weights: tuple[str, ...] = ()
         self.shared_weights: tuple[str, ...] = ()
         self.uses_random = False
+        self.kernels = KernelsUsed()
         self.exchanged: tuple[str, ...] = ()  # submodules, by this forward
         self.changed: tuple[str, ...] = ()  # numbers and words on modules, by this forward
         self.replaced: tuple[str, ...] = ()  # tensors that the program keeps, by this forward
@@ -195,6 +198,7 @@ class TraceRecorder(TorchDispatchMode):
             if written and not kind.relabels:
                 self._note_written({id(r): r for t, r in found if id(t) in written}.values())
         self._note_facts(facts)
+        self.kernels.note(func, facts)
         if self._active and not self.log.is_backward and facts.kept_by:
             for record in made:
                 if record.role is Role.MADE:

@@ -68,6 +68,7 @@ def summarize(
         untiled_attention=step.attention.untiled(),
         prologue_work=_work(step.forward, -1),
         seed_work=_work(step.backward, -1),
+        kernel_bytes=step.kernels.nbytes,
     )
 
 

@@ -1,0 +1,46 @@
+"""Kernels that a step uses, and what libraries take for them outside of tensors.
+
+In: operations as a trace meets them. Out: bytes. See [Note: kernels that are kept] in
+`allocator.compiled_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfit.core.limits import KERNELS_KEPT, LIBRARY_BYTES
+from memfit.profiling.operation_facts import Facts
+
+# The sizes of their results, or of the products inside them, depend on values.
+_OF_VALUES = {
+    torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._grouped_mm.default,
+}  # fmt: skip
+
+
+class KernelsUsed:
+    """Kernels of one trace; operations that are alike share one."""
+
+    def __init__(self) -> None:
+        # By identity: operations that are alike share their facts, others may have equal ones.
+        self._kernels: dict[int, Facts] = {}
+        self._libraries: set[str] = set()
+        self._sizes_vary = False
+
+    def note(self, func: Any, facts: Facts) -> None:
+        """Notes an operation."""
+        self._sizes_vary |= func in _OF_VALUES
+        if facts.kernel_bytes:
+            self._kernels[id(facts)] = facts
+        if facts.library:
+            self._libraries.add(facts.library)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that libraries take: for as many kernels as are ever kept where sizes depend on
+        values, so that each step brings other ones.
+        """
+        found = sorted((facts.kernel_bytes for facts in self._kernels.values()), reverse=True)
+        kept = KERNELS_KEPT * found[0] if found and self._sizes_vary else sum(found[:KERNELS_KEPT])
+        return kept + sum(LIBRARY_BYTES[name] for name in self._libraries)
