@@ -395,6 +395,8 @@ function setUpMemory() {
 // ---- lanes ----
 
 const lanes = { lane: 0, at: -1 };
+// The zoom of the memory's picture where that shows seconds; else all that is predicted.
+const lanesView = () => (memory.axis === "seconds" ? seconds_view : { from: 0, to: P.total });
 const kindParts = (kind) => kind.split(" ");
 function laneFill(kind) {
   const [what, name] = kindParts(kind);
@@ -408,7 +410,7 @@ const laneWords = (kind) => {
 function drawLanes() {
   const chart = $("lanes-chart");
   if (!P.lanes.length) return;
-  const width = Math.max(320, chart.clientWidth), row = 30, left = 108, w = width - left - 18, v = seconds_view;
+  const width = Math.max(320, chart.clientWidth), row = 30, left = 108, w = width - left - 18, v = lanesView();
   const height = P.lanes.length * row + 34;
   const x = (t) => left + (t - v.from) / (v.to - v.from) * w;
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
@@ -471,8 +473,8 @@ function setUpLanes() {
   for (const kind of kinds) $("lanes-legend").append(h("span", {}, swatch(laneFill(kind)), laneWords(kind)));
   chart.addEventListener("pointermove", (event) => {
     const box = chart.getBoundingClientRect(), l = clamp(Math.floor((event.clientY - box.top) / lanes.row), 0, P.lanes.length - 1);
-    const per = (seconds_view.to - seconds_view.from) / lanes.w;
-    const at = intervalAt(P.lanes[l], seconds_view.from + (event.clientX - box.left - lanes.left) * per, 1.5 * per);
+    const v = lanesView(), per = (v.to - v.from) / lanes.w;
+    const at = intervalAt(P.lanes[l], v.from + (event.clientX - box.left - lanes.left) * per, 1.5 * per);
     if (at < 0) { hideTip(); lanes.mark.setAttribute("visibility", "hidden"); return; }
     Object.assign(lanes, { lane: l, at });
     showInterval();
