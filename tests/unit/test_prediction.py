@@ -19,12 +19,13 @@ from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, StorageProfile, TraceProfile
-from memfit.core.rates import CALLS_PER_S
+from memfit.core.rates import CALLS_PER_S, Rate
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
 from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
+from memfit.core.work_kinds import WorkKind
 from memfit.homes.memory import MemoryHome
 from memfit.planning.bounds import commit_seconds, update_seconds
 from memfit.planning.planner import choose_plan
@@ -455,6 +456,8 @@ def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
             Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=disk, write_bytes_per_s=disk)),
         },
         update_elements_per_s=1e30,
+        # Python's part of frames and updates takes no time here.
+        rates={WorkKind.FRAMES: Rate(1e24), WorkKind.PIECES: Rate(1e24)},
     )
 
 

@@ -25,7 +25,15 @@ from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
 # What no probe measures: entries of calls, and classes that are there for profiles made by hand or rest on constants.
-NOT_MEASURED = {WorkKind.FLOPS, WorkKind.CALLS, WorkKind.SPLIT, WorkKind.ROUNDED}
+NOT_MEASURED = {
+    WorkKind.FLOPS,
+    WorkKind.WATCHED,
+    WorkKind.CALLS,
+    WorkKind.FRAMES,
+    WorkKind.PIECES,
+    WorkKind.SPLIT,
+    WorkKind.ROUNDED,
+}
 
 
 @pytest.fixture(autouse=True)

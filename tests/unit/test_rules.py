@@ -14,10 +14,12 @@ from memfit.core.limits import Budget
 from memfit.core.numerics import regroups_sums, weighed_seconds
 from memfit.core.plan import Order, Plan, UpdateTime
 from memfit.core.profile import Profile
+from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
+from memfit.core.work_kinds import WorkKind
 from memfit.planning.candidates import decided_calls, find_tail, list_candidates
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
@@ -315,6 +317,8 @@ def accelerator(*, link: float, host_updates: float, device_updates: float = 1e1
         flops_per_s=1e13,
         update_elements_per_s=device_updates,
         host_update_elements_per_s=host_updates,
+        # Python's part of an update takes no time here: blocks of a few parameters would wait for it alone.
+        rates={WorkKind.PIECES: Rate(1e24)},
         tiers={
             Tier.DEVICE: TierSpec(nbytes=1 << 40),
             Tier.HOST: TierSpec(nbytes=1 << 40, link=way),

@@ -72,13 +72,19 @@ _OF_MEMORY: Mapping[WorkKind, tuple[float, float]] = {
 }
 _FLOPS_PER_BYTE = 3.3, 14.0
 _OPERATIONS_PER_S = 2e5, 1.5e5
+# Python's part of a step, in operations that take as long (measured: layers of 8 x 8 under the
+# engine, by policy).
+_OPERATIONS_OF: Mapping[WorkKind, float] = {WorkKind.WATCHED: 4.5, WorkKind.FRAMES: 85.0, WorkKind.PIECES: 12.0}
 
 
 def rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
     """Returns the rate of each class on the device. See [Note: derived rates]."""
     found = _derived(hardware)
-    for kind, rate in hardware.rates.items():
-        found[kind] = rate
+    found.update(hardware.rates)
+    calls = found[WorkKind.OPERATIONS]
+    for kind, operations in _OPERATIONS_OF.items():
+        if kind not in hardware.rates:
+            found[kind] = Rate(calls.per_s / operations, DERIVED_SPREAD)
     return found
 
 
@@ -86,6 +92,8 @@ def host_rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
     """Returns the rates of updates on the host's cores, beside an accelerator."""
     return {
         WorkKind.UPDATED: Rate(hardware.host_update_elements_per_s),
+        # Python's part is the same on either processor.
+        WorkKind.PIECES: rates_of(hardware)[WorkKind.PIECES],
         WorkKind.ENCODED: Rate(hardware.host_codec_elements_per_s),
         WorkKind.SPLIT: Rate(SPLIT_ELEMENTS_PER_S),
         WorkKind.ROUNDED: Rate(ROUNDED_ELEMENTS_PER_S),

@@ -37,9 +37,11 @@ class WorkKind(StrEnum):
     ones, powers, logarithms, cumulative sums and sorting. NORMALIZED, NORMALIZED_BACKWARD: through
     normalisation and softmax. DRAWN: random numbers.
 
-    OPERATIONS: calls of operators. CALLS: entries of calls. UPDATED, ENCODED, SPLIT, ROUNDED:
-    elements that an update passes (as AdamW's would), that it decodes and encodes, whose masters it
-    joins and splits, that it rounds stochastically.
+    OPERATIONS: calls of operators. WATCHED: those of calls whose policy keeps results of some
+    operators, which a dispatch mode sees besides. CALLS: entries of calls. FRAMES: entries of calls
+    whose saved tensors are recomputed or offloaded. PIECES: updates of a piece of a parameter.
+    UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes (as AdamW's would), that it
+    decodes and encodes, whose masters it joins and splits, that it rounds stochastically.
     """
 
     FLOPS = "flops"
@@ -73,7 +75,10 @@ class WorkKind(StrEnum):
     NORMALIZED_BACKWARD = "normalized-backward"
     DRAWN = "drawn"
     OPERATIONS = "operations"
+    WATCHED = "watched-operations"
     CALLS = "calls"
+    FRAMES = "frames"
+    PIECES = "update-pieces"
     UPDATED = "updated"
     ENCODED = "encoded"
     SPLIT = "split"

@@ -90,13 +90,20 @@ class StepRecorder:
     Args:
         meter: of the device; None: bytes are 0.
         traffic: bytes moved so far; None: they are not counted.
+        clock: seconds, such as those that the thread did not wait for a processor.
     """
 
-    def __init__(self, meter: ByteMeter | None = None, traffic: Callable[[], Traffic] | None = None) -> None:
+    def __init__(
+        self,
+        meter: ByteMeter | None = None,
+        traffic: Callable[[], Traffic] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._meter = meter
         self._traffic = traffic
         self._moved_before = traffic() if traffic is not None else None
-        self._began_s = time.perf_counter()
+        self._clock = clock
+        self._began_s = clock()
         self._moments: list[Moment] = []
         self._stalls_s: dict[str, float] = {}
         self._open: _Open | None = None
@@ -152,4 +159,4 @@ class StepRecorder:
         return read, written
 
     def _now_s(self) -> float:
-        return time.perf_counter() - self._began_s
+        return self._clock() - self._began_s

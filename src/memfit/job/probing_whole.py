@@ -30,6 +30,7 @@ from memfit.job.measuring_rates import measure_rates
 from memfit.job.probing import disk_directory, memory_bytes, probe_copies
 from memfit.job.saved_hardware import disk_name, identity_of
 from memfit.optimizers.elsewhere import probe_updates
+from memfit.optimizers.pieces_probe import probe_piece_updates
 from memfit.store import probe_disk, probe_disk_beside
 
 _HOST = torch.device("cpu")
@@ -60,7 +61,7 @@ def probe_whole(device: torch.device, directory: str | Path | None = None) -> Ha
     where = disk_directory(directory)
     is_accelerator = devices.is_accelerator(device)
     rates = dict(measure_rates(device))
-    rates[WorkKind.UPDATED] = _repeated(lambda: probe_updates(device))
+    rates[WorkKind.UPDATED] = _repeated(lambda: probe_piece_updates(device), rounds=3)
     rates[WorkKind.ENCODED] = _repeated(lambda: probe_codecs(device), rounds=2)
     tiers: dict[Tier, TierSpec] = {}
     if is_accelerator:

@@ -12,7 +12,7 @@ from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
-from memfit.core.work_kinds import Work, WorkKind, summed
+from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 
 
 def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int, *, is_backward: bool) -> Work:
@@ -21,10 +21,19 @@ def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int
     """
     first, last = shape.segments[segment]
     calls = trace.calls[first : last + 1]
-    entries: Work = ((WorkKind.CALLS, float(last - first + 1)),)
+    saved = plan.call(first).saved
+    policy = saved.policy
+    watched = sum(amount for c in calls for kind, amount in c.forward_work if kind is WorkKind.OPERATIONS)
+    entries: Work = as_work(
+        {
+            WorkKind.CALLS: float(last - first + 1),
+            WorkKind.FRAMES: 0.0 if policy.keeps_all else 1.0,
+            # Of the forward, and once more of its replay.
+            WorkKind.WATCHED: watched if policy.kept_operators else 0.0,
+        }
+    )
     if not is_backward:
         return summed([(entries, 1.0), *((_forward(c), 1.0) for c in calls)])
-    saved = plan.call(first).saved
     return summed(
         [(entries, 1.0), *((_backward(c), 1.0) for c in calls), *(p for c in calls for p in _replay(c, saved))]
     )
@@ -62,15 +71,16 @@ def adding_work(profile: Profile, blocks: Iterable[int]) -> Work:
 
 def update_work(plan: Plan, profile: Profile, block: int) -> Work:
     """Counts the elements that a block's update passes, by kind of work."""
-    trained = updated = 0.0
+    trained = updated = pieces = 0.0
     for parameter in profile.blocks[block].parameters:
         if parameter.requires_grad:
             elements = math.prod(parameter.shape)
             update = profile.updates.get(parameter.name)
             trained += elements
+            pieces += 1.0 if update is None or not elements else math.ceil(elements / update.piece_elements)
             updated += elements * (1.0 if update is None else update.work_share)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
-    work = [(WorkKind.UPDATED, updated), (WorkKind.ENCODED, float(encoded))]
+    work = [(WorkKind.PIECES, pieces), (WorkKind.UPDATED, updated), (WorkKind.ENCODED, float(encoded))]
     if plan.splits_masters:
         work.append((WorkKind.SPLIT, trained))
     if plan.drops_masters:

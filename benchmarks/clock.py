@@ -1,0 +1,298 @@
+"""Predicted and measured seconds of steps: models and plans from a seeded generator, raw and calibrated.
+
+    memfit probe && .venv/bin/python benchmarks/clock.py               # 18 cases, half a minute each
+    .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
+
+Each case is a process of its own: a given plan, random weights and data, seven steps. Measured are seconds of the processor where a step computes
+and of the clock where it waits for a disk: the larger of the processor seconds of all threads and those of the main thread with its waits, the
+least of the steps behind the third. Raw: the prediction with the machine's file. Calibrated: the same with factors by group of classes, fitted
+to the second and third step's actions. Beside them the old way: products divided by one rate, of the same file. A product of 512 x 512 is timed
+between steps ("reference", beside what it took when the file was made): where it is above 1, the machine was slower than when it was probed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import common
+
+STEPS, WARM, CALIBRATED_ON = 7, 3, (1, 2)
+LANGUAGE = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+OPTIMIZERS = (
+    ("AdamW", {}),
+    ("AdamW", {"fused": True}),
+    ("SGD", {"lr": 1e-3, "momentum": 0.9}),
+    ("Adafactor", {}),
+)
+_CLASSES = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "bert": ("BertConfig", "BertForMaskedLM"),
+    "vit": ("ViTConfig", "ViTForImageClassification"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "t5": ("T5Config", "T5ForConditionalGeneration"),
+    "resnet": ("ResNetConfig", "ResNetForImageClassification"),
+}
+GAP = 1.05  # pairs of plans that are further apart than this count for the order
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=18)
+    parser.add_argument("--hardware", type=Path, help="the machine's file (default: that of memfit probe)")
+    parser.add_argument("--directory", type=Path, help="for the homes on disk (default: a temporary one)")
+    parser.add_argument("--out", type=Path, help="write all figures there as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        _work(json.loads(arguments.worker), arguments.hardware, arguments.directory)
+        return
+    rng = random.Random(arguments.seed)
+    cases = [draw_case(rng, index) for index in range(arguments.count)]
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="memfit-clock-", dir=arguments.directory) as directory:
+        for case in cases:
+            command = [sys.executable, __file__, "--worker", json.dumps(case), "--directory", directory]
+            command += ["--hardware", str(arguments.hardware)] if arguments.hardware else []
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
+            found.append({**case, **json.loads(done.stdout.splitlines()[-1])})
+            print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(_table(found))
+    print(_summary(found))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"machine": common.machine(), "cases": found}, indent=1) + "\n")
+
+
+def draw_case(rng: random.Random, index: int) -> dict[str, Any]:
+    """A model, a batch, an optimizer, a precision and a plan, as JSON would say them."""
+    family = rng.choice(["gpt2", "llama", "qwen3", "bert", "vit", "mixtral", "t5", "resnet"])
+    width, layers = rng.choice([256, 384, 512]), rng.choice([3, 4, 6])
+    optimizer, settings = rng.choice(OPTIMIZERS)
+    homes = rng.choice(["device", "device", "states", "disk"])
+    case = {
+        "family": family, "width": width, "layers": layers,
+        "rows": rng.choice([4, 8]), "tokens": rng.choice([64, 128, 256]), "vocabulary": rng.choice([4000, 16000]),
+        "optimizer": [optimizer, settings], "homes": homes, "saved": rng.choice(["keep", "recompute", "select"]),
+        "microbatches": 1 if family in ("resnet", "mixtral") else rng.choice([1, 1, 2, 4]),
+        "bf16": rng.random() < 0.2,
+    }  # fmt: skip
+    case["name"] = f"{index:02d} {family} {width}x{layers}, {case['rows']}x{case['tokens']}"
+    return case
+
+
+def _table(found: Sequence[Mapping[str, Any]]) -> str:
+    headers = ["case", "plan", "measured s", "raw", "error", "calibrated", "error", "products alone", "reference"]
+    rows = [
+        [
+            one["name"],
+            f"{one['optimizer'][0]}{'/fused' if one['optimizer'][1].get('fused') else ''} {one['homes']} {one['saved']} {one['microbatches']}"
+            + (" bf16" if one["bf16"] else ""),
+            f"{one['measured_s']:.3f}",
+            f"{one['raw_s']:.3f}",
+            f"{_error(one, 'raw_s'):+.0%}",
+            f"{one['calibrated_s']:.3f}",
+            f"{_error(one, 'calibrated_s'):+.0%}",
+            f"{_error(one, 'products_s'):+.0%}",
+            f"{one['reference']:.2f}",
+        ]
+        for one in found
+    ]
+    return common.table(headers, rows)
+
+
+def _error(one: Mapping[str, Any], key: str) -> float:
+    return one[key] / one["measured_s"] - 1
+
+
+def _summary(found: Sequence[Mapping[str, Any]]) -> str:
+    lines = [""]
+    for key, name in (("raw_s", "raw"), ("calibrated_s", "calibrated"), ("products_s", "products alone")):
+        errors = sorted(abs(_error(one, key)) for one in found)
+        lines.append(
+            f"{name}: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, Kendall tau {_tau(found, key):.2f}"
+        )
+    held = sum(one["fast_s"] <= one["measured_s"] <= one["slow_s"] for one in found)
+    width = statistics.median((one["slow_s"] - one["fast_s"]) / one["raw_s"] for one in found)
+    lines.append(f"intervals hold {held} of {len(found)}; median width {width:.0%} of the prediction")
+    return "\n".join(lines)
+
+
+def _tau(found: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Kendall's tau over the pairs of cases whose measured seconds are more than 5 % apart."""
+    agree = count = 0
+    for a, b in combinations(found, 2):
+        if max(a["measured_s"], b["measured_s"]) > GAP * min(a["measured_s"], b["measured_s"]):
+            count += 1
+            agree += 1 if (a[key] - b[key]) * (a["measured_s"] - b["measured_s"]) > 0 else -1
+    return agree / count if count else 1.0
+
+
+# --- the child --------------------------------------------------------------------------------------------------------------------
+
+
+def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
+    import torch
+
+    import memfit
+    from memfit.allocator import install
+    from memfit.core.machines import read_hardware
+    from memfit.core.rates import rates_of
+    from memfit.core.work_kinds import PRODUCT_KINDS
+    from memfit.job.saved_hardware import load_saved
+    from memfit.prediction import predict
+    from memfit.prediction.calibration import calibrated, fit_factors, largest_deviations
+    from memfit.scheduling.lower import lower
+
+    machine = load_saved(torch.device("cpu")) if hardware is None else read_hardware(hardware)
+    if machine is None:
+        raise SystemExit("run memfit probe first, with as many threads, or name a file with --hardware")
+    install()
+    torch.manual_seed(0)
+    model, batch = _model_and_batch(case)
+    kind, settings = case["optimizer"]
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
+    plan = _plan(case, memfit.profile(model, optimizer, _loss, batch))
+    allow = {"nonadditive-loss", *({"bf16"} if case["bf16"] else ())}
+    allow -= {"nonadditive-loss"} if plan.microbatches == 1 else set()
+    where = directory / case["name"].replace(" ", "-").replace(",", "")
+    with memfit.fit(
+        model, optimizer, _loss, batch, plan=plan, directory=where, allow=allow, hardware=machine, enforce=False
+    ) as job:
+        step = lower(job.schedule, plan, job.profile, device="cpu")
+        predicted = predict(step, machine)
+        taken, timelines, references = [], [], []
+        for index in range(STEPS):
+            references.append(_reference())
+            seconds, timeline = _one_step(job, batch, is_recorded=index in CALIBRATED_ON)
+            taken.append(seconds)
+            timelines += [timeline] if timeline is not None else []
+        job.close(restore=False)
+    factors = [fit_factors(step, timeline, machine) for timeline in timelines]
+    # Of two recorded steps the faster says what the machine can do.
+    best = min(factors, key=lambda one: sum(one.values()))
+    again = predict(step, calibrated(machine, best))
+    products = sum(a for o in step for kind, a in o.work if kind in PRODUCT_KINDS) / machine.flops_per_s
+    expected = 2.0 * 512**3 / rates_of(machine)[_wide()].per_s
+    assert predicted.interval_s is not None
+    print(
+        json.dumps({
+            "measured_s": min(taken[WARM:]), "steps_s": taken, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
+            "products_s": products, "fast_s": predicted.interval_s[0], "slow_s": predicted.interval_s[1], "factors": best,
+            "stalls_s": dict(predicted.stalls_s), "reference": min(references) / expected,
+            "deviations": [[d.action, d.predicted_s, d.measured_s] for d in largest_deviations(predicted, timelines[-1], most=4)],
+        })
+    )  # fmt: skip
+
+
+def _wide() -> Any:
+    from memfit.core.work_kinds import WorkKind
+
+    return WorkKind.PRODUCTS_64
+
+
+def _reference() -> float:
+    import torch
+
+    a = torch.full((512, 512), 0.5)
+    torch.mm(a, a)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
+    """Seconds of a step, and its timeline in processor seconds of the main thread."""
+    from memfit.engine.measured_step import StepRecorder
+
+    waits = StepRecorder()
+    recorder = StepRecorder(clock=time.thread_time)
+    engine = job._assembly.engine  # noqa: SLF001, the engine records where nothing public does yet
+    process, thread = time.process_time(), time.thread_time()
+    with engine.recording(recorder if is_recorded else waits):
+        job.step(batch)
+    process, thread = time.process_time() - process, time.thread_time() - thread
+    stalls = 0.0 if is_recorded else sum(waits.timeline().stalls_s.values())
+    return max(process, thread + stalls), recorder.timeline() if is_recorded else None
+
+
+def _loss(model: Any, batch: Mapping[str, Any]) -> Any:
+    return model(**batch).loss
+
+
+def _model_and_batch(case: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import torch
+    import transformers
+
+    width, layers, words = case["width"], case["layers"], case["vocabulary"]
+    heads = width // 64
+    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    decoder = {**shape, "num_key_value_heads": max(1, heads // 2), "vocab_size": words, **LANGUAGE}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    text = {"vocab_size": words, "n_positions": 256, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    pairs = {"d_kv": 64, "vocab_size": words, "use_cache": False, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    stages = {"hidden_sizes": [width // 4, width // 2, width], "depths": [2, 2, 2], "embedding_size": 32}
+    wide = {"intermediate_size": 4 * width}
+    settings = {
+        "gpt2": {"n_layer": layers, "n_embd": width, "n_head": heads, **text},
+        "llama": {**decoder, "intermediate_size": 11 * width // 4},
+        "qwen3": {**decoder, "head_dim": 64, "intermediate_size": 3 * width, "tie_word_embeddings": True},
+        "bert": {**shape, **wide, "vocab_size": words, **quiet, "hidden_dropout_prob": 0.1},
+        "vit": {**shape, **wide, "image_size": 128, "patch_size": 8, "num_labels": 100, **quiet},
+        "mixtral": {**decoder, "intermediate_size": 2 * width, **experts},
+        "t5": {"num_layers": layers, "d_model": width, "num_heads": heads, "d_ff": 3 * width, **pairs},
+        "resnet": {**stages, "num_labels": 10},
+    }[case["family"]]
+    config, model = (getattr(transformers, name) for name in _CLASSES[case["family"]])
+    built = model(config(**settings)).train()
+    rows, tokens = case["rows"], case["tokens"]
+    if case["family"] in ("vit", "resnet"):
+        pixels = torch.randn(rows, 3, 128, 128)
+        return built, {"pixel_values": pixels, "labels": torch.randint(0, 10, (rows,))}
+    words_of_rows = torch.randint(1, words, (rows, tokens))
+    return built, {"input_ids": words_of_rows, "labels": words_of_rows}
+
+
+def _plan(case: Mapping[str, Any], profile: Any) -> Any:
+    from memfit.core.plan import BlockPlan, CallPlan, Plan
+    from memfit.core.precision import ComputeDtype
+    from memfit.core.saved_policies import Saved
+    from memfit.core.tiers import Tier
+
+    homes = {
+        "device": None,
+        "states": BlockPlan(state_home=Tier.DISK),
+        "disk": BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK),
+    }[case["homes"]]
+    calls = next(iter(profile.traces.values())).calls
+    saved = Saved(case["saved"])
+    fates = tuple(CallPlan(saved=saved) if c.is_repeated and c.has_backward else CallPlan() for c in calls)
+    return Plan(
+        microbatches=case["microbatches"],
+        blocks={} if homes is None else common.on_disk(profile, homes),
+        calls=fates,
+        tail=common.tail_of(profile) if case["microbatches"] > 1 else None,
+        compute_dtype=ComputeDtype.BFLOAT16 if case["bf16"] else ComputeDtype.GIVEN,
+    )
+
+
+if __name__ == "__main__":
+    main()

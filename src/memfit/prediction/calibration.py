@@ -1,0 +1,143 @@
+"""Calibration: a machine's rates refitted to a measured step, and where the two differ most.
+
+In: a lowered `Step`, its predicted and its measured timeline. Out: factors by group of classes, a
+`Hardware` with rates changed by them, the largest deviations.
+
+[Note: what is fitted]
+Each action that computes in the main thread gives an equation: its measured seconds are
+the sum over groups of a factor times the predicted seconds of that group. Groups rather than
+classes, since a step has too few kinds of actions to tell 20 classes apart. Least squares, drawn
+towards 1 by as much as a group's share of the step is small; then all factors by one number, so
+that the sum is the measured one. Links are left alone: where the main thread waits, the measured
+seconds do not say for how long a link worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from memfit.core.hardware import Hardware
+from memfit.core.rates import Rate, rates_of
+from memfit.core.step import Step, UpdatePlace
+from memfit.core.timeline import Moment, Timeline
+from memfit.core.work_kinds import PRODUCT_KINDS, Work, WorkKind
+from memfit.prediction.clock import work_seconds
+
+_SMALLEST, _LARGEST = 0.25, 4.0
+_PULL = 0.001
+_UPDATES = frozenset({WorkKind.PIECES, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED})
+_OVERHEAD = frozenset({WorkKind.OPERATIONS, WorkKind.WATCHED, WorkKind.CALLS, WorkKind.FRAMES})
+GROUPS: Mapping[str, frozenset[WorkKind]] = {
+    "products": PRODUCT_KINDS,
+    "memory and functions": frozenset(WorkKind) - PRODUCT_KINDS - _UPDATES - _OVERHEAD,
+    "overhead": _OVERHEAD,
+    "updates": _UPDATES,
+}
+"""Classes that share a factor.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """An action whose measured seconds differ from the predicted ones.
+
+    Attributes:
+        action: its text; equal actions of other layers and microbatches are in the same one.
+        predicted_s, measured_s: sums over `count` actions.
+        count: of them.
+    """
+
+    action: str
+    predicted_s: float
+    measured_s: float
+    count: int
+
+
+def fit_factors(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[str, float]:
+    """Returns the factor by which each group's seconds were measured, 1 where nothing tells.
+
+    Args:
+        step: that was measured.
+        measured: action by action; seconds of the processor, or of the clock on a quiet machine.
+        hardware: with the rates to correct.
+
+    See [Note: what is fitted].
+    """
+    rows: list[list[float]] = []
+    seconds: list[float] = []
+    groups = list(GROUPS)
+    for operation, found in zip(step, measured.moments, strict=True):
+        # What another thread does is not in the main thread's seconds.
+        if not operation.work or operation.update_place not in (None, UpdatePlace.AT_ONCE):
+            continue
+        rows.append([work_seconds(_of_group(operation.work, GROUPS[name]), hardware) for name in groups])
+        seconds.append(found.end_s - found.start_s)
+    total = sum(map(sum, rows))
+    if not total or not sum(seconds):
+        return dict.fromkeys(groups, 1.0)
+    factors = [min(max(f, _SMALLEST), _LARGEST) for f in _ridge(rows, seconds, total)]
+    again = sum(seconds) / sum(f * x for row in rows for f, x in zip(factors, row, strict=True))
+    in_step = [any(row[g] for row in rows) for g in range(len(groups))]
+    return {name: f * again if known else 1.0 for name, f, known in zip(groups, factors, in_step, strict=True)}
+
+
+def calibrated(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
+    """Returns a machine whose classes take `factors` times as long, by group."""
+    by_kind = {kind: factors.get(name, 1.0) for name, kinds in GROUPS.items() for kind in kinds}
+    rates = {kind: Rate(rate.per_s / by_kind[kind], rate.spread) for kind, rate in rates_of(hardware).items()}
+    return replace(hardware, rates=rates)
+
+
+def largest_deviations(predicted: Timeline, measured: Timeline, *, most: int = 8) -> tuple[Deviation, ...]:
+    """Returns the kinds of actions ("forward", "backward", "fetch") and calls whose seconds differ
+    most, largest difference first.
+    """
+    sums: dict[str, list[float]] = {}
+    for foretold, found in zip(predicted.moments, measured.moments, strict=True):
+        entry = sums.setdefault(_kind(foretold), [0.0, 0.0, 0.0])
+        entry[0] += foretold.end_s - foretold.start_s
+        entry[1] += found.end_s - found.start_s
+        entry[2] += 1
+    found_all = [
+        Deviation(action=action, predicted_s=p, measured_s=m, count=int(count))
+        for action, (p, m, count) in sums.items()
+    ]
+    return tuple(sorted(found_all, key=lambda d: -abs(d.measured_s - d.predicted_s))[:most])
+
+
+def _kind(moment: Moment) -> str:
+    """The action without its microbatch: "forward C3 m1" is "forward C3"."""
+    return " ".join(word for word in moment.action.split() if not (word[0] == "m" and word[1:].isdigit()))
+
+
+def _of_group(work: Work, kinds: frozenset[WorkKind]) -> Work:
+    return tuple((kind, amount) for kind, amount in work if kind in kinds)
+
+
+def _ridge(rows: Sequence[Sequence[float]], wanted: Sequence[float], total: float) -> list[float]:
+    """Least squares with a pull towards 1: solves (X'X + p I) f = X'y + p."""
+    count = len(rows[0])
+    pull = _PULL * total * total / max(1, len(rows))
+    matrix = [
+        [sum(row[i] * row[j] for row in rows) + (pull if i == j else 0.0) for j in range(count)] for i in range(count)
+    ]
+    right = [sum(row[i] * y for row, y in zip(rows, wanted, strict=True)) + pull for i in range(count)]
+    return _solved(matrix, right)
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination; the matrix is symmetric and positive definite, so no rows change
+    places.
+    """
+    count = len(right)
+    for i in range(count):
+        for j in range(i + 1, count):
+            share = matrix[j][i] / matrix[i][i]
+            for k in range(i, count):
+                matrix[j][k] -= share * matrix[i][k]
+            right[j] -= share * right[i]
+    found = [0.0] * count
+    for i in reversed(range(count)):
+        found[i] = (right[i] - sum(matrix[i][k] * found[k] for k in range(i + 1, count))) / matrix[i][i]
+    return found
