@@ -42,6 +42,11 @@ def a_quick_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_HARDWARE_CACHE", str(tmp_path / "cache"))
     for name, elements in (("_SMALL", 1 << 14), ("_LARGE", 1 << 15)):
         monkeypatch.setattr(measuring_rates, name, elements)
+    repeated, pieces = probing_whole._repeated, probing_whole.probe_piece_updates
+    monkeypatch.setattr(probing_whole, "_repeated", lambda measure, **_: repeated(measure, rounds=1))
+    monkeypatch.setattr(probing_whole, "probe_piece_updates", lambda device: pieces(device, pieces=1, tries=1))
+    every = measuring_rates._operations
+    monkeypatch.setattr(measuring_rates, "_operations", lambda device: {o.kind: o for o in every(device)}.values())
     plain = measuring_rates.measure_rates
     monkeypatch.setattr(probing_whole, "measure_rates", lambda device: plain(device, rounds=1, seconds=0.0))
     for name, value in (("_DISK_ROUNDS", 1), ("_DISK_S", 0.02), ("_BESIDE_S", 0.05), ("_FILE_BYTES", 8 << 20)):
