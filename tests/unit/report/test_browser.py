@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from memfit.report.page import render_page
-from memfit.report.subject import ReportSubject
+from memfit.report.subject import PlanPoint, ReportSubject
 from unit.report.subjects import subject_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -60,12 +60,14 @@ def ask(path: Path, subject: ReportSubject, script: str, *, beside: str = "", is
 
 
 def test_the_page_draws_every_part_without_an_error(tmp_path: Path) -> None:
+    notes = ("does not fit", "chosen", "fits")
+    front = [PlanPoint(name=note, peak_bytes=(9 - i) << 20, seconds=1 + i, note=note) for i, note in enumerate(notes)]
     counts = ask(
         tmp_path / "page.html",
-        subject_of(),
+        subject_of(front=front),
         """const count = (s) => document.querySelectorAll(s).length;
         return {memory: count("#memory-chart path"), lanes: count("#lanes-chart path"), tables: count("table"),
-                lifetimes: count("#lifetimes-chart g"), theme: document.documentElement.dataset.theme,
+                lifetimes: count("#lifetimes-chart g"), front: count("#front-chart circle"), theme: document.documentElement.dataset.theme,
                 requests: performance.getEntriesByType("resource").length};""",
     )
     # A path for each category that is used; one for each kind of each lane.
@@ -74,6 +76,7 @@ def test_the_page_draws_every_part_without_an_error(tmp_path: Path) -> None:
     assert counts["memory"] == len(used)
     assert counts["lanes"] == len({(i.lane, i.kind, i.name) for i in subject.predicted.intervals})
     assert counts["lifetimes"] == 7
+    assert counts["front"] == len(front)
     assert counts["tables"] >= 9
     assert counts["theme"] == "light"
     assert counts["requests"] == 0
@@ -111,7 +114,7 @@ def test_no_rule_of_axe_is_broken(tmp_path: Path, is_dark: bool) -> None:
     axe = f"<script>{Path(AXE).read_text(encoding='utf-8')}</script>"
     broken = ask(
         tmp_path / "page.html",
-        subject_of(),
+        subject_of(front=[PlanPoint(name="a plan", peak_bytes=1 << 20, seconds=1.0, note="fits")]),
         """const found = await axe.run(document, {resultTypes: ["violations"]});
         const broken = found.violations.map((v) => [v.id, v.nodes.slice(0, 3).map((n) => n.html + n.failureSummary)]);
         return [document.documentElement.dataset.theme, broken, found.passes.length];""",

@@ -589,9 +589,34 @@ function setUpPlain() {
   }
   if (D.front.length) {
     const most = Math.max(...D.front.map((p) => p.peak_bytes)), slowest = Math.max(...D.front.map((p) => p.seconds));
-    place.append(table("Plans beside this one, from the fastest to the leanest", [["plan", "text"], ["", "text"], ["peak", ""], ["", "text"], ["step", ""], ["", "text"]], D.front.map((p) => [p.name, p.note, bytes(p.peak_bytes), { meter: p.peak_bytes, of: most }, seconds(p.seconds), { meter: p.seconds, of: slowest, color: color("backward") }])));
+    $("front-table").append(table("Plans beside this one, from the fastest to the leanest", [["plan", "text"], ["", "text"], ["peak", ""], ["", "text"], ["step", ""], ["", "text"]], D.front.map((p) => [p.name, p.note, bytes(p.peak_bytes), { meter: p.peak_bytes, of: most }, seconds(p.seconds), { meter: p.seconds, of: slowest, color: color("backward") }])));
   }
+  if (!D.front.length) $("front").remove();
   if (!F.length && !D.front.length) $("plain").remove();
+}
+// Bytes against seconds of the plans beside this one.
+function drawFront() {
+  const place = $("front-chart");
+  if (!place) return;
+  const points = [...D.front].sort((a, b) => a.peak_bytes - b.peak_bytes);
+  const width = clamp(place.clientWidth, 320, 760), height = 260, left = 74, right = 24, top = 16, bottom = 44;
+  const most = points[points.length - 1].peak_bytes * 1.05, slowest = Math.max(...points.map((p) => p.seconds)), fastest = Math.min(...points.map((p) => p.seconds));
+  const low = fastest - Math.max(slowest - fastest, slowest * .02) * .15, high = slowest + Math.max(slowest - fastest, slowest * .02) * .15;
+  const x = (n) => left + n / most * (width - left - right), y = (t) => top + (high - t) / (high - low) * (height - top - bottom);
+  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": "Seconds of a step against peak bytes of tensors, a point for each plan of the table below" });
+  for (let n = 0, unit = tickStep(most, 7, true); n <= most; n += unit) svg.append(s("line", { class: "grid", x1: x(n), x2: x(n), y1: top, y2: height - bottom }), s("text", { class: "soft", x: x(n), y: height - bottom + 16, "text-anchor": "middle" }, bytes(n).replace(/\.0+ /, " ")));
+  const step = tickStep(high - low, 5, false);
+  for (let t = Math.ceil(low / step) * step; t <= high; t += step) svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(t), y2: y(t) }), s("text", { class: "soft", x: left - 8, y: y(t) + 4, "text-anchor": "end" }, tick(t)));
+  const room = D.limit_bytes === null ? most : D.limit_bytes - base - D.reserve_bytes;
+  if (room < most) svg.append(s("line", { x1: x(room), x2: x(room), y1: top, y2: height - bottom, "stroke-width": 2, style: `stroke:${color("limit")}` }), label(x(room) + 5, top + 10, `${bytes(room)} for tensors`, "start", "limit"));
+  svg.append(s("path", { d: points.map((p, i) => `${i ? "L" : "M"}${x(p.peak_bytes).toFixed(1)} ${y(p.seconds).toFixed(1)}`).join(""), fill: "none", style: `stroke:${color("soft")}` }));
+  for (const p of points) {
+    const isChosen = p.note === "chosen", dot = s("circle", { cx: x(p.peak_bytes), cy: y(p.seconds), r: isChosen ? 6 : 4, "stroke-width": 2, style: `fill:${isChosen ? color("focus") : p.note === "fits" ? color("soft") : color("back")};stroke:${isChosen ? color("focus") : color("soft")}` });
+    dot.append(s("title", {}, `${p.name}: ${bytes(p.peak_bytes)}, ${seconds(p.seconds)}${p.note ? `, ${p.note}` : ""}`));
+    svg.append(dot);
+  }
+  svg.append(s("text", { class: "soft", x: width - right, y: height - 8, "text-anchor": "end" }, "peak of tensors; hollow points do not fit"));
+  place.replaceChildren(svg);
 }
 
 // ---- what if ----
@@ -682,5 +707,6 @@ setUpPlain();
 setUpWhatIf();
 redraw();
 drawLifetimes();
+drawFront();
 let waiting = 0;
-window.addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(() => { redraw(); drawLifetimes(); }); });
+window.addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(() => { redraw(); drawLifetimes(); drawFront(); }); });
