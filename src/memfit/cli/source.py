@@ -6,6 +6,7 @@ In: the options that name it. Out: `CommandSource`: model, optimizer, loss, samp
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -191,12 +192,16 @@ def find_function(text: str) -> Callable[[], Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"there is no module {error.name!r} (from {text!r}): run memfit in its directory, or install it"
-        ) from error
+        told = f"there is no module {error.name!r} (from {text!r})"
+        if module_name.endswith(".py"):
+            plain = module_name.removesuffix(".py").replace("/", ".")
+            raise UsageError(f"{told}: write its name, not its file: {plain}:{function_name}") from error
+        raise UsageError(f"{told}: run memfit in its directory, or install it") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UsageError(f"the module {module_name!r} has no function {function_name!r}")
+        near = difflib.get_close_matches(function_name, [name for name in dir(module) if name[:1] != "_"], n=1)
+        guess = f": did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"the module {module_name!r} has no function {function_name!r}{guess}")
     from memfit.job.machine import prepare_process
 
     prepare_process()

@@ -5,8 +5,10 @@ In: a probe or a file. Out: `Hardware`, read by prediction and planning.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
+from memfit.core.units import parse_bytes
 from memfit.core.work_kinds import WorkKind
 
 HARDWARE_FORMAT = 1
@@ -202,9 +205,11 @@ class Hardware:
             raise UsageError(f"the hardware file is not JSON that can be read: {str(error)[:200]}") from error
         raw = cast("dict[str, Any]", read) if isinstance(read, dict) else {}
         if type(raw.get("format")) is not int or raw["format"] != HARDWARE_FORMAT:
-            raise UsageError(f'a hardware file is a JSON object that says "format": {HARDWARE_FORMAT}')
+            said = f"; this one says {raw['format']!r:.80}" if "format" in raw else ""
+            raise UsageError(f'a hardware file is a JSON object that says "format": {HARDWARE_FORMAT}{said}')
         tiers = {name.removesuffix("_bytes") for name in raw if name.endswith("_bytes")} | {"device", "disk"}
         own = {name for tier in tiers for name in (tier if tier != "device" else "", f"{tier}_bytes")}
+        _check_tiers(raw, own)
         values = _fields(cls, "the hardware file", {k: v for k, v in raw.items() if k != "format" and k not in own})
         for key, value in values.items():
             if key == "device":
@@ -219,6 +224,21 @@ class Hardware:
             else:
                 values[key] = None if value is None and key == "bf16_flops_per_s" else _rate(key, value)
         return cls(**values, tiers={tier: spec for name in sorted(tiers) for tier, spec in _tier(name, raw)})
+
+
+def _check_tiers(raw: Mapping[str, Any], own: Collection[str]) -> None:
+    """Checks that each link has its tier's capacity, and that a processor has no host beside it."""
+    for name, value in raw.items():
+        if name not in own and isinstance(value, dict) and {"read_bytes_per_s", "write_bytes_per_s"} & {*value}:
+            raise UsageError(
+                f"the hardware file has no '{name:.80}_bytes', the capacity of the tier with the link {name!r:.80}"
+            )
+    has_host = raw.get("host") is not None and raw.get("host_bytes") is not None
+    if raw.get("device") == "cpu" and has_host:
+        raise UsageError(
+            "the hardware file's device is 'cpu', whose memory is the device's: it has no tier 'host' beside it. Leave out "
+            "'host' and 'host_bytes', and say all memory in 'device_bytes'; or name the accelerator in 'device'"
+        )
 
 
 def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
@@ -250,7 +270,9 @@ def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = {one.name: one for one in fields(kind) if one.name != "tiers"}
     if unknown := sorted(set(raw) - set(known)):
-        raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}; it has {sorted(known)}")
+        near = difflib.get_close_matches(unknown[0], list(known), n=1)
+        guess = f": did you mean {near[0]!r}?" if near else ";"
+        raise UsageError(f"{what} has the unknown field {unknown[0]!r:.80}{guess} it has {sorted(known)}")
     needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in needed if name not in raw]:
         raise UsageError(f"{what} has no {missing[0]!r}")
@@ -308,7 +330,11 @@ def _bytes(key: str, raw: Mapping[str, Any]) -> int:
 def _check_bytes(key: str, value: object, *, may_be_none: bool) -> int:
     least = 0 if may_be_none else 1
     if type(value) is not int or not least <= value <= _MOST_BYTES:
-        raise UsageError(f"{key!r} of the hardware file is a whole number of bytes from {least}, not {value!r:.80}")
+        told = f"{key!r} of the hardware file is a whole number of bytes from {least}, not {value!r:.80}"
+        if isinstance(value, str):
+            with suppress(UsageError):
+                told += f": write {parse_bytes(value)}"
+        raise UsageError(told)
     return value
 
 

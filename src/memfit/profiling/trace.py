@@ -32,7 +32,7 @@ from torch import nn
 
 from memfit import devices
 from memfit.batches.batch import UncuttableError, batch_rows, slice_batch
-from memfit.core.errors import MemfitError, UnsupportedError, UsageError
+from memfit.core.errors import AwayError, MemfitError, UnsupportedError, UsageError
 from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.profile import Profile, TraceProfile
 from memfit.profiling.assemble import Traced, arrange_blocks, assemble_profile
@@ -41,7 +41,7 @@ from memfit.profiling.known import KnownOperations
 from memfit.profiling.measuring import Workspaces
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.summary import note_made_once, summarize
-from memfit.profiling.trace_run import Loss, TraceSetting, run_traced
+from memfit.profiling.trace_run import Loss, TraceSetting, run_traced, weight_without_bytes
 from memfit.profiling.traced_trees import contained_tensors
 from memfit.tensors.dense import check_dense
 
@@ -188,6 +188,13 @@ def _trace_sizes(
                 f"the step cannot be traced without data: {reason}. Let it be profiled on the device "
                 "(trace='real', or the default)"
             ) from error
+        if (name := weight_without_bytes(setting)) is not None:
+            raise AwayError(
+                f"the step cannot be traced without data: {reason}{_place_in_users_code(error)}. It cannot run on data "
+                f"either: {name!r} has no bytes (it is away, or the model was built empty). See that the batch has the "
+                "shapes and dtypes that the loss takes; read no numbers where memfit.is_planning() says so; or give "
+                "the model its weights (with job.weights(): ...)"
+            ) from error
         if sizes[0] == setting.rows:
             with _named_failures(setting):
                 return _trace_real(setting, sizes), "real", reason
@@ -283,8 +290,7 @@ def _named_failures(setting: TraceSetting) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001, whatever the user's program raises
         place = error.__traceback__
-        frames = [frame for frame in traceback.extract_tb(place) if _is_of_users(frame.filename)]
-        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+        where = _place_in_users_code(error)
         told = str(error).strip().splitlines()
         # From the user's function on: what memfit did before it says nothing about the error. Its
         # own attempt without data says the same twice.
@@ -297,11 +303,17 @@ def _named_failures(setting: TraceSetting) -> Iterator[None]:
             raise UnsupportedError(
                 f"the loss uses transforms of torch.func (vmap, grad) around what memfit follows{where}: its tensors have no storages, and saved tensors cannot be "
                 "placed. Compute the loss without them (a batched product for vmap; memfit makes the gradients itself)"
-            ) from error.with_traceback(place if frames else error.__traceback__)
+            ) from error.with_traceback(place if where else error.__traceback__)
         raise UsageError(
             f"loss(model, batch) fails: {type(error).__name__}: {told[0] if told else ''}{where}. Nothing was changed; see that "
             "it runs on this batch in plain PyTorch"
-        ) from error.with_traceback(place if frames else error.__traceback__)
+        ) from error.with_traceback(place if where else error.__traceback__)
+
+
+def _place_in_users_code(error: BaseException) -> str:
+    """Returns file and line of the user's own code that an error came from, or nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_users(frame.filename)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _names_dtype(error: BaseException, compute: ComputeDtype) -> bool:

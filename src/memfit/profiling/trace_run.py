@@ -178,6 +178,15 @@ def _check_loss(value: Any) -> None:
 
 
 def _check_present(setting: TraceSetting) -> None:
+    if (name := weight_without_bytes(setting)) is not None:
+        raise AwayError(
+            f"{name!r} has no bytes (it is away, or the model was built empty), so that the loss cannot run on real "
+            "tensors: bring the weights (with job.weights(): ...), or keep them on the device"
+        ) from None
+
+
+def weight_without_bytes(setting: TraceSetting) -> str | None:
+    """Returns the name of a weight that the loss cannot be run with; None: all are there."""
     for block in setting.block_map.blocks:
         for name, parameter in block.parameters:
             try:
@@ -185,10 +194,8 @@ def _check_present(setting: TraceSetting) -> None:
             except AwayError:  # it wears the class of weights that are away
                 is_here = False
             if not is_here:
-                raise AwayError(
-                    f"the loss fails on tensors without values, or reads numbers of them; on real ones it takes the weights, and {name!r} is away. See that the "
-                    "batch is as the sample of fit was, in shapes and dtypes; or bring the weights (with job.weights(): ...), or keep them on the device"
-                ) from None
+                return name
+    return None
 
 
 @contextmanager

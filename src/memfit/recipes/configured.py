@@ -55,9 +55,13 @@ def causal_config(path: str | Path, *, sequence_length: int) -> Any:
     try:
         fields = parse_json(read_document(file, limit_bytes=CONFIG_LIMIT_BYTES), is_strict=False)
         config: Any = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"there is no file {str(file)[:200]!r}: --model takes a config.json, or a directory as save_pretrained writes it"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {error})"
+            f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {str(error)[:200]})"
         ) from error
     named = list(getattr(config, "architectures", None) or ())
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
