@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,12 +85,13 @@ def by_states(case: Row, profile: Profile) -> Prediction:
 def plan_of(case: Row, calls: Sequence[CallProfile], blocks: Sequence[str]) -> Plan:
     """Returns the plan that a case describes."""
     from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+    from memfit.core.precision import ComputeDtype
     from memfit.core.saved_policies import Saved
     from memfit.core.state_formats import StateFormat
     from memfit.core.tiers import Tier
 
     asked = case.get("plan", {})
-    away = {part: Tier.HOST for part in asked.get("on_host", ())}
+    away = dict.fromkeys(asked.get("on_host", ()), Tier.HOST)
     return Plan(
         microbatches=asked.get("microbatches", 1),
         order=Order.MICROBATCH_MAJOR,
@@ -101,19 +102,30 @@ def plan_of(case: Row, calls: Sequence[CallProfile], blocks: Sequence[str]) -> P
         ),
         update=UpdateTime(asked.get("update", "after-backward")),
         state_format=StateFormat(asked.get("states", "given")),
+        compute_dtype=ComputeDtype.BFLOAT16 if asked.get("drops_masters") else ComputeDtype.GIVEN,
+        drops_masters=asked.get("drops_masters", False),
     )
 
 
 def by_step(case: Row, subject: Subject, profile: Profile) -> Prediction:
     """Prices a whole step under the plan of a case."""
     from memfit.api.advise import advise
+    from memfit.core.machines import read_hardware
+    from memfit.prediction import predict
+    from memfit.scheduling.build import build_step
+    from memfit.scheduling.lower import lower
 
     plan = plan_of(case, next(iter(profile.traces.values())).calls, [block.name for block in profile.blocks])
-    allow = {plan.state_format.allowance} if "states" in case.get("plan", {}) else set[str]()
-    found = advise(
-        subject.model, subject.optimizer, subject.loss, subject.batch, plan=plan, allow=allow, hardware=MACHINE
-    )
-    peak = found.timeline.peak
+    if "states" in case.get("plan", {}):
+        allow = {plan.state_format.allowance, *(["bf16", "bf16-weights-sr"] if plan.drops_masters else [])}
+        asked: dict[str, Any] = {"plan": plan, "allow": allow, "hardware": MACHINE}
+        timeline = advise(subject.model, subject.optimizer, subject.loss, subject.batch, **asked).timeline
+    else:
+        hardware = read_hardware(MACHINE)
+        assert hardware is not None, "a name is given"
+        step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device=hardware.device)
+        timeline = predict(step, hardware)
+    peak = timeline.peak
     assert peak is not None, "a step has actions"
     beside = case.get("beside_mib", 0) * UNITS["MiB"]
     parts = {**peak.by_category, **({"context": beside} if beside else {})}
@@ -122,12 +134,15 @@ def by_step(case: Row, subject: Subject, profile: Profile) -> Prediction:
     return Prediction(nbytes=sum(parts.values()), parts=parts)
 
 
-def predict_all(cases: Sequence[Row]) -> list[Row]:
-    """Predicts cases one after the other; those of one subject share its model."""
+def predict_all(cases: Sequence[Row]) -> Iterator[Row]:
+    """Predicts cases one after the other; those of one subject share its model and trace."""
     import memfit
     from published_subjects import build
 
-    rows: list[Row] = []
+    counts: dict[str, set[int]] = {}
+    for case in cases:
+        key = json.dumps(case.get("subject"), sort_keys=True)
+        counts.setdefault(key, {1}).add(case.get("plan", {}).get("microbatches", 1))
     known: dict[str, tuple[Subject, Profile]] = {}
     for case in cases:
         began = time.monotonic()
@@ -137,8 +152,9 @@ def predict_all(cases: Sequence[Row]) -> list[Row]:
             key = json.dumps(case["subject"], sort_keys=True)
             if key not in known:
                 known.clear()
-                subject = build(case["subject"])
-                known[key] = subject, memfit.profile(subject.model, subject.optimizer, subject.loss, subject.batch)
+                of = build(case["subject"])
+                traced = memfit.profile(of.model, of.optimizer, of.loss, of.batch, microbatches=sorted(counts[key]))
+                known[key] = of, traced
             subject, profile = known[key]
             found = by_states(case, profile) if case["kind"] == "states" else by_step(case, subject, profile)
         published = published_bytes(case)
@@ -149,14 +165,10 @@ def predict_all(cases: Sequence[Row]) -> list[Row]:
             "predicted_bytes": round(found.nbytes),
             "error": round(found.nbytes / published - 1, 4),
             "parts": {name: round(nbytes) for name, nbytes in found.parts.items() if nbytes},
-            "seconds": round(time.monotonic() - began, 1),
         }
-        rows.append(row)
-        print(
-            f"{row['id']:<36} {published / 2**30:9.3f} {found.nbytes / 2**30:9.3f} GiB {row['error']:+8.1%} {row['seconds']:6.1f} s",
-            flush=True,
-        )
-    return rows
+        sizes = f"{published / 2**30:9.3f} {found.nbytes / 2**30:9.3f} GiB"
+        print(f"{row['id']:<36} {sizes} {row['error']:+8.1%} {time.monotonic() - began:6.1f} s", flush=True)
+        yield row
 
 
 def table(cases: Sequence[Row], rows: Sequence[Row]) -> str:
@@ -191,12 +203,14 @@ def main(arguments: Sequence[str]) -> int:
     kept: list[Row] = []
     if asked.keep and asked.out is not None and asked.out.exists():
         kept = json.loads(asked.out.read_text(encoding="utf-8"))["rows"]
-    left = [case for case in cases if case["id"] not in {row["id"] for row in kept}]
-    rows = kept + predict_all(left)
-    if asked.out is not None:
-        order = {case["id"]: index for index, case in enumerate(read_cases()[1])}
-        rows.sort(key=lambda row: order.get(row["id"], len(order)))
-        asked.out.write_text(json.dumps({"machine": MACHINE, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    rows = kept
+    for row in predict_all([case for case in cases if case["id"] not in {row["id"] for row in kept}]):
+        rows.append(row)
+        if asked.out is not None:
+            # After each case: the larger ones take a minute on a busy machine.
+            order = {case["id"]: index for index, case in enumerate(read_cases()[1])}
+            rows.sort(key=lambda row: order.get(row["id"], len(order)))
+            asked.out.write_text(json.dumps({"machine": MACHINE, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     if asked.table:
         print(table(cases, rows))
     return 0

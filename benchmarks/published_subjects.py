@@ -57,12 +57,18 @@ SHAPES: dict[str, tuple[str, Row]] = {
             "num_key_value_heads": 8, "vocab_size": 128256,
         },
     ),
-    "phi-1.5": ("PhiForCausalLM", {"hidden_act": "gelu_pytorch_tanh", "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}),
+    "phi-1.5": (
+        "PhiForCausalLM",
+        {"hidden_act": "gelu_pytorch_tanh", "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32},
+    ),
     "stablelm-alpha-3b": (
         "GPTNeoXForCausalLM",
         {"vocab_size": 50688, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 16, "num_attention_heads": 32},
     ),
-    "vit-l-16": ("ViTForImageClassification", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "num_labels": 1000}),
+    "vit-l-16": (
+        "ViTForImageClassification",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "num_labels": 1000},
+    ),
     "vit-h-14": (
         "ViTForImageClassification",
         {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120, "patch_size": 14, "num_labels": 45},
@@ -76,7 +82,7 @@ SHAPES: dict[str, tuple[str, Row]] = {
     ),
     "t5-3b": (
         "T5ForConditionalGeneration",
-        {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32, "num_layers": 24},
+        {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32, "num_layers": 24, "decoder_start_token_id": 0, "pad_token_id": 0},
     ),
 }  # fmt: skip
 """Class of transformers and what its config says beyond the defaults."""
@@ -114,7 +120,7 @@ class LoRA(nn.Module):
 def add_lora(model: nn.Module, names: tuple[str, ...], rank: int, dropout: float) -> None:
     """Freezes a model and adds LoRA to the named layers; of a fused projection to Q and V."""
     for parameter in model.parameters():
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             if name in names and isinstance(child, nn.Linear):
@@ -221,7 +227,16 @@ def build(subject: Row) -> Subject:
     else:
         tokens = torch.zeros(rows, subject.get("tokens", 8), dtype=torch.long)
         batch = tokens, torch.zeros(rows, dtype=torch.long) if subject.get("loss") == "classes" else tokens
-    loss = {"classes": _classes, "words": _words, "chunks": _chunks, "chunks-fp32": _chunks_fp32, "words-fp32": _words_fp32, "sum": _sum, "pairs": _pairs, "head": _head}
+    loss = {
+        "classes": _classes,
+        "words": _words,
+        "chunks": _chunks,
+        "chunks-fp32": _chunks_fp32,
+        "words-fp32": _words_fp32,
+        "sum": _sum,
+        "pairs": _pairs,
+        "head": _head,
+    }
     chosen = loss[subject.get("loss", "classes" if is_image else "words")]
     half = getattr(torch, subject["autocast"]) if "autocast" in subject else None
 
@@ -233,7 +248,9 @@ def build(subject: Row) -> Subject:
 
 
 def _logits(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else getattr(output, "logits", None) if hasattr(output, "logits") else output[0]
+    if isinstance(output, Tensor):
+        return output
+    return output.logits if hasattr(output, "logits") else output[0]
 
 
 def _classes(model: nn.Module, batch: Any) -> Tensor:

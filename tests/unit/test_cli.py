@@ -114,7 +114,7 @@ def test_a_limit_that_nothing_fits_is_one_message_with_the_smallest_that_would()
         (("plan",), "name one of MODULE:FUNCTION, --recipe and --model; none of them"),
         (("profile", *RECIPE, "--transformers", "x"), "2 of them were given"),
         (("plan", *RECIPE, "--limit", "8q"), "cannot read the size '8q'"),
-        (("plan", "--transformers", "nowhere.json"), "there is no file .nowhere.json"),
+        (("plan", "--transformers", "nowhere.json"), "there is no file 'nowhere.json'"),
         (("profile", "nonsense"), "is not MODULE:FUNCTION"),
         (("profile", "no_such_module_here:f"), "no module 'no_such_module_here'"),
         (("profile", "json:nothing"), "has no function 'nothing'"),
