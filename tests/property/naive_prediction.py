@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from memfit.core.hardware import Hardware
+from memfit.core.hardware import Hardware, Link
 from memfit.core.step import ByteChange, Operation, Step, Token, Transfer
 from memfit.core.tiers import Tier
 from memfit.prediction.clock import host_work_seconds, work_seconds
@@ -149,11 +149,25 @@ def all_of(earliest: Fraction, *needs: Signal) -> Signal:
 
 @dataclass
 class Job:
-    """Work of a queue: seconds that are left, what must have come to pass before, and its end."""
+    """Work of a queue.
+
+    Attributes:
+        left: seconds that it would take alone.
+        needs: what must have come to pass before.
+        beside: while that has not come to pass, it goes on at `share` of its speed.
+        done: its end.
+    """
 
     left: Fraction
     needs: Signal
+    beside: Signal | None = None
+    share: Fraction = Fraction(1)
     done: Signal = field(default_factory=Signal)
+
+    @property
+    def speed(self) -> Fraction:
+        """Share of its own speed at which it goes on now."""
+        return self.share if self.beside is not None and self.beside.at is None else Fraction(1)
 
 
 @dataclass
@@ -190,10 +204,12 @@ class Simulation:
                 continue
             if not heads:
                 break
-            passed = min(queue[0].left for queue in heads)
+            computing = [id(queue[0]) for name, queue in self._queues.items() if name == "device" and queue]
+            speeds = [self._compute_speed() if id(queue[0]) in computing else queue[0].speed for queue in heads]
+            passed = min(queue[0].left / speed for queue, speed in zip(heads, speeds, strict=True))
             self.now += passed
-            for queue in heads:
-                queue[0].left -= passed
+            for queue, speed in zip(heads, speeds, strict=True):
+                queue[0].left -= passed * speed
         assert waited is None, "the main thread waits for what never comes"
         for begin, end in shown:
             assert begin.at is not None
@@ -248,16 +264,38 @@ class Simulation:
         yield signal
         self.stalls_s[cause] += float(self.now - before)
 
+    def _compute_speed(self) -> Fraction:
+        """Share of its own speed at which the device computes while links have work."""
+        tiers = [name[0] for name, queue in self._queues.items() if queue and isinstance(name, tuple)]
+        return min([Fraction(1), *(Fraction(self._link(tier).compute_share) for tier in tiers)])
+
     def _transfer(self, transfer: Transfer, gate: Signal) -> Signal:
-        seconds = transfer.nbytes / self._bytes_per_s(transfer)
-        return self._queue((transfer.tier, transfer.direction), Fraction(seconds), gate)
+        """Issues a transfer. What the other direction of its link was given before slows it."""
+        link, is_read = self._link(transfer.tier), transfer.direction == "read"
+        alone = link.read_bytes_per_s if is_read else link.write_bytes_per_s
+        both = (link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s) or alone
+        other = self._queues[transfer.tier, "write" if is_read else "read"]
+        return self._queue(
+            (transfer.tier, transfer.direction),
+            Fraction(transfer.nbytes / alone),
+            gate,
+            beside=other[-1].done if other else None,
+            share=min(Fraction(1), Fraction(both / alone)),
+        )
 
-    def _bytes_per_s(self, transfer: Transfer) -> float:
-        link = self.hardware.tiers[transfer.tier].link
+    def _link(self, tier: Tier) -> Link:
+        link = self.hardware.tiers[tier].link
         assert link is not None
-        return link.read_bytes_per_s if transfer.direction == "read" else link.write_bytes_per_s
+        return link
 
-    def _queue(self, name: object, seconds: Fraction, gate: Signal) -> Signal:
-        job = Job(seconds, gate)
+    def _queue(
+        self,
+        name: object,
+        seconds: Fraction,
+        gate: Signal,
+        beside: Signal | None = None,
+        share: Fraction = Fraction(1),
+    ) -> Signal:
+        job = Job(seconds, gate, beside, share)
         self._queues[name].append(job)
         return job.done

@@ -24,6 +24,7 @@ from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
 from memfit.prediction import predict
 from memfit.prediction.bytes import held_at
+from memfit.prediction.clock import work_seconds
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.journal_actions import place_turns
@@ -54,10 +55,19 @@ def machines(draw: Any) -> Hardware:
     """
     rates = st.sampled_from([4e5, 4e6, 4e7, 4e8])
     elements = st.sampled_from([1e4, 1e5, 1e7])
-    spec = {
-        tier: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=draw(rates), write_bytes_per_s=draw(rates)))
-        for tier in (Tier.HOST, Tier.DISK)
-    }
+    shares = st.sampled_from([1.0, 0.75, 0.25])
+
+    def link() -> Link:
+        read, write = draw(rates), draw(rates)
+        return Link(
+            read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            both_read_bytes_per_s=draw(st.sampled_from([None, read, read / 2])),
+            both_write_bytes_per_s=draw(st.sampled_from([None, write, write / 4])),
+            compute_share=draw(shares),
+        )
+
+    spec = {tier: TierSpec(nbytes=1 << 40, link=link()) for tier in (Tier.HOST, Tier.DISK)}
     return Hardware(
         device="gpu",
         flops_per_s=draw(st.sampled_from([1e3, 1e5, 1e7])),
@@ -206,6 +216,25 @@ def test_predicted_seconds_are_those_of_a_discrete_event_simulation(step: Step, 
 @given(step=free_steps(), hardware=machines())
 def test_seconds_of_any_operations_are_those_of_the_simulation(step: Step, hardware: Hardware) -> None:
     assert not difference_of_seconds(step, hardware, predict(step, hardware))
+
+
+@pytest.mark.parametrize(("host", "disk"), [(0.25, 0.5), (0.5, 0.25), (1.0, 0.5)])
+def test_compute_goes_on_at_the_share_of_the_slowest_link_that_has_work(host: float, disk: float) -> None:
+    """By arithmetic: for 1 s both links have work, then the disk's for 9 s; 6 s of computing."""
+    both = [Transfer(Tier.DISK, "read", "weight", 1000), Transfer(Tier.HOST, "read", "weight", 100)]
+    tiers = {Tier.DEVICE: TierSpec(nbytes=1 << 40)}
+    for tier, share in ((Tier.HOST, host), (Tier.DISK, disk)):
+        link = Link(read_bytes_per_s=100.0, write_bytes_per_s=100.0, compute_share=share)
+        tiers[tier] = TierSpec(nbytes=1 << 40, link=link)
+    hardware = Hardware(device="gpu", flops_per_s=1.0, tiers=tiers)
+    moves = Operation(action=Commit(), transfers=tuple(both), is_chain=False, gives=Token("fetch", "B0"))
+    work = ((COMPUTED, 6.0 / work_seconds(((COMPUTED, 1.0),), hardware)),)
+    operations = (moves, Operation(action=Commit(), work=work))
+    step = replace(lower(SCHEDULE, Plan(), PROFILE), resting=(), operations=operations)
+    timeline = predict(step, hardware)
+    left = 6 - min(host, disk) - 9 * disk
+    assert timeline.moments[1].end_s == pytest.approx(10 + left)
+    assert not difference_of_seconds(step, hardware, timeline)
 
 
 @given(data=st.data(), drawn=cases())
