@@ -44,6 +44,7 @@ def test_what_is_said_to_follow_from_formulas_follows(published: Any) -> None:
         assert found == pytest.approx(1, abs=case["within"]), case["id"]
 
 
+@pytest.mark.slow
 def test_states_of_a_published_model_are_counted_from_its_shapes(published: Any) -> None:
     """Of the smallest: 58,073,600 parameters by hand, in bf16 two bytes each for weights and
     gradients and four for moments.
