@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from memfit.cli.graph_file import check_graph_file, write_graph
 from memfit.cli.output import open_console, print_json, print_table
 from memfit.cli.source import (
     BatchOption,
@@ -44,11 +45,19 @@ def profile(
         Path | None,
         typer.Option(help="Write the profile here as JSON; - writes it, and nothing else, to standard output."),
     ] = None,
+    graph: Annotated[
+        Path | None,
+        typer.Option(help="Write the training graph: .json and .dot whole, .svg as a picture with equal calls as one."),
+    ] = None,
+    graph_of: Annotated[
+        str | None, typer.Option(help="Of the graph only this module's calls and all that they are joined to.")
+    ] = None,
 ) -> None:
     """Shows what plain training would take, without training: weights, gradients, states,
     activations, by block.
     """
     console = open_console(on_errors=json == Path("-"))
+    check_graph_file(graph, graph_of)
     with console.status("tracing a step"):
         machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
@@ -72,6 +81,9 @@ def profile(
         saved = _shared_rows((what, (format_bytes(nbytes),)) for what, nbytes in trace.largest_saved)
         rows = [(what, *_each(figures, count)) for what, figures, count in saved[:largest]]
         print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
+    if graph is not None:
+        write_graph(graph, graph_of, source.name, found)
+        console.print(f"the training graph is in {graph}", markup=False)
     if json is not None:
         print_json(json, _data(source.name, found, trace, there))
 

@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def check_limit(limits: Limits, device: torch.device, *, is_emulated: bool) -> N
             f"the limit is {format_bytes(limit)} for the whole process: a number counts bytes. Write it with its unit, such as '8GiB'"
         )
     there, whose = _memory_of(device)
-    if limit > there:
+    # A cgroup's limit is one in whole pages: what it was told as may be a part of a page more.
+    if limit >= there + mmap.PAGESIZE:
         raise UsageError(
             f"the limit of {format_bytes(limit)} is more than {whose} has ({format_bytes(there)}): nobody could be held to it. Give less, or None for no limit; "
             "plans for another machine are made by `memfit plan --hardware`"
