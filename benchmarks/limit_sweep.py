@@ -14,9 +14,8 @@ drawn limit; arrays are taken off what was measured before that is compared with
 
 `--cases`: a process asks for 2 MiB and is told the smallest limit. A quarter of the cases get that limit, the others one between it and what training
 without a limit would take. A second process trains three steps, evaluates and saves. It must not breach; the kernel's peak of the process (VmHWM, phase by
-phase) must not be above the limit, nor above the predicted peak by more than 1 % or 8 MiB, whichever is larger (the
-reserve is not part of it, and a fork touches the libraries' pages anew); nor may the allocator's peak of tensors be above the predicted one by more than
-1 % or 2 MiB. Where the limit is the smallest, a third process asks for 3 % less and must be refused.
+phase) must not be above the limit, nor above the predicted peak by more than 1 % or 2 MiB, whichever is larger; nor may the allocator's peak of tensors be
+above the predicted one by more than that. Where the limit is the smallest, a third process asks for 3 % less and must be refused.
 
 `--smallest`: every case gets its smallest limit.
 """
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 STEPS = 3
 LEAST_LIMIT = 2 * common.MIB
 BELOW = 0.97
-MOST_ABOVE, MOST_ABOVE_BYTES, MOST_ABOVE_PROCESS_BYTES = 1.01, 2 * common.MIB, 8 * common.MIB
+MOST_ABOVE, MOST_ABOVE_BYTES = 1.01, 2 * common.MIB
 TIMEOUT_S = 1200
 HABITS = ("shapes", "workers", "arrays", "fp16", "recompute", "select", "offload")
 ARRAY_BYTES = 32 * common.MIB
@@ -395,11 +394,11 @@ def _problems(trained: Mapping[str, Any], limit: int) -> list[str]:
     own = max(n - (trained["array_bytes"] if name != "load" else 0) for name, n in trained["peaks"].items())
     # Workers count as the process does, for whatever they hold of their own.
     workers = WORKER_BYTES if trained["habit"] == "workers" else 0
-    for what, measured, predicted, above in (
-        ("process", own, trained["predicted_process_bytes"] + workers, MOST_ABOVE_PROCESS_BYTES),
-        ("tensors", trained["tensor_bytes"], trained["predicted_tensor_bytes"], MOST_ABOVE_BYTES),
+    for what, measured, predicted in (
+        ("process", own, trained["predicted_process_bytes"] + workers),
+        ("tensors", trained["tensor_bytes"], trained["predicted_tensor_bytes"]),
     ):
-        if measured > max(predicted * MOST_ABOVE, predicted + above):
+        if measured > max(predicted * MOST_ABOVE, predicted + MOST_ABOVE_BYTES):
             problems.append(f"{what}: {measured} bytes measured, {predicted} predicted")
     if not trained["is_finite"]:
         problems.append("a loss that is not finite")

@@ -6,8 +6,8 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit.cli.output import write_text
 from memfit.core.errors import UsageError
+from memfit.report.written import write_report
 
 if TYPE_CHECKING:
     from memfit.core.profile import Profile
@@ -19,8 +19,8 @@ def check_graph_file(path: Path | None, module: str | None) -> None:
     """Checks the two options before anything is traced.
 
     Raises:
-        UsageError: the file's ending is none of .json, .dot and .svg, or a module is named without
-            a file.
+        UsageError: the file ends in something else than .json, .dot or .svg, or a module is named
+            without a file.
     """
     if path is None and module is not None:
         raise UsageError("--graph-of says which part of the training graph to write: name a file with --graph as well")
@@ -44,14 +44,16 @@ def write_graph(path: Path, module: str | None, title: str, profile: Profile) ->
         calls = [call for call in trace.calls if call.site == module]
         if not calls:
             near = difflib.get_close_matches(module, sites, n=3, cutoff=0.3)
-            raise UsageError(f"--graph-of {module!r}: no call of the step is of that module; there are {near or sorted(sites)[:5]}")
+            raise UsageError(
+                f"--graph-of {module!r}: no call of the step is of that module; there are {near or sorted(sites)[:5]}"
+            )
         names = [f"{what} {c.index}" for c in calls for what in ("forward", "backward")]
         known = {node.name for node in graph.nodes}
         graph = graph.around(name for name in names if name in known)
     if path.suffix == ".json":
-        write_text(path, graph.to_json() + "\n")
+        write_report(path, graph.to_json() + "\n")
     elif path.suffix == ".dot":
-        write_text(path, graph.to_dot())
+        write_report(path, graph.to_dot())
     else:
         shown = graph if module is not None else chain(graph, trace)
-        write_text(path, draw_graph(shown, f"training graph of {title}" + (f", {module}" if module else "")))
+        write_report(path, draw_graph(shown, f"training graph of {title}" + (f", {module}" if module else "")))

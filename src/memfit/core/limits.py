@@ -27,7 +27,7 @@ from memfit.core.units import MIB, parse_bytes
 # own.
 RESERVE_BYTES = 12 * MIB
 RESERVE_BYTES_PER_THREAD = 2 * MIB
-FIRST_STEP_BYTES = 4 * MIB
+FIRST_STEP_BYTES = 8 * MIB
 # Measured: code and buffers of the BLAS, and of oneDNN for bf16, when they first compute.
 LIBRARY_BYTES = {"blas": 5 * MIB, "onednn": 10 * MIB}
 PLANNING_BYTES = 48 * MIB

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from memfit.core.errors import UsageError
 from memfit.core.numbered_names import joined_names
@@ -139,7 +139,9 @@ class TrainingGraph:
 
     def to_json(self) -> str:
         """Returns JSON: {"nodes": [...], "edges": [...]} with the fields of `Node` and `Edge`."""
-        return json.dumps({"nodes": [asdict(n) for n in self.nodes], "edges": [asdict(e) for e in self.edges]}, indent=1)
+        return json.dumps(
+            {"nodes": [asdict(n) for n in self.nodes], "edges": [asdict(e) for e in self.edges]}, indent=1
+        )
 
     def to_dot(self) -> str:
         """Returns the graph in DOT, which Graphviz draws: computation as boxes, edges that keep in
@@ -209,7 +211,7 @@ def _flow(trace: TraceProfile) -> Iterator[Edge]:
     forward = ["input", *(f"forward {call.index}" for call in trace.calls), "loss"]
     backward = ["loss", *(f"backward {call.index}" for call in reversed(trace.calls) if call.has_backward)]
     for names in (forward, backward):
-        for source, target in zip(names, names[1:], strict=False):
+        for source, target in pairwise(names):
             yield Edge(source=source, target=target, kind=EdgeKind.NEXT)
 
 
