@@ -199,8 +199,8 @@ def ours(
 ) -> None:
     """A job under one plan, or under a limit that is a share of plain PyTorch's memory: predictions, measurements, and plain's weights beside ours."""
     import memfit
-    from memfit.api.choosing import in_dtype
     from memfit.core.hardware import Hardware
+    from memfit.core.rates import in_dtype
     from memfit.prediction import predict
     from memfit.scheduling.lower import lower
 

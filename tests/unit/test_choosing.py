@@ -23,6 +23,7 @@ from memfit.core.profile import Profile
 from memfit.core.rates import Rate
 from memfit.core.tiers import Tier
 from memfit.core.work_kinds import PRODUCT_KINDS, WorkKind
+from memfit.job import described
 from memfit.job.problem import Problem
 
 MACHINE = Hardware(
@@ -157,7 +158,7 @@ def test_the_choice_is_the_same_where_only_the_whole_batch_is_traced(
     optimizer = torch.optim.AdamW(p for p in case.model.parameters() if p.requires_grad)
     machine = replace(MACHINE, flops_per_s=flops_per_s)
 
-    plan_for = advice_module.plan_for
+    plan_for = described.plan_for
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         """What the process holds besides grows while tests run."""

@@ -21,6 +21,7 @@ from memfit.core.work_kinds import WorkKind
 from memfit.host import OthersMeter
 from memfit.job import measuring_rates, probing, probing_whole, saved_hardware
 from memfit.job.machine import Machine, open_machine
+from memfit.optimizers import pieces_probe
 from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def a_quick_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_HARDWARE_CACHE", str(tmp_path / "cache"))
     for name, elements in (("_SMALL", 1 << 14), ("_LARGE", 1 << 15)):
         monkeypatch.setattr(measuring_rates, name, elements)
-    repeated, pieces = probing_whole._repeated, probing_whole.probe_piece_updates
+    repeated, pieces = probing_whole._repeated, pieces_probe.probe_piece_updates
     monkeypatch.setattr(probing_whole, "_repeated", lambda measure, **_: repeated(measure, rounds=1))
     monkeypatch.setattr(probing_whole, "probe_piece_updates", lambda device: pieces(device, pieces=1, tries=1))
     every = measuring_rates._operations
