@@ -383,7 +383,7 @@ class _Tied(nn.Module):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_uses_of_a_tied_weight_are_summed_apart_before_they_reach_its_gradient(
+def test_uses_of_a_tied_weight_are_summed_in_place_before_they_reach_its_gradient(
     microbatches: int, tmp_path: Path
 ) -> None:
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -402,8 +402,10 @@ def test_uses_of_a_tied_weight_are_summed_apart_before_they_reach_its_gradient(
         predicted = predict(lower(job.schedule, plan, job.profile)).peak_bytes
     measured = steady.peak_bytes - before
     table = 30_000 * 64 * 4
-    # The weight; one gradient of each use and their sum, as autograd adds a view of a product apart; and what an earlier microbatch gave.
-    assert measured >= (4 if microbatches == 1 else 5) * table
+    # The weight; one gradient of each use; and what an earlier microbatch gave. No sum beside them,
+    # which plain PyTorch has: the gradient of the head's product is a view.
+    parts = 3 if microbatches == 1 else 4
+    assert parts * table <= measured < (parts + 1) * table
     assert measured <= predicted + SMALL_BYTES
     assert predicted <= measured * 1.1 + SMALL_BYTES
 

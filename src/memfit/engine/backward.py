@@ -17,8 +17,9 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Schedule
 from memfit.engine.crossing import differentiate_on_host, refuse_detours
 from memfit.engine.seeding import Seeds
-from memfit.engine.tail import CutEdge, TailAliases, differentiate_tail, hooks_of, sequence_number, withheld
+from memfit.engine.tail import CutEdge, TailAliases, differentiate_tail, hooks_of, withheld
 from memfit.engine.work import EngineParts
+from memfit.tensors.autograd_graph import sequence_number
 
 _NO_BYTES = ("storage of size 0", "data is not allocated yet")
 """Part of torch's message when it reads a tensor whose storage was freed."""

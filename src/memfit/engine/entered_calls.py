@@ -27,8 +27,13 @@ from memfit.engine.coroutines import Coroutine, can_pause
 from memfit.engine.leaves import MicrobatchLeaves, Replaced
 from memfit.engine.measured_step import Recorder
 from memfit.engine.open_frames import OpenFrames
-from memfit.engine.tail import sequence_number
 from memfit.engine.work import EngineParts
+from memfit.tensors.autograd_graph import (
+    parameters_of_earlier_calls,
+    sequence_number,
+    watch_gradients_of,
+    without_bases,
+)
 from memfit.tensors.trees import tensors_in
 
 
@@ -198,6 +203,10 @@ class StepCalls:
         self._passes = passes
         self._leaves = leaves
         self._listener = listener
+        self._shared = parameters_of_earlier_calls(
+            [call.blocks for call in schedule.calls],
+            lambda b: (id(slot.parameter) for slot in parts.blocks[b].slots if slot.requires_grad),
+        )
         # One list for all microbatches: they pause only where nothing is open.
         self._opened: list[_OpenCall] = []
         self._firsts = {a.first for a in schedule.actions if isinstance(a, Forward)}
@@ -284,6 +293,8 @@ class StepCalls:
         if opened.call is not None and any(self._parts.blocks[b].travels for b in self._parts.sites[site].blocks):
             aside = self._parts.side_tensors.made_since(site, opened.began)
         tensors = self._listener.watch((output, aside), opened.call, microbatch, site)
+        if opened.call in self._shared:
+            watch_gradients_of(self._shared[opened.call], tensors, opened.began, without_bases)
         if self._passes.tail is not None and opened.call is not None and not self._passes.is_in_tail(opened.call):
             self._passes.watch_cut(tensors)
 

@@ -43,11 +43,6 @@ class CutEdge:
     gradient: torch.Tensor
 
 
-def sequence_number() -> int:
-    """Returns the sequence number of the next autograd node of this thread."""
-    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def hooks_of(output: torch.Tensor) -> dict[int, Any]:
     """Returns the dictionary of hooks on a tensor, to which later ones are added.
 

@@ -34,6 +34,7 @@ from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRec
 from memfit.profiling.storage_log import IS_VIEW, StorageLog
 from memfit.profiling.traced_trees import contained_tensors, operator_tensors, reachable_tensors, uses_of_leaves
 from memfit.profiling.untiled import AttentionFollower
+from memfit.tensors.autograd_graph import sequence_number
 
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
@@ -331,7 +332,9 @@ class TraceRecorder(TorchDispatchMode):
         if site is None or self._active is not None or self.log.is_backward:
             return
         index = len(self.calls)
-        self._active = CallRecord(index=index, site=site, began=len(self.events), depth=len(self._modules))
+        self._active = CallRecord(
+            index=index, site=site, began=len(self.events), depth=len(self._modules), began_at=sequence_number()
+        )
         self.calls.append(self._active)
         self.forward.append(SegmentRecord(call=index, began=len(self.events)))
         self.log.segment = index

@@ -132,6 +132,7 @@ class CallRecord:
     Attributes:
         began, returned: places in the log.
         depth: modules that were entered when it began, itself among them.
+        began_at: autograd's sequence number when it began.
         reads: blocks of the weights that it reads.
         saves: tensors that autograd has saved in it.
         selected: by `id` of a record, results of operations that a policy keeps, and how many
@@ -148,6 +149,7 @@ class CallRecord:
     site: ModuleSite
     began: int
     depth: int
+    began_at: int
     returned: int = -1
     reads: set[str] = field(default_factory=set)
     uses_random: bool = False

@@ -39,8 +39,9 @@ from memfit.profiling.standins import (
     untouched_generators,
     with_value,
 )
-from memfit.profiling.storage_log import storage_resizes
+from memfit.profiling.storage_log import IS_VIEW, storage_resizes
 from memfit.profiling.traced_trees import contained_tensors
+from memfit.tensors.autograd_graph import Gradients, watch_gradients_of
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 _BACKWARD_OF_ITS_OWN = (
@@ -93,7 +94,7 @@ def run_traced(
         stack.enter_context(storage_resizes(recorder.log))
         made, batch = _place_stand_ins(stack, recorder, setting, setting.parts[rows], is_fake=is_fake)
         _declare(recorder, setting, made, batch)
-        _place_hooks(stack, recorder, setting.model, is_whole=is_whole)
+        _place_hooks(stack, recorder, setting, made, is_whole=is_whole)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | None:
             recorder.note_saved(tensor)
@@ -264,20 +265,33 @@ def _declare(recorder: TraceRecorder, setting: TraceSetting, made: Mapping[int, 
         recorder.register(tensor, Role.INPUT, is_batch=True)
 
 
-def _place_hooks(stack: ExitStack, recorder: TraceRecorder, model: nn.Module, *, is_whole: bool) -> None:
-    for name, module in model.named_modules():
-        stack.callback(_hook_module(recorder, module, name, is_whole=is_whole))
+def _place_hooks(
+    stack: ExitStack,
+    recorder: TraceRecorder,
+    setting: TraceSetting,
+    made: Mapping[int, torch.Tensor],
+    *,
+    is_whole: bool,
+) -> None:
+    leaves = {
+        block.name: frozenset(id(made[id(p)]) for _, p in block.parameters if made[id(p)].requires_grad)
+        for block in setting.block_map.blocks
+    }
+    for name, module in setting.model.named_modules():
+        stack.callback(_hook_module(recorder, module, name, leaves if is_whole else None))
 
 
-def _hook_module(recorder: TraceRecorder, module: nn.Module, name: str, *, is_whole: bool) -> Callable[[], None]:
+def _hook_module(
+    recorder: TraceRecorder, module: nn.Module, name: str, leaves: Mapping[str, frozenset[int]] | None
+) -> Callable[[], None]:
     def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.enter_module(entered, name, args, kwargs)
 
     def leave(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del args, kwargs
         call = recorder.leave_module(output)
-        if call is not None and is_whole:
-            _watch_gradients(recorder, call, output)
+        if call is not None and leaves is not None:
+            _watch_gradients(recorder, call, output, leaves)
 
     before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     after = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
@@ -289,7 +303,9 @@ def _hook_module(recorder: TraceRecorder, module: nn.Module, name: str, *, is_wh
     return remove
 
 
-def _watch_gradients(recorder: TraceRecorder, call: CallRecord, output: Any) -> None:
+def _watch_gradients(
+    recorder: TraceRecorder, call: CallRecord, output: Any, leaves: Mapping[str, frozenset[int]]
+) -> None:
     """Hooks on nodes, as the engine's: a tensor that is changed in place later gets another node.
 
     Of a view, only the base's node may remain.
@@ -305,3 +321,15 @@ def _watch_gradients(recorder: TraceRecorder, call: CallRecord, output: Any) -> 
 
     for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
         node.register_prehook(begins)
+    earlier = {name for before in recorder.calls[: call.index] for name in before.reads}
+    shared = frozenset[int]().union(*(leaves[name] for name in earlier.intersection(call.reads) if name in leaves))
+    if shared:
+        watch_gradients_of(shared, outputs, call.began_at, _without_bases)
+
+
+def _without_bases(made: Gradients, given: Gradients) -> None:
+    """As `without_bases` will, in the run."""
+    del given
+    for gradient in made:
+        if gradient is not None and getattr(gradient, IS_VIEW, False):
+            setattr(gradient, IS_VIEW, False)
