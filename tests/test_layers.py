@@ -59,7 +59,9 @@ ARROWS: dict[str, frozenset[str]] = {
         ),
         "losses": "core huggingface",
         "arena": "core",
-        "memfit": "core api arena losses tensors",
+        "distributed": "core devices homes tensors",
+        "communicator": "distributed",
+        "memfit": "core api arena communicator losses tensors",
         "cli": "core host formats api job report recipes",
         "__main__": "cli",
     }.items()

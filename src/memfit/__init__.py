@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
-    from memfit import arena, losses
+    from memfit import arena, communicator, losses
     from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
     from memfit.core.errors import (
         AwayError,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         LimitBreachError,
         MemfitError,
         MemfitWarning,
+        PeerError,
         PlanError,
         StoreError,
         StoreInUseError,
@@ -43,6 +44,7 @@ _ORIGINS = {
     "LimitBreachError": "memfit.core.errors",
     "MemfitError": "memfit.core.errors",
     "MemfitWarning": "memfit.core.errors",
+    "PeerError": "memfit.core.errors",
     "Plan": "memfit.core.plan",
     "PlanError": "memfit.core.errors",
     "ResumableLoader": "memfit.api",
@@ -68,6 +70,7 @@ __all__ = [
     "LimitBreachError",
     "MemfitError",
     "MemfitWarning",
+    "PeerError",
     "Plan",
     "PlanError",
     "ResumableLoader",
@@ -80,6 +83,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "arena",
+    "communicator",
     "empty",
     "fit",
     "infer",
@@ -92,7 +96,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name. Source: PEP 562."""
-    if name in {"arena", "losses"}:
+    if name in {"arena", "communicator", "losses"}:
         return importlib.import_module(f"memfit.{name}")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -89,3 +89,11 @@ class StoreInUseError(StoreError):
 
 class TierUnavailableError(MemfitError, RuntimeError):
     """A tier, device or allocator that was asked for does not exist on this machine."""
+
+
+class PeerError(MemfitError, RuntimeError):
+    """Another rank failed, was lost, or disagrees; the message says which one and why, where it is
+    known.
+
+    All ranks of the job raise it, but for the one that failed, which raises its own error.
+    """
