@@ -270,13 +270,20 @@ class Simulation:
         return min([Fraction(1), *(Fraction(self._link(tier).compute_share) for tier in tiers)])
 
     def _transfer(self, transfer: Transfer, gate: Signal) -> Signal:
-        """Issues a transfer. What the other direction of its link was given before slows it."""
-        link, is_read = self._link(transfer.tier), transfer.direction == "read"
+        """Issues a transfer to each link that its bytes pass."""
+        tiers = [transfer.tier]
+        if transfer.crosses is not None and transfer.crosses in self.hardware.tiers:
+            tiers.append(transfer.crosses)
+        return all_of(Fraction(0), *(self._pass(tier, transfer, gate) for tier in tiers))
+
+    def _pass(self, tier: Tier, transfer: Transfer, gate: Signal) -> Signal:
+        """Issues a transfer to a link. What the link's other direction was given before slows it."""
+        link, is_read = self._link(tier), transfer.direction == "read"
         alone = link.read_bytes_per_s if is_read else link.write_bytes_per_s
         both = (link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s) or alone
-        other = self._queues[transfer.tier, "write" if is_read else "read"]
+        other = self._queues[tier, "write" if is_read else "read"]
         return self._queue(
-            (transfer.tier, transfer.direction),
+            (tier, transfer.direction),
             Fraction(transfer.nbytes / alone),
             gate,
             beside=other[-1].done if other else None,

@@ -232,3 +232,17 @@ def test_no_function_but_lowering_takes_both_a_list_of_actions_and_a_plan() -> N
 
 def _names_in(annotation: ast.expr) -> set[str]:
     return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+
+
+def test_bytes_between_files_and_a_device_cross_the_link_to_the_host_and_others_do_not() -> None:
+    """What the host's cores work on stays there; without an accelerator there is no such link."""
+    profile = gpt_profile(layers=2)
+    away = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
+    for device, update_on in (("gpu", Tier.DEVICE), ("gpu", Tier.HOST), ("cpu", Tier.DEVICE)):
+        plan = Plan(blocks={b.name: replace(away, update_on=update_on) for b in profile.blocks})
+        step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device=device)
+        crossed = {(type(o.action).__name__, t.category): t.crosses for o in step for t in (*o.awaited, *o.transfers)}
+        way = None if device == "cpu" else Tier.HOST
+        kinds = {"Fetch": way, "Accumulate": way, "Update": None if update_on is Tier.HOST else way}
+        assert {kind for kind, _ in crossed} == set(kinds)
+        assert all(tier is kinds[kind] for (kind, _), tier in crossed.items()), (device, update_on)

@@ -140,10 +140,12 @@ def amounts(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def transfers(most: int) -> st.SearchStrategy[list[Transfer]]:
-    """Transfers over any link."""
-    tiers, directions = st.sampled_from([Tier.HOST, Tier.DISK]), st.sampled_from(["read", "write"])
+    """Transfers over any link, and over the disk's and the host's at once."""
+    ways = st.sampled_from([(Tier.HOST, None), (Tier.DISK, None), (Tier.DISK, Tier.HOST)])
+    directions, sizes = st.sampled_from(["read", "write"]), st.sampled_from([400, 4000])
     return st.lists(
-        st.builds(Transfer, tiers, directions, st.just("weight"), st.sampled_from([400, 4000])), max_size=most
+        st.builds(lambda way, to, nbytes: Transfer(way[0], to, "weight", nbytes, way[1]), ways, directions, sizes),
+        max_size=most,
     )
 
 
@@ -290,6 +292,10 @@ def _not_stopping_for_a_sum(operation: Operation) -> Operation:
     return operation._replace(awaited=(), transfers=operation.awaited + operation.transfers)
 
 
+def _on_one_link(operation: Operation) -> Operation:
+    return operation._replace(transfers=tuple(t._replace(crosses=None) for t in operation.transfers))
+
+
 BLIND: dict[str, Callable[[Operation], Operation]] = {
     "the rise while it runs": _ignoring(during=()),
     "the last change": _losing_the_last_change,
@@ -300,6 +306,7 @@ BLIND: dict[str, Callable[[Operation], Operation]] = {
     "the pipeline of updates": _ignoring(behind=None),
     "the host's cores": _moving_the_host_s_work,
     "the stop for a sum": _not_stopping_for_a_sum,
+    "the link that is crossed": _on_one_link,
     "computing": _ignoring(work=()),
 }
 """Predictions that do not see one thing that operations say."""

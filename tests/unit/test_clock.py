@@ -200,3 +200,33 @@ def test_a_timeline_says_its_interval_and_one_without_a_machine_has_none() -> No
     assert timeline.interval_s is not None
     fast, slow = timeline.interval_s
     assert fast <= timeline.seconds <= slow
+
+
+# ---- a link that two tiers share ----
+
+
+def beside_a_card(host: float, disk: float) -> Hardware:
+    ways = {Tier.HOST: host, Tier.DISK: disk}
+    tiers = {t: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=v, write_bytes_per_s=v)) for t, v in ways.items()}
+    return Hardware(device="card", flops_per_s=1000.0, tiers={Tier.DEVICE: TierSpec(nbytes=1 << 40), **tiers})
+
+
+def reading(tier: Tier, nbytes: int, key: str, crosses: Tier | None = None) -> Operation:
+    transfer = Transfer(tier, "read", "weight", nbytes, crosses)
+    return Operation(action=Start(microbatch=0), transfers=(transfer,), gives=Token("fetch", key))
+
+
+@pytest.mark.parametrize(("host", "disk"), [(100.0, 50.0), (100.0, 80.0), (50.0, 100.0)])
+def test_bytes_of_files_take_their_share_of_the_link_to_the_host(host: float, disk: float) -> None:
+    """200 bytes from each tier: the disk is done when both links have carried its 200, the host when its link has carried 400."""
+    machine_ = beside_a_card(host, disk)
+    first, second = reading(Tier.DISK, 200, "a", Tier.HOST), reading(Tier.HOST, 200, "b")
+    times = Clock(machine_).run(step_of(first, second))
+    assert times[0].end_s == max(200 / disk, 200 / host)
+    assert times[1].end_s == 400 / host
+    apart = Clock(machine_).run(step_of(reading(Tier.DISK, 200, "a"), second))
+    assert apart[1].end_s == 200 / host
+
+
+def test_a_machine_that_states_no_link_to_the_host_has_the_disk_s_alone() -> None:
+    assert seconds_of(machine(device="card"), reading(Tier.DISK, 200, "a", Tier.HOST)) == 2.0

@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 
 from memfit.core.errors import PlanError
+from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Fetch, Forward, Schedule
 from memfit.core.tiers import Tier
+from memfit.prediction import predict
 from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.lower import lower
+from memfit.scheduling.sizes import flat_gradient_bytes
 from unit.profiles import chain_profile, gpt_profile
 
 DISK = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DEVICE, state_home=Tier.DISK)
@@ -220,3 +224,39 @@ def test_no_microbatch_at_all_is_refused() -> None:
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match="does not have"):
         build_step(Plan(blocks={"nowhere": DISK}), chain_profile(length=1), clips_norm=False)
+
+
+# ---- updates on the host ----
+
+ON_HOST = BlockPlan(gradient_home=Tier.HOST, state_home=Tier.HOST, update_on=Tier.HOST)
+
+
+def test_an_update_on_the_host_begins_a_backward_later_and_before_the_next_gradient_leaves() -> None:
+    profile = gpt_profile(layers=2)
+    plan = Plan(blocks=away(profile, ON_HOST))
+    actions = built(plan, profile)
+    begun = actions.index("backward C1 m0") + 1
+    assert actions[begun : begun + 4] == ["update B2", "accumulate B1", "backward C0 m0", "update B1"]
+    # Nothing comes behind the last backward beside which a gradient could cross; nor with one buffer.
+    assert actions[-4:] == ["update B1", "accumulate B0", "update B0", "commit"]
+    at_once = built(replace(plan, prefetch=0), profile)
+    assert at_once[at_once.index("accumulate B1") + 1] == "update B1"
+
+
+def test_gradients_cross_to_updates_on_the_host_beside_backward() -> None:
+    """By arithmetic: a link on which a gradient takes less time than the backward of a layer stops nothing until the last one."""
+    profile = gpt_profile(layers=4, vocabulary=64)
+    plan = Plan(blocks=away(profile, replace(ON_HOST, weight_home=Tier.HOST)))
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="card")
+    tiers = {Tier.DEVICE: TierSpec(nbytes=1 << 40)}
+    layer = next(c for c in profile.traces[8].calls if c.is_repeated)
+    size = max(flat_gradient_bytes(b) for b in profile.blocks)
+    link = Link(read_bytes_per_s=1e12, write_bytes_per_s=2 * size)  # half a second
+    tiers[Tier.HOST] = TierSpec(nbytes=1 << 40, link=link)
+    hardware = Hardware(device="card", flops_per_s=layer.backward_flops, tiers=tiers, host_update_elements_per_s=1e18)
+    stalls = predict(step, hardware).stalls_s
+    # The norm and the embedding compute nothing in this profile: beside them the gradients of the
+    # layer before and of the norm cross, and the embedding's own at the end.
+    alone = sum(flat_gradient_bytes(b) for b in profile.blocks if b.name in ("ln_f", "h.0", "wte", "lm_head"))
+    assert 0 < stalls["accumulate"] <= alone / link.write_bytes_per_s * (1 + 1e-9)
+    assert alone < sum(flat_gradient_bytes(b) for b in profile.blocks) / 1.5

@@ -56,12 +56,22 @@ class Token(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer of bytes over the link between the device and a tier."""
+    """Transfer of bytes over the link between the device and a tier.
+
+    Attributes:
+        tier: the tier.
+        direction: "read": to the device; "write": from it.
+        category: one of `CATEGORIES`, or "commit".
+        nbytes: bytes.
+        crosses: tier whose link the bytes pass as well, in the same direction: between files and an
+            accelerator that is the host's.
+    """
 
     tier: Tier
-    direction: str  # "read": to the device; "write": from it
+    direction: str
     category: str
     nbytes: int
+    crosses: Tier | None = None
 
 
 class UpdatePlace(StrEnum):

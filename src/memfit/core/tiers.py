@@ -116,3 +116,15 @@ def updates_in_place(tier: Tier, device: str) -> bool:
         device: "cpu" if the device is the processor; anything else is an accelerator.
     """
     return tier.traits.is_device or (tier.traits.is_addressable and is_processor(device))
+
+
+def crossed_tier(tier: Tier, device: str) -> Tier | None:
+    """Returns the tier whose link bytes on the way between a tier and the device pass as well.
+
+    Files are read into host memory, and an accelerator gets them from there (`homes.staging`).
+
+    Args:
+        tier: where the bytes rest.
+        device: as `is_processor` takes it.
+    """
+    return Tier.HOST if tier.traits.is_files and not is_processor(device) else None

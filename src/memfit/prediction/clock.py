@@ -11,10 +11,12 @@ are two queues a tier. The main thread stops only where an operation waits; thos
 stalls, by what was waited for. An update's elements are worked on by the device, which delays
 compute, or by the host's cores, which take one update after the other beside it. Where a link's
 contention was measured: a transfer takes the speed of both directions while the other one has work,
-and compute goes on at `Link.compute_share` of its speed while the link has work. Not modelled: that
-a transfer already under way slows down when another begins, updates on the host taking memory's
-bandwidth from transfers, a run's main thread that waits before it begins a transfer
-(`Operation.after`), the cost of a first step.
+and compute goes on at `Link.compute_share` of its speed while the link has work. A transfer that
+crosses a second link (files, beside an accelerator) is served by both, each in its own order and at
+its own speed, and is done when both are: so both links carry all of its bytes. Not modelled: that a
+transfer already under way slows down when another begins, updates on the host taking memory's
+bandwidth from transfers, disks that hang on the accelerator's own switch, a run's main thread that
+waits before it begins a transfer (`Operation.after`), the cost of a first step.
 
 [Note: the interval]
 Each rate has a spread, the share by which its measurements differed. All rates slow by theirs gives
@@ -110,6 +112,8 @@ class Clock:
         self._host_free_s = 0.0
         self.now_s = 0.0
         self.stalls_s: dict[str, float] = {}
+        # How long each lane works, by its name.
+        self.busy_s: dict[str, float] = {}
         self.bytes_read: Counter[str] = Counter()
         self.bytes_written: Counter[str] = Counter()
         # When each queue is free again, and when what was begun is done.
@@ -126,11 +130,14 @@ class Clock:
         """Returns the seconds of the step's share of a commit, which nothing else runs beside."""
         if self._hardware is None:
             return 0.0
-        return sum(t.nbytes / self._bytes_per_s(t) for t in step.commit)
+        return sum(t.nbytes / self._bytes_per_s(t.tier, t.direction) for t in step.commit)
 
     def _note(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         if self._records and end_s > start_s:
             self.intervals.append(Interval(lane, kind, name, self._moment, nbytes, start_s, end_s))
+
+    def _work(self, lane: str, seconds: float) -> None:
+        self.busy_s[lane] = self.busy_s.get(lane, 0.0) + seconds
 
     def _take(self, operation: Operation) -> ActionTime:
         self._moment += 1
@@ -156,6 +163,7 @@ class Clock:
         if operation.host_work and self._host_rates is not None:
             began = max(begin, self._host_free_s)
             self._host_free_s = began + _seconds(operation.host_work, self._host_rates)
+            self._work(HOST_LANE, self._host_free_s - began)
             self._note(HOST_LANE, "work", "", began, self._host_free_s)
             end = max(end, self._host_free_s)
         if operation.gives is not None:
@@ -172,23 +180,31 @@ class Clock:
         counter[transfer.category] += transfer.nbytes
         if self._hardware is None:
             return begin
-        queue = transfer.tier, transfer.direction
+        end = self._pass(transfer.tier, transfer, begin)
+        if transfer.crosses is not None and transfer.crosses in self._hardware.tiers:
+            end = max(end, self._pass(transfer.crosses, transfer, begin))
+        return end
+
+    def _pass(self, tier: Tier, transfer: Transfer, begin: float) -> float:
+        """Puts a transfer into the queue of one link; returns when it is through."""
+        queue = tier, transfer.direction
         began = max(begin, self._free_s.get(queue, 0.0))
-        self._free_s[queue] = began + self._transfer_s(transfer, began)
-        lane = f"{transfer.tier} {transfer.direction}"
+        self._free_s[queue] = began + self._transfer_s(tier, transfer, began)
+        lane = f"{tier} {transfer.direction}"
+        self._work(lane, self._free_s[queue] - began)
         self._note(lane, "transfer", transfer.category, began, self._free_s[queue], transfer.nbytes)
         return self._free_s[queue]
 
-    def _transfer_s(self, transfer: Transfer, began: float) -> float:
-        """Seconds of a transfer: slower while the other direction has work."""
-        alone = self._bytes_per_s(transfer)
+    def _transfer_s(self, tier: Tier, transfer: Transfer, began: float) -> float:
+        """Seconds of a transfer on a link: slower while the other direction has work."""
+        alone = self._bytes_per_s(tier, transfer.direction)
         assert self._hardware is not None, "asked where there is a machine"
-        link, is_read = self._hardware.link(transfer.tier), transfer.direction == "read"
+        link, is_read = self._hardware.link(tier), transfer.direction == "read"
         both = link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s
         both = alone if both is None else _shifted(both, link.spread, self._sign)
         if both >= alone:
             return transfer.nbytes / alone
-        beside_s = self._free_s.get((transfer.tier, "write" if is_read else "read"), 0.0) - began
+        beside_s = self._free_s.get((tier, "write" if is_read else "read"), 0.0) - began
         shared_s = min(max(beside_s, 0.0), transfer.nbytes / both)
         return shared_s + (transfer.nbytes - shared_s * both) / alone
 
@@ -197,6 +213,7 @@ class Clock:
         left_s = self._known_s.get(work)
         if left_s is None:
             left_s = self._known_s[work] = _seconds(work, rates, launches_beside=self._launches_beside)
+        self._work(COMPUTE_LANE, left_s)
         assert self._hardware is not None, "asked where there is a machine"
         busy: dict[Tier, float] = {}
         for (tier, _), free_s in self._free_s.items():
@@ -211,10 +228,10 @@ class Clock:
             left_s -= done_s
         self.now_s += left_s
 
-    def _bytes_per_s(self, transfer: Transfer) -> float:
+    def _bytes_per_s(self, tier: Tier, direction: str) -> float:
         assert self._hardware is not None, "asked where there is a machine"
-        link = self._hardware.link(transfer.tier)
-        return _shifted(_bytes_per_s(link, transfer.direction), link.spread, self._sign)
+        link = self._hardware.link(tier)
+        return _shifted(_bytes_per_s(link, direction), link.spread, self._sign)
 
     def _stop(self, transfer: Transfer, begin: float) -> float:
         """Returns when a transfer that the main thread itself waits for is done."""

@@ -11,6 +11,13 @@ more visiting block, which takes the place of a block fetched ahead (see `visit_
 moves several times the bytes of a fetch, so hiding it is worth more. With `prefetch`
 0 they come directly, and nothing extra is held. Inside a tail nothing is updated before all of it
 has run back, and what waits for an update comes then at the earliest.
+
+[Note: when an update on the host begins]
+It reads the gradient at its home, and whoever asks for it waits until the gradient has arrived
+there. Right behind the accumulate that would stop the device for as long as the gradient crosses
+the link. A compute action later the gradient has crossed beside it, so there such an update begins.
+Nothing is held longer for that: the gradient has left, and the update needs no weights of the
+device.
 """
 
 from __future__ import annotations
@@ -66,7 +73,7 @@ def updates_in_backward(plan: Plan, order: ComputeOrder, *, clips_norm: bool) ->
 def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *, clips_norm: bool) -> list[Placed]:
     """Places updates, clears and what ends the step.
 
-    See [Note: when an update's end is waited for].
+    See [Note: when an update's end is waited for], [Note: when an update on the host begins].
     """
     end = len(order.actions)
     ordinals = {c.position: i for i, c in enumerate(order.computes)}
@@ -74,8 +81,11 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
     for block, position in sorted(updates.items()):
         ordinal = ordinals.get(position)  # None: of a seed
         begin = position + 1 if ordinal is None else order.gap_whole(ordinal)
-        placed.append(Placed(gap=begin, phase=GapPhase.UPDATE, action=Update(block)))
         gap = begin if ordinal is None else waiting_gap(order, ordinal, plan.prefetch)
+        if plan.block(order.shape.blocks[block]).update_on is Tier.HOST and gap > begin:
+            placed.append(Placed(gap=gap, phase=GapPhase.LATE_UPDATE, action=Update(block)))
+        else:
+            placed.append(Placed(gap=begin, phase=GapPhase.UPDATE, action=Update(block)))
         placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
     last: list[Action] = [Unscale(), Check()] if plan.scales_losses else []
     last += [Norm()] if clips_norm else []

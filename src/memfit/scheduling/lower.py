@@ -152,7 +152,7 @@ class _Lowering:
         if adds_apart is None:
             has_norm = any(isinstance(a, Norm) for a in schedule)
             adds_apart = plan.adds_apart(has_masters=profile.has_masters, clips_norm=has_norm)
-        self._draft = OperationDraft()
+        self._draft = OperationDraft(device)
         self._gradients = GradientBytes(plan, profile, facts, adds_apart=adds_apart, change=self._draft.change_gradient)
         self._activations = ActivationBytes(schedule, facts, self._draft, is_itemized=is_itemized)
         self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed, device=device))
@@ -275,7 +275,7 @@ class _Lowering:
         # The first gradient overwrites what is at home. A later one is added: where the sum rests
         # out of the processor's reach, it is read for that, and the main thread waits for it.
         if draft.after and size and not updates_in_place(home, self._device):
-            draft.awaited = (Transfer(home, "read", "gradient", size),)
+            draft.awaited = (draft.way(home, "read", "gradient", size),)
         draft.transfer(home, "write", "gradient", size)
         self._leaving.append(block)
         draft.gives = Token(_ACCUMULATE, self._owner[block])
@@ -292,9 +292,11 @@ class _Lowering:
             self._plan, self._profile, block, is_visiting=block in self._visiting, device=self._device
         )
         draft.after = [*self._waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
+        # What the host's cores work on comes to host memory, and goes no further.
+        way = Transfer if self._updates_on_host[block] else draft.way
         for direction, moved in (("read", traffic.read), ("write", traffic.written)):
             for (tier, category), nbytes in moved.items():
-                draft.transfers.append(Transfer(tier, direction, category, nbytes))
+                draft.transfers.append(way(tier, direction, category, nbytes))
         draft.is_chain = False
         draft.behind, self._pipeline = self._pipeline, Token(_UPDATE, self._owner[block])
         work = update_work(self._plan, self._profile, block)

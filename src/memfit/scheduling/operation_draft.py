@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from memfit.core.schedule import Action
 from memfit.core.step import ByteChange, Operation, Token, Transfer, UpdatePlace
-from memfit.core.tiers import Tier
+from memfit.core.tiers import Tier, crossed_tier
 from memfit.core.work_kinds import Work
 
 
@@ -17,6 +17,9 @@ class OperationDraft:
     """Collects what one operation says; `begin` starts the next one.
 
     One object for a whole step: whoever tells of changes of bytes holds it from the beginning.
+
+    Args:
+        device: as `core.tiers.is_processor` takes it.
 
     Attributes:
         changes: as in `Operation`, like all others.
@@ -38,7 +41,8 @@ class OperationDraft:
     needs: tuple[int, ...]
     adds_to: tuple[int, ...]
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self.begin()
 
     def begin(self) -> None:
@@ -64,9 +68,15 @@ class OperationDraft:
         self.during.append(ByteChange(tier, category, owner, nbytes))
 
     def transfer(self, tier: Tier, direction: str, category: str, nbytes: int) -> None:
-        """Notes a transfer that the operation begins, if it moves anything."""
+        """Notes a transfer that the operation begins, if it moves anything, to or from the
+        device.
+        """
         if nbytes:
-            self.transfers.append(Transfer(tier, direction, category, nbytes))
+            self.transfers.append(self.way(tier, direction, category, nbytes))
+
+    def way(self, tier: Tier, direction: str, category: str, nbytes: int) -> Transfer:
+        """Returns a transfer to or from the device, by all links that it passes."""
+        return Transfer(tier, direction, category, nbytes, crossed_tier(tier, self._device))
 
     def finish(self, action: Action) -> Operation:
         """Returns the operation, which changes no more."""

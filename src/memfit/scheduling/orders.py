@@ -22,9 +22,11 @@ class GapPhase(IntEnum):
 
     First come the actions that follow from what was computed, those that start something before
     those that wait; then those that make ready what comes: needed things before what is only
-    fetched ahead, because links serve in order.
+    fetched ahead, because links serve in order. An update of a gradient that is home already comes
+    before gradients that begin to go there, or it would be waiting for these too.
     """
 
+    LATE_UPDATE = -1
     ACCUMULATE = 0
     UPDATE = 1
     OFFLOAD = 2
