@@ -48,6 +48,7 @@ from memfit.activations.recompute import ReplayedCall, SegmentGroup, pack_for_re
 from memfit.activations.saved_tensors import Stays, plain_storage
 from memfit.activations.select import Selection
 from memfit.activations.surroundings import Surroundings
+from memfit.activations.thread_stacks import take_hooks_off, take_mode_off
 from memfit.activations.writes import Writes
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.core.plan import CallPlan
@@ -97,6 +98,11 @@ class Frame:
 
         Args:
             outputs: what the call returned; None if it raised.
+        """
+
+    def withdraw(self) -> None:
+        """Takes off what `enter` pushed, wherever it lies, if `leave` was never called: torch calls
+        no hook on the way of a Ctrl-C.
         """
 
     def offload(self) -> None:
@@ -159,6 +165,14 @@ class _HookedFrame(Frame):
             if top is None or top[0] != self._pack:
                 raise _unbalanced(self._site.name, "saved-tensor hooks")
             hooks.__exit__(None, None, None)
+
+    def withdraw(self) -> None:
+        """See `Frame`."""
+        while self._modes:
+            take_mode_off(self._modes.pop())
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            take_hooks_off(self._pack)
 
 
 class RecomputedFrame(_HookedFrame):

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from memfit.batches.splitting import checked_rows
+from memfit.core.accumulation import accumulated
 from memfit.core.errors import DoesNotFitError, UnsupportedError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
@@ -79,6 +80,7 @@ class Wanted:
             too.
         numerics: see `core.numerics.Wish`.
         commits: to the store, a step.
+        has_lines: the user's own loop makes the steps, and may accumulate.
     """
 
     allow: Collection[str]
@@ -90,6 +92,7 @@ class Wanted:
     checks_split: bool = True
     numerics: Wish = "auto"
     commits: float = 0.0
+    has_lines: bool = False
 
 
 def choose(
@@ -265,7 +268,8 @@ class _Search:
 
     def _chunks(self) -> list[int | None]:
         model = self._problem.model
-        may_chunk = self._wanted.numerics != "exact" and knows_loss(model)
+        # The loss of lines of the user's own is computed where nobody can cut it.
+        may_chunk = self._wanted.numerics != "exact" and not self._wanted.has_lines and knows_loss(model)
         return [None, chunk_tokens(model)] if may_chunk else [None]
 
     def _formats(self) -> list[StateFormat]:
@@ -313,7 +317,7 @@ class _Search:
         budget = replace(self._budget, base_bytes=self._budget.base_bytes + more)
         checks = wanted.checks_split and "nonadditive-loss" not in wanted.allow
         return choose_plan(
-            profile,
+            accumulated(profile) if wanted.has_lines else profile,
             budget,
             speeds,
             allow=frozenset(wanted.allow),
@@ -325,7 +329,8 @@ class _Search:
             limits=machine.limits.by_tier,
             scheme=wanted.scheme,
             checked_rows=checked_rows(self._problem.cut) if checks else 0,
-            numerics=wanted.numerics,
+            # Sums are as the lines make them, in any plan.
+            numerics="auto" if wanted.has_lines else wanted.numerics,
             commits=wanted.commits,
             decided={"loss_chunk_tokens": chunk, "state_format": states},
         )

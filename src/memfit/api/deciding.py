@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from memfit.api.choosing import Choice, Wanted, choose, keeps_batch_whole
+from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Whole
 from memfit.batches.splitting import checked_rows, signature_of
@@ -105,6 +106,8 @@ def begin_resumed(setup: Setup, sample: Any, plan: Plan) -> tuple[StepRunner, st
 
 def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lambda _: "") -> StepRunner:
     """Begins the steps under the fastest plan that fits; its reason ends with the remark."""
+    if setup.has_lines:
+        return _begin_lines(setup, sample, remark)
     ways = setup.problem.ways(sample, setup.split)
     if setup.resumed_plan is None:
         check_effect(setup.problem, setup.allow, setup.device)
@@ -157,6 +160,13 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
     budget = own.budget(sample, chosen.profile)
     planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
     return begin_steps(planned)
+
+
+def _begin_lines(setup: Setup, sample: Any, remark: Callable[[Plan], str]) -> StepRunner:
+    own = cut_by_lines(setup)
+    plan, why, found = plan_of_lines(own, sample, partial(_choose, may_split=True))
+    planned = make_planned(own, sample, plan, why + remark(plan), found, own.budget(sample, found), why="")
+    return _begin_checked(planned, sample, found)
 
 
 def _in_ways(setup: Setup, sample: Any, plan: Plan, begin: Callable[[Setup], _RunnerT]) -> _RunnerT:
@@ -322,7 +332,7 @@ def make_planned(
         raise DoesNotFitError(f"the plan {excess}: raise the limit, or keep less there")
     # What is left of a process's reserve is for what is not usual.
     reserve = 0 if setup.machine.counts_process else budget.reserve_bytes
-    peak = ready.timeline.peak_bytes + budget.base_bytes + reserve
+    peak = ready.peak_bytes + budget.base_bytes + reserve
     return Planned(
         setup=own,
         plan=plan,
@@ -347,7 +357,14 @@ def _prepared(setup: Setup, sample: Any, plan: Plan, found: Profile, *, adds_apa
     cut = _cut_for(setup, sample, plan)
     rows = -(-found.batch_rows // cut.microbatches)
     if found.batch_rows == setup.problem.cut.rows(sample) and rows in found.traces:
-        return prepared_for(found, cut, clips_norm=setup.clips_norm, adds_apart=adds_apart, device=setup.device)
+        return prepared_for(
+            found,
+            cut,
+            clips_norm=setup.clips_norm,
+            has_lines=setup.has_lines,
+            adds_apart=adds_apart,
+            device=setup.device,
+        )
     return prepare(setup, plan, sample, adds_apart=adds_apart)
 
 
@@ -392,7 +409,8 @@ def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:
         may_split=may_split,
         clips_norm=setup.clips_norm,
         load_bytes=0 if is_running else setup.most_load_bytes,
-        checks_split=not is_running,
+        checks_split=not is_running and not setup.has_lines,
+        has_lines=setup.has_lines,
         like=running or setup.resumed_plan,
         scheme=None if run is None else run.scheme,
         numerics=setup.numerics,
@@ -434,8 +452,8 @@ def _own_plan(setup: Setup, sample: Any, plan: Plan) -> tuple[Profile | None, st
     found = trace(replace(setup, numerics="auto"), sample, cut)
     if setup.numerics == "exact" and not declare(cut, found).is_exact:
         return None, f"numerics='exact' was asked for, and it is {declare(cut, found).short()}"
-    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, device=setup.device)
-    peak, left = ready.timeline.peak_bytes, setup.budget(sample, found).tensor_bytes
+    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, has_lines=setup.has_lines, device=setup.device)
+    peak, left = ready.peak_bytes, setup.budget(sample, found).tensor_bytes
     if left is not None and peak > left:
         return None, f"it would take {format_bytes(peak)} of tensors, and {format_bytes(left)} are left"
     excess = excess_beside_device(setup, ready)
@@ -451,8 +469,8 @@ def _check_fits(setup: Setup, sample: Any, plan: Plan, found: Profile, budget: B
     if budget.limit_bytes is None or budget.tensor_bytes is None or not setup.enforces:
         return
     cut, device = _cut_for(setup, sample, plan), setup.device
-    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, device=device)
-    peak = ready.timeline.peak_bytes
+    ready = prepared_for(found, cut, clips_norm=setup.clips_norm, has_lines=setup.has_lines, device=device)
+    peak = ready.peak_bytes
     report = peak_report(lower(ready.step.schedule, cut, found, device=device, is_itemized=True), rows=6)
     if cut.microbatches > 1 and NONADDITIVE not in setup.allow:
         rows = min(checked_rows(setup.problem.cut), found.batch_rows)

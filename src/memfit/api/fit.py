@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_claim
+from memfit.api.lines_plan import check_asked
 from memfit.checkpoints.checkpointer import check_run
 from memfit.checkpoints.run_store import RunStore
 from memfit.core.aliases import own_allowances
@@ -81,6 +82,7 @@ def fit(
     weight: Callable[[Any], float] | None = None,
     split: Callable[[Any, int], Sequence[Any]] | None = None,
     max_grad_norm: float | None = None,
+    lines: bool = False,
     # the run
     weights: str | Path | None = None,
     store: str | Path | None = None,
@@ -177,6 +179,9 @@ def fit(
             fewer where it has not so many rows. For batches that count rows in other places. Needs
             `weight` where parts have no common dimension 0 that adds up to the batch's.
         max_grad_norm: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`.
+        lines: True plans for a training loop of your own, whose lines run inside of
+            `with job.lines():`. `sample` is then a batch of one `loss.backward()`, and updates wait
+            for your `optimizer.step()`.
 
         -- the run --
         weights: files that every weight and saved buffer of the model is read from, on its way
@@ -251,6 +256,15 @@ def fit(
         driver = driver_of(optimizer, model)
         block_map = find_blocks(model, blocks)
         given = None if plan is None else read_plan(plan)
+        if lines:
+            check_asked(
+                max_grad_norm=max_grad_norm,
+                weight=weight,
+                split=split,
+                on_breach=on_breach,
+                scheme=scheme,
+                plan=given,
+            )
         _check_on_breach(on_breach, store or resume, durability)
         giving_up = stack.enter_context(ExitStack())
         run = _open_run(store, resume, durability, scheme, giving_up)
@@ -278,6 +292,7 @@ def fit(
             replans=on_breach == "replan",
             hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
             load_bytes=loaded.load_bytes,
+            lines_sample=sample if lines else None,
         )
         job = _begin(setup, sample, given, saved)
         giving_up.pop_all()  # the directory is the job's now

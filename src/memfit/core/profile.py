@@ -379,6 +379,7 @@ class Profile:
         agrees_on_host: in a trial of the optimizer, updates on the host gave the same bits as on
             the device.
         buffer_bytes: buffers of the model (always resident).
+        is_accumulated: the batch is two micro-batches of the user's own loop, one after the other.
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
     """
@@ -401,6 +402,7 @@ class Profile:
     host_update_obstacle: str = ""
     agrees_on_host: bool = False
     buffer_bytes: int = 0
+    is_accumulated: bool = False
     source: str = "fake"
     source_reason: str = ""
 
@@ -481,7 +483,7 @@ class Profile:
         swaps = any(
             call.is_substituted or call.changes_itself for trace in self.traces.values() for call in trace.calls
         )
-        return bool(self.carried or self.written_weights or self.read_gradients or swaps)
+        return bool(self.is_accumulated or self.carried or self.written_weights or self.read_gradients or swaps)
 
     @property
     def weight_bytes(self) -> int:

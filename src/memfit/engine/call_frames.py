@@ -87,8 +87,16 @@ class CallFrames:
         """Returns the context of a microbatch's forward, which watches for changes in place of
         tensors that are not simply kept.
         """
-        manages = any(not self._plan.call(call.index).saved.policy.keeps_all for call in self._calls)
-        return self._writes.watching() if manages else nullcontext()
+        return self._writes.watching() if self.manages else nullcontext()
+
+    @property
+    def manages(self) -> bool:
+        """True if something that a call of the step saves is not simply kept."""
+        return any(not self._plan.call(call.index).saved.policy.keeps_all for call in self._calls)
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor was changed in place where `watching` did not look."""
+        self._writes.note(tensor, is_certain=True)
 
     def begin(
         self, call: int, microbatch: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

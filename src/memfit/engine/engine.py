@@ -17,6 +17,7 @@ import torch
 from memfit.core.errors import UnsupportedError
 from memfit.core.schedule import Action
 from memfit.core.step import Step
+from memfit.engine.driven_run import DrivenRun, LineWatch, end_of_backward
 from memfit.engine.entered_calls import Listener, ServedCalls, StepCalls
 from memfit.engine.leaves import MicrobatchLeaves, watch_arrivals, watch_last
 from memfit.engine.measured_step import BothRecorders, Recorder, StepRecorder
@@ -48,6 +49,10 @@ class Engine:
         device_types: whose autocast state belongs to a coroutine.
         loose: indices of the blocks that code outside of all calls reads.
         observe: called with each action when it is done (a backward: when it begins).
+
+    Attributes:
+        before_call: called before a call that no run has foreseen, which may begin one; None:
+            nobody asks.
     """
 
     def __init__(
@@ -95,8 +100,10 @@ class Engine:
         self._serial = 0
         self._run: StepRun | None = None
         self._ran_at = ""
-        self._calls: ServedCalls | StepCalls = self._served()
+        self._idle = self._served()
+        self._calls: ServedCalls | StepCalls = self._idle
         self._looks_away = False
+        self.before_call: Callable[[], None] | None = None
 
     def heed_hooks(self) -> None:
         """Takes note of hooks on gradients that were registered since: they run before gradients go
@@ -121,6 +128,20 @@ class Engine:
             Whatever the user's code or a transfer raised; the coroutines are ended, and blocks and
             gradients are as `StepRun.recover` leaves them.
         """
+        return self._run_from(0, step, work)
+
+    def update(self, step: Step) -> Outcome:
+        """Runs what a step does once for all the backwards that were driven: its updates and its
+        commit.
+
+        Raises:
+            Whatever a transfer or the optimizer raised; as `run`.
+        """
+        # The norm before them has been taken by the user's lines, where they want one.
+        nothing = StepInput(run=lambda _: None, shares=None, streams=())
+        return self._run_from(end_of_backward(step) + 1, step, nothing)
+
+    def _run_from(self, first: int, step: Step, work: StepInput) -> Outcome:
         # Before the listener is made: hooks in graphs of earlier steps keep the number of theirs.
         self._serial += 1
         self._parts.departures.clear()
@@ -135,7 +156,7 @@ class Engine:
         )
         self._calls = run.calls
         try:
-            run.go()
+            run.go(first)
             # Inside of the `try`: a step whose weights were given other memory has failed.
             check_untouched(self._parts.blocks)
             # Only a run that came to its end has seen all calls.
@@ -147,14 +168,52 @@ class Engine:
             raise
         finally:
             # The error's traceback holds this frame and so the run: it must let go of the graph.
-            run.forget()
-            self._run, self._ran_at = None, run.at
-            # Made anew: a call that an interrupt broke off was never left, and would count as open.
-            self._calls = self._served()
-            # Behind `recover`: updates have ended, and nothing writes to these visits any more.
-            self._parts.visits.end_on_demand()
-            # A copy, since the next run clears the list; last, when all have been told.
-            run.outcome.departures = list(self._parts.departures)
+            self._end(run)
+
+    def _end(self, run: StepRun) -> None:
+        run.forget()
+        self._run, self._ran_at = None, run.at
+        # Made anew: a call that an interrupt broke off was never left, and would count as open.
+        self._calls = self._idle = self._served()
+        # Behind `recover`: updates have ended, and nothing writes to these visits any more.
+        self._parts.visits.end_on_demand()
+        # A copy, since the next run clears the list; last, when all have been told.
+        run.outcome.departures = list(self._parts.departures)
+
+    def drive(self, step: Step, watch: LineWatch) -> DrivenRun:
+        """Begins a forward and backward that the user's own lines drive; see `engine.driven_run`.
+
+        `end_drive` ends it, also when it is given up.
+        """
+        self._serial += 1
+        self._parts.departures.clear()
+        run = DrivenRun(
+            self._parts,
+            step,
+            watch,
+            listener=self._listener(),
+            is_new=self._learned.get(id(step)) is not step,
+            observe=self._observe,
+        )
+        self._run, self._calls = run, run.calls
+        run.begin()
+        return run
+
+    def end_drive(self, run: DrivenRun) -> tuple[str, ...]:
+        """Ends a driven run, before its end or after it. Returns its departures.
+
+        Raises:
+            UnsupportedError: a weight was given other memory in a run that came to its end.
+        """
+        was_whole = run.is_over
+        try:
+            if was_whole:
+                check_untouched(self._parts.blocks)
+            else:
+                run.give_up()
+        finally:
+            self._end(run)
+        return tuple(run.outcome.departures)
 
     def evaluate(self, step: Step, work: StepInput) -> list[Any]:
         """Runs a forward-only step and returns the results of the user's function, one for each
@@ -200,8 +259,11 @@ class Engine:
 
     def enter(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `CallObserver`."""
-        if not self._looks_away:
-            self._calls.enter(site, args, kwargs)
+        if self._looks_away:
+            return
+        if self.before_call is not None and self._run is None and not self._idle.is_inside:
+            self.before_call()
+        self._calls.enter(site, args, kwargs)
 
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
@@ -237,6 +299,12 @@ class Engine:
                 torch.autograd.Variable._execution_engine.queue_callback(self._parts.visits.end_on_demand)
             return
         if serial != self._serial or run is None or run.phase is EnginePhase.IDLE:
+            if self.before_call is not None:
+                raise UnsupportedError(
+                    "backward came to a forward whose weights and saved tensors are given up: it was run back before (a second backward on one graph), or another "
+                    "forward began after it. Run each loss back once and before the next forward; where a loss needs several forwards, let the loss function "
+                    "given to memfit.fit make them too"
+                )
             raise UnsupportedError(
                 "backward was called on a graph of a step that memfit has already run back: job.step(batch) computes the gradients itself; "
                 "return the loss from the loss function and use the result's .loss only as a number"

@@ -52,6 +52,27 @@ class BackwardObserver(Protocol):
         ...
 
 
+class Caller(Protocol):
+    """Code that makes calls of one microbatch: a coroutine, or the user's own lines.
+
+    Attributes:
+        microbatch: its index.
+        position: index of the first call that it has not made yet.
+    """
+
+    microbatch: int
+    position: int
+
+    @property
+    def is_current(self) -> bool:
+        """Tells whether the caller of this function is its code."""
+        ...
+
+    def pause(self, call: int) -> None:
+        """Returns when the schedule has come to the forward of this call."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Listener:
     """Tells an observer of backwards without keeping it alive, since hooks live in autograd's
@@ -132,6 +153,11 @@ class ServedCalls:
         # Behind the fetch: where it fails, torch calls `leave` all the same; it must find nothing.
         self._opened.append(site)
 
+    @property
+    def is_inside(self) -> bool:
+        """The caller runs inside of a call, or of one that is run again."""
+        return bool(self.recomputing or self._opened)
+
     def leave(self, site: int, output: Any) -> None:
         """See `CallObserver`."""
         if self.recomputing or not self._opened or self._opened[-1] != site:
@@ -180,7 +206,7 @@ class StepCalls:
         recorder: measures waits; None: they are not measured.
 
     Attributes:
-        running: the coroutine whose code runs now.
+        running: the coroutine whose code runs now, or the user's own lines.
         recomputing: number of calls that are being recomputed in backward: their sites are ignored,
             and nothing pauses.
     """
@@ -210,7 +236,7 @@ class StepCalls:
         # One list for all microbatches: they pause only where nothing is open.
         self._opened: list[_OpenCall] = []
         self._firsts = {a.first for a in schedule.actions if isinstance(a, Forward)}
-        self.running: Coroutine | None = None
+        self.running: Caller | None = None
         self.recomputing = 0
 
     def resume(self, coroutine: Coroutine) -> None:
@@ -314,7 +340,7 @@ class StepCalls:
         """See [Note: leaves of a microbatch]."""
         return self._leaves.enter(self._parts.sites[site].blocks) if self._leaves is not None else []
 
-    def _next_call(self, coroutine: Coroutine, name: str) -> int | None:
+    def _next_call(self, coroutine: Caller, name: str) -> int | None:
         """Returns the call of the trace that this is: the next one of this site, at or after the
         microbatch's position.
         """

@@ -65,6 +65,12 @@ class OpenFrames:
         for key in [key for key in self._frames if key[1] in microbatches]:
             self._frames.pop(key).finish()
 
+    def withdraw_all(self) -> None:
+        """Takes off what frames have pushed whose calls were never left."""
+        # The latest first: each finds its own on top.
+        for frame in reversed(self._frames.values()):
+            frame.withdraw()
+
     def finish_all(self) -> None:
         """Ends all frames, after an error."""
         for frame in self._frames.values():

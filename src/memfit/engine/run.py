@@ -130,8 +130,8 @@ class StepRun:
         self.outcome = Outcome()
         parts.notes.begin_run(learns=is_new)
 
-    def go(self) -> None:
-        """Executes all operations.
+    def go(self, first: int = 0) -> None:
+        """Executes all operations, or those from an index on.
 
         Raises:
             Whatever the user's code or a transfer raised.
@@ -141,6 +141,7 @@ class StepRun:
         if parts.gradients is not None:
             # From here to `forget`, what hooks on weights see are gradients of this step.
             parts.gradients.is_receiving = self._trains
+        self._next = first
         while self._next < len(self._operations):
             # Counted before it is done: hooks inside of a seed or joint advance the list from here.
             self._next += 1

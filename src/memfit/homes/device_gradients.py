@@ -79,6 +79,14 @@ class DeviceGradients:
             slot.parameter.grad = dense
         return dense
 
+    def has_sum(self, slot: ParameterSlot) -> bool:
+        """Tells whether the parameter's gradient is a sum beside `.grad`."""
+        return slot.name in self._sums
+
+    def give_up_sum(self, slot: ParameterSlot) -> None:
+        """Frees the sum beside `.grad`, if there is one."""
+        self._sums.pop(slot.name, None)
+
     def give_up(self, slot: ParameterSlot) -> None:
         """Frees the parameter's gradient."""
         slot.parameter.grad = None

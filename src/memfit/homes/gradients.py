@@ -88,6 +88,8 @@ class GradientHomes:
         self._peaks: dict[str, torch.Tensor] = {}
         # Parameters whose gradient an update has scaled in place.
         self._scaled: set[str] = set()
+        # By parameter, what the user's lines multiplied its gradient with, in their order.
+        self._factors: dict[str, list[torch.Tensor]] = {}
         self._leaving: TransferHandle | None = None
 
     def begin_step(self) -> None:
@@ -99,6 +101,7 @@ class GradientHomes:
         self._peaks.clear()
         self.scaling.begin_step()
         self._scaled.clear()
+        self._factors.clear()
         if self._kept is not None:
             self._kept.clear()
 
@@ -204,6 +207,37 @@ class GradientHomes:
         """Tells whether the parameter got a gradient in this step."""
         return slot.name in self._held or self.here.of(slot) is not None
 
+    # --- one parameter's, for the user's own lines -----------------------------------------------
+
+    def rests_apart(self, slot: ParameterSlot) -> bool:
+        """Tells whether the parameter's gradient is anywhere but on `.grad`."""
+        return slot.name in self._held or self.here.has_sum(slot)
+
+    def norm_of(self, slot: ParameterSlot) -> torch.Tensor:
+        """Returns the 2-norm of a gradient that rests apart, before any `multiply`. Needs
+        `keeps_norms`.
+        """
+        if slot.name in self._held:
+            return self._norms[slot.name]
+        gradient = self.here.of(slot)
+        assert gradient is not None, "asked of a parameter that has a gradient"
+        return torch.linalg.vector_norm(gradient)
+
+    def multiply(self, slot: ParameterSlot, factor: torch.Tensor) -> None:
+        """Multiplies a gradient that rests apart: its update does it, piece by piece."""
+        self._factors.setdefault(slot.name, []).append(factor)
+
+    def is_multiplied(self, slot: ParameterSlot) -> bool:
+        """Tells whether `multiply` was called for this gradient."""
+        return slot.name in self._factors
+
+    def forget(self, slot: ParameterSlot) -> None:
+        """Forgets a gradient that rests apart, as if it had not come."""
+        self._held.discard(slot.name)
+        for kept in (self._norms, self._peaks, self._factors):
+            kept.pop(slot.name, None)
+        self.here.give_up_sum(slot)
+
     def begin_piece(self, block: BlockWeights, slot: ParameterSlot, first: int, count: int) -> GradientPiece:
         """Begins to read elements [first, first + count) of a parameter's gradient, in the
         parameter's memory order, for `finish_piece`.
@@ -230,12 +264,16 @@ class GradientHomes:
         if piece.ready is not None:
             # In the worker's thread, on its current stream: kernels of the update see the bytes.
             piece.ready.wait()
-        if self.scaling.value is None:
-            return piece.values.to(slot.master_dtype)
-        if piece.ready is None and piece.values.dtype == slot.master_dtype:
+        device, values = piece.values.device, piece.values.to(slot.master_dtype)
+        factors = [] if self.scaling.value is None else [self.scaling.at(device)]
+        factors += [factor.to(device) for factor in self._factors.get(slot.name, ())]
+        if factors and piece.ready is None and piece.values.dtype == slot.master_dtype:
             # In the update's thread: `read` looks only after the update was waited for.
             self._scaled.add(slot.name)
-        return piece.values.to(slot.master_dtype).mul_(self.scaling.at(piece.values.device))
+        for factor in factors:
+            # One after the other, each rounded, as the user's lines would have multiplied.
+            values = values.mul_(factor)
+        return values
 
     def read(self, block: BlockWeights, slot: ParameterSlot) -> torch.Tensor | None:
         """Returns a copy of a parameter's gradient of the last step, in the master's dtype, clipped
@@ -247,13 +285,21 @@ class GradientHomes:
         if gradient is None and slot.name not in self._held:
             return None
         if gradient is not None:
-            whole = gradient.to(slot.master_dtype, copy=True)
-            return whole if self.scaling.value is None or slot.name in self._scaled else whole.mul_(self.scaling.value)
+            return self._scaled_copy(slot, gradient.to(slot.master_dtype, copy=True))
         self.wait()
         home = self._homes[block.index]
         whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
         home.read(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
-        return whole if self.scaling.value is None or slot.name in self._scaled else whole.mul_(self.scaling.value)
+        return self._scaled_copy(slot, whole)
+
+    def _scaled_copy(self, slot: ParameterSlot, whole: torch.Tensor) -> torch.Tensor:
+        if slot.name in self._scaled:
+            return whole
+        if self.scaling.value is not None:
+            whole = whole.mul_(self.scaling.value)
+        for factor in self._factors.get(slot.name, ()):
+            whole = whole.mul_(factor.to(whole.device))
+        return whole
 
     def clear(self, block: BlockWeights) -> None:
         """Frees the block's gradients on the device."""

@@ -154,8 +154,9 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
             pending += module.children()
 
 
-def _refuse_noop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
+def _refuse_noop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    # None: a hook before it in the same call has removed it, and torch forgot how to call it.
+    for value in (*args, *(kwargs or {}).values()):
         caches = (value, getattr(value, "self_attention_cache", None))
         if any(getattr(cache, "keeps_nothing", False) for cache in caches):
             raise HandedBackError(

@@ -102,7 +102,7 @@ def assemble_tighter(
     """
     planned, adds_up = before.planned, before.planned.adds_up
     margin = margin_bytes(before.machine.limits.device_bytes or 0, attempt)
-    peak, step = before.shapes.prepare(batch).timeline.peak_bytes, before.steps + 1
+    peak, step = before.shapes.prepare(batch).peak_bytes, before.steps + 1
     now = before
     try:
         while True:

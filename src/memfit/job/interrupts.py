@@ -37,6 +37,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._is_holding = False
         self._holder = 0
+        self._is_postponed = False
         self._wake: int | None = None
         # Interrupts since `held` began: whose handler ran, whose byte was read, and how many have
         # been raised.
@@ -67,11 +68,42 @@ class Interrupts:
             self._is_holding = False
         self.check()
 
+    @contextmanager
+    def held_briefly(self) -> Iterator[None]:
+        """Context as `held`, for work that is over soon: in other threads than the main one `check`
+        hears of nothing.
+        """
+        is_ours = not self._is_holding and threading.current_thread() is threading.main_thread()
+        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        self._noted = self._arrived = self._raised = 0
+        self._holder = threading.get_ident()
+        try:
+            self._is_holding = True
+            signal.signal(signal.SIGINT, self._note)
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._is_holding = False
+        self.check()
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Context in which `check` raises nothing: what came waits for the end of `held`."""
+        self._is_postponed = True
+        try:
+            yield
+        finally:
+            self._is_postponed = False
+
     def check(self, _done: object = None) -> None:
         """Raises the interrupt that came, if one did.
 
         From any thread; see [Note: interrupts in the device's thread].
         """
+        if self._is_postponed:
+            return
         if self._wake is not None and threading.get_ident() != self._holder:
             self._arrived += _read_all(self._wake).count(signal.SIGINT)
         came = max(self._noted, self._arrived)

@@ -18,6 +18,7 @@ from memfit.job.forward_passes import evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
 from memfit.job.job_facts import JobFacts
+from memfit.job.lines import Lines
 from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
@@ -71,7 +72,44 @@ class Job(JobFacts):
         """
         with self._runner.interrupts.held():
             self._check_usable()
+            _refuse_lines(
+                self._assembly,
+                "job.step(batch) is called: inside of it loss.backward() and optimizer.step() make steps",
+            )
             return self._runner.step(batch)
+
+    @contextmanager
+    def lines(self) -> Iterator[Lines]:
+        """Context in which a training loop of your own makes the steps, unchanged.
+
+            with job.lines():
+                for batch in loader:
+                    loss = model(**batch).loss
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+
+        Weights come and go as the model is called and as backward runs; `optimizer.step()` makes
+        the update. Any number of backwards may come before it (accumulation), of batches of any
+        shape. Forward passes under `torch.no_grad()` are served in between. Gradients that rest
+        away from the device have stand-ins on `.grad`, which `clip_grad_norm_` and `zero_grad` work
+        on; `optimizer.step()` gives all gradients up.
+
+        The job is one made with `memfit.fit(lines=True)`. Leaving the context by an error leaves
+        the weights of the last `optimizer.step()`, and nothing of torch changed.
+
+        Yields:
+            Counts of steps and backwards.
+
+        Raises:
+            UsageError: the job was not made for lines, or is closed.
+            LimitBreachError: the limit was hit; nothing was updated.
+        """
+        self._check_usable()
+        with Lines(self._runner, self._check_usable) as lines:
+            yield lines
 
     def evaluate(self, batch: Any) -> EvaluateResult:
         """Computes the loss of a batch without backward, in evaluation mode (the mode is restored
@@ -324,6 +362,7 @@ class Job(JobFacts):
                 with `restore=False`.
         """
         assembly = self._assembly
+        _refuse_lines(assembly, "the job is closed")
         if restore is None and not assembly.has_ended:
             self._check_restorable(assembly)
         if commit and not self._is_closed and assembly.has_started and assembly.torn is None:
@@ -409,3 +448,8 @@ class Job(JobFacts):
                 "begin one with fit(weights=..., store=...)"
             )
         return assembly
+
+
+def _refuse_lines(assembly: Assembly, what: str) -> None:
+    if not assembly.has_ended and assembly.engine.before_call is not None:
+        raise UsageError(f"job.lines() is still open where {what}. Leave its `with` first")

@@ -13,12 +13,14 @@ from typing import Any
 from torch import nn
 
 from memfit.batches.splitting import signature_of
+from memfit.core.accumulation import accumulated
 from memfit.core.errors import DoesNotFitError
-from memfit.core.plan import Plan
+from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
+from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.job.plan_checks import check_meaning
 from memfit.job.setup import Planned, Prepared, Setup
@@ -37,7 +39,13 @@ Of more, those that were used longest ago are planned again.
 
 
 def prepared_for(
-    profile: Profile, plan: Plan, *, clips_norm: bool, adds_apart: bool | None = None, device: str = "cpu"
+    profile: Profile,
+    plan: Plan,
+    *,
+    clips_norm: bool,
+    has_lines: bool = False,
+    adds_apart: bool | None = None,
+    device: str = "cpu",
 ) -> Prepared:
     """Builds and checks the schedules of a plan for the batch that the profile is of, and predicts
     the step.
@@ -45,7 +53,8 @@ def prepared_for(
     Args:
         profile: of the batch.
         plan: cut into no more microbatches than the batch has rows.
-        clips_norm: gradients are clipped by their global norm.
+        clips_norm: updates wait for the norm of all gradients.
+        has_lines: the user's own loop makes the steps, and may accumulate.
         adds_apart: `Plan.adds_apart` of the job's own plan; None: this is it.
         device: as in `scheduling.lower`.
     """
@@ -56,6 +65,12 @@ def prepared_for(
         return step
 
     step = lowered(build_step(plan, profile, clips_norm=clips_norm))
+    further: Timeline | None = None
+    if has_lines:
+        twice = replace(plan, microbatches=2, order=Order.MICROBATCH_MAJOR)
+        found = accumulated(profile)
+        schedule = build_step(twice, found, clips_norm=clips_norm)
+        further = predict(lower(schedule, twice, found, adds_apart=adds_apart, device=device))
     return Prepared(
         plan=plan,
         profile=profile,
@@ -63,6 +78,7 @@ def prepared_for(
         step=step,
         evaluation=lower(build_forward(plan, profile, plan.microbatches), plan, profile, device=device),
         timeline=predict(step),
+        further=further,
         lower=lowered,
     )
 
@@ -84,7 +100,14 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepar
     cut = replace(plan, microbatches=problem.cut.most(batch, plan.microbatches))
     traced = problem.profile_for(cut, batch, checks_repeat=False)
     check_meaning(cut, traced, is_committed=setup.run is not None)
-    return prepared_for(traced, cut, clips_norm=setup.clips_norm, adds_apart=adds_apart, device=setup.device)
+    return prepared_for(
+        traced,
+        cut,
+        clips_norm=setup.clips_norm,
+        has_lines=setup.has_lines,
+        adds_apart=adds_apart,
+        device=setup.device,
+    )
 
 
 def excess_beside_device(setup: Setup, ready: Prepared) -> str | None:
@@ -176,7 +199,7 @@ class PreparedShapes:
         return prepared, f"a batch of {signature.rows} rows with tensors {shapes} {excess}"
 
     def _excess(self, prepared: Prepared) -> str | None:
-        setup, peak = self._planned.setup, prepared.timeline.peak_bytes
+        setup, peak = self._planned.setup, prepared.peak_bytes
         left = setup.machine.hard_limit.room_bytes
         if setup.enforces and left is not None and peak > left:
             return f"would take {format_bytes(peak)} of tensors under the job's plan, and {format_bytes(left)} are left"

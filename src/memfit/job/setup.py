@@ -57,6 +57,8 @@ class Setup:
         replans: a step that meets the limit is made again under another plan.
         hardware: measures what the machine can do, and what of the disk the run may take, once.
         load_bytes: held while weights move home.
+        lines_sample: a batch of the user's own loop, whose lines make the steps; None: `job.step`
+            does.
     """
 
     problem: Problem
@@ -75,6 +77,7 @@ class Setup:
     replans: bool
     hardware: Callable[[], Hardware]
     load_bytes: int
+    lines_sample: Any = None
 
     @property
     def resumed_plan(self) -> Plan | None:
@@ -88,8 +91,13 @@ class Setup:
 
     @property
     def clips_norm(self) -> bool:
-        """Gradients are clipped by their global norm."""
-        return self.max_grad_norm is not None
+        """Updates wait for the norm of all gradients."""
+        return self.max_grad_norm is not None or self.has_lines
+
+    @property
+    def has_lines(self) -> bool:
+        """The user's own lines make the steps: they may clip, and they say when to update."""
+        return self.lines_sample is not None
 
     @property
     def device(self) -> str:
@@ -124,6 +132,8 @@ class Prepared:
         step: a training step.
         evaluation: a forward pass.
         timeline: the predicted bytes of the step.
+        further: those of a step of the user's own loop in which gradients of an earlier backward
+            are there already; None: `job.step` makes the steps.
         lower: gives other schedules of the same plan their meaning.
     """
 
@@ -133,6 +143,7 @@ class Prepared:
     step: Step
     evaluation: Step
     timeline: Timeline
+    further: Timeline | None
     lower: Callable[[Schedule], Step]
     _turns: dict[tuple[tuple[int, ...], ...], Step] = field(default_factory=dict[tuple[tuple[int, ...], ...], Step])
 
@@ -140,6 +151,11 @@ class Prepared:
     def microbatches(self) -> int:
         """Number of microbatches that the batch is cut into."""
         return self.plan.microbatches
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the device."""
+        return max(found.peak_bytes for found in (self.timeline, self.further) if found is not None)
 
     def in_turns(self, turns: Sequence[tuple[int, ...]]) -> Step:
         """Returns the step of a run with a journal, whose store lets blocks be written in these

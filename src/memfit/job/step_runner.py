@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +78,35 @@ class StepRunner:
         replan = assembly.planned.replan
         return self._step(batch) if replan is None else self._step_or_replan(batch, replan)
 
+    # --- lines of the user's own -----------------------------------------------------------------
+
+    def prepare_lines(self, sample: Any) -> Prepared:
+        """Begins a step that lines of the user's own make: commits the one before it, and returns
+        what is to be run.
+        """
+        assembly = self.assembly
+        assembly.check_unchanged()
+        assembly.checkpointer.check_registered()
+        assembly.shapes.note_program(lambda: check_hooks(assembly, sample))
+        assembly.keep_changes()
+        assembly.checkpointer.commit_if_due()
+        prepared = assembly.shapes.prepare(sample)
+        if self._steps_here < 2:
+            # of loading, then of the first step, which brings up states and libraries
+            self.machine.forget_peak()
+        self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
+        return prepared
+
+    def phase(self) -> AbstractContextManager[None]:
+        """Returns the context of a part of a step."""
+        return self.machine.phase("first step" if self._steps_here == 0 else "steady", is_step=True)
+
+    def end_lines_step(self) -> None:
+        """Ends a step that lines of the user's own made."""
+        self._steps_here += 1
+        self.assembly.checkpointer.note_positions()
+        self._tell_passed(self.machine.last_peak_bytes())
+
     def census(self) -> CensusReport:
         """Reports what lives from step to step; see `Job.census`."""
         setup = self.assembly.setup
@@ -119,7 +148,7 @@ class StepRunner:
         if self._steps_here < 2:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
-        self.machine.hard_limit.refuse(prepared.timeline.peak_bytes, assembly.steps + 1)
+        self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
         recorder = step_recorder(assembly, prepared, batch, self._steps_here)
         with (
             assembly.stepping(),
@@ -182,7 +211,7 @@ class StepRunner:
             return []  # the step is decided, and computes nothing
         prepared, excess = assembly.shapes.try_batch(batch)
         if excess is None:
-            beside = self.machine.hard_limit.excess(prepared.timeline.peak_bytes)
+            beside = self.machine.hard_limit.excess(prepared.peak_bytes)
             excess = None if beside is None else f"step {assembly.steps + 1} does not fit: {beside}"
         if excess is None:
             return []

@@ -19,6 +19,7 @@ from memfit.core.units import format_bytes
 from memfit.engine.work import Outcome, StepInput
 from memfit.homes.gradient_scale import clip_factor
 from memfit.job.assembly import Assembly
+from memfit.job.interrupts import Interrupts
 from memfit.job.journaling import StepJournal
 from memfit.job.results import StepResult
 from memfit.job.setup import Prepared
@@ -75,6 +76,36 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
     if not outcome.is_skipped:
         driver.end_step()
     _note_clip(assembly, outcome)
+    return outcome
+
+
+def make_update(assembly: Assembly, prepared: Prepared, interrupts: Interrupts) -> Outcome:
+    """Makes the update of a step whose backwards the user's own lines have run; see `job.lines`.
+
+    Ctrl-C comes before it or behind it.
+
+    Raises:
+        LimitBreachError: the limit was hit; `assembly.torn` says whether the weights are those of
+            before.
+    """
+    driver = assembly.driver
+    assembly.updates.updated_blocks.clear()
+    assembly.noise.step = assembly.steps
+    numbers = {index: dict(states.numbers) for index, states in assembly.states.items()}
+    try:
+        # Takes the hyperparameters: schedulers may have changed them since the backwards.
+        driver.begin_step()
+        # Before anything is changed, and then not before all is: the update is short, and an
+        # interrupt in its middle would tear what is updated in place.
+        interrupts.check()
+        with interrupts.postponed():
+            outcome = assembly.engine.update(prepared.step)
+            assembly.checkpointer.note_changed(assembly.updates.updated_blocks)
+            assembly.house.commit()
+    except BaseException as error:
+        _fail(assembly, error, numbers)
+        raise
+    driver.end_step()
     return outcome
 
 

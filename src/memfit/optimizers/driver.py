@@ -25,7 +25,7 @@ from memfit.core.errors import UnsupportedError, UsageError
 from memfit.optimizers import structure_checks as structure
 from memfit.optimizers.detect import detect
 from memfit.optimizers.elsewhere import HostUpdates
-from memfit.optimizers.interception import Interception, OwnerCallbacks
+from memfit.optimizers.interception import AdoptedStep, Interception, OwnerCallbacks
 from memfit.optimizers.kinds import UpdateKind, Verdict, known_verdict, narrowed
 from memfit.optimizers.shadow import Part, Shadow, State
 from memfit.optimizers.state_tensors import StateTensor, learn_layout
@@ -45,6 +45,7 @@ class OptimizerDriver:
 
     Attributes:
         on_host: tells whether updates of parameters on an accelerator can run on the host.
+        users_step: stands in for the user's `optimizer.step` while adopted.
     """
 
     def __init__(self, optimizer: Optimizer, named_parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -74,6 +75,7 @@ class OptimizerDriver:
         self._adopted_shapes: dict[str, State] = {}
         self._structure = structure.group_structure(optimizer)
         self._interception: Interception | None = None
+        self.users_step = AdoptedStep()
         self._shadow: Shadow | None = None
         self._open: dict[str, State] = {}
         self._done: set[str] = set()
@@ -319,8 +321,14 @@ class OptimizerDriver:
             # Layouts asked for later need to know which states there were, not their bytes.
             shapes = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in live.items()}
             self._adopted_shapes[name] = shapes
+        self.users_step = AdoptedStep()
         interception = Interception(
-            self._optimizer, self._entries, callbacks, self._check_loaded, master_dtype=self._master_dtype
+            self._optimizer,
+            self._entries,
+            callbacks,
+            self._check_loaded,
+            step=self.users_step,
+            master_dtype=self._master_dtype,
         )
         interception.install()
         self._interception = interception

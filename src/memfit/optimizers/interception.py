@@ -78,26 +78,33 @@ class AwayStates(defaultdict[Any, Any]):
         return f"<states of {self._count} parameters, resting in memfit's homes>"
 
 
-class _RefusedStep:
-    """`optimizer.step` while adopted.
+class AdoptedStep:
+    """`optimizer.step` while adopted: refused, but where the user's own lines are served.
 
     An LR scheduler looks for `_wrapped_by_lr_sched` on it, to know whether `step` tells schedulers
     that it was called (the driver does). That question is remembered, so that a scheduler made
     meanwhile finds what it expects after the release.
+
+    Attributes:
+        served: makes the update in place of the user's optimizer; None: the call is refused.
     """
 
     def __init__(self) -> None:
         self.asked_by_scheduler = False
+        self.served: Callable[[Callable[[], Any] | None], Any] | None = None
 
     @property
     def _wrapped_by_lr_sched(self) -> bool:
         self.asked_by_scheduler = True
         return True
 
-    def __call__(self, *_: object, **__: object) -> NoReturn:
+    def __call__(self, closure: Callable[[], Any] | None = None, *_: object, **__: object) -> Any:
+        """Makes the update where lines are served. Raises `UsageError` elsewhere."""
+        if self.served is not None:
+            return self.served(closure)
         raise UsageError(
             "optimizer.step() was called while memfit owns the weights and states. Call job.step(batch): it runs "
-            "forward, backward and the update. After job.close() the optimizer steps by itself again."
+            "forward, backward and the update; or run these lines inside `with job.lines():`. After job.close() the optimizer steps by itself again."
         )
 
 
@@ -128,6 +135,7 @@ class Interception:
         callbacks: OwnerCallbacks,
         check_loaded: Callable[[Mapping[Any, State]], None],
         *,
+        step: AdoptedStep,
         master_dtype: torch.dtype | None = None,
     ) -> None:
         """Prepares; changes nothing yet.
@@ -138,6 +146,7 @@ class Interception:
             callbacks: the owner of the states.
             check_loaded: raises `UsageError` for loaded groups and states that do not fit the
                 homes.
+            step: stands in for the optimizer's.
             master_dtype: of what is updated, where it is not the parameters' own: states are loaded
                 in it.
         """
@@ -151,7 +160,7 @@ class Interception:
         `remove`.
         """
         self._before: dict[str, Any] = {}
-        self._step = _RefusedStep()
+        self._step = step
 
     def install(self) -> None:
         """Puts the stand-ins in place."""

@@ -1,0 +1,292 @@
+"""Steps that are made by lines of the user's own: forward, `loss.backward()`, `optimizer.step()`.
+
+In: a job, and what the lines do with its model and optimizer. Out: updates, bit for bit those that
+the lines make in plain PyTorch.
+
+[Note: a window]
+A *window* is what happens between two updates: any number of forwards and backwards, the gradients
+of which add up, then `optimizer.step()`. Each forward and backward is a driven run of the engine
+(`engine.driven_run`), and the update is one of its own; nothing of memfit waits in between, so the
+lines may end there, raise, evaluate, or go on with another model. What they do to gradients between
+two runs is found out when the next one needs them (`homes.gradient_standins`).
+
+A forward that is never run back is given up when the next one begins, as its graph is in plain
+PyTorch. A backward that fails leaves gradients that are a part of what they should be: they are
+dropped, and `zero_grad` must come before the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from memfit.allocator.kernel import is_refusal, refusal_words
+from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError, UsageError
+from memfit.core.units import format_bytes
+from memfit.engine.coroutines import can_pause
+from memfit.engine.driven_run import DrivenRun, LineWatch
+from memfit.homes.gradient_standins import WindowGradients
+from memfit.job.setup import Prepared
+from memfit.job.step_runner import StepRunner
+from memfit.job.steps import make_update
+from memfit.tensors.trees import tensors_in
+
+_NOT_FOR_LINES = "the job was planned for job.step, which makes whole steps. Make it with memfit.fit(..., lines=True), and a sample that is one batch of your loop"
+
+
+class Lines:
+    """The user's own lines, while their context lasts. Made by `Job.lines`.
+
+    Args:
+        runner: of the job's steps.
+        check_usable: raises where the job cannot be used now.
+
+    Attributes:
+        steps: updates so far in this context.
+        backwards: backwards since the last update.
+        departures: texts of what the last run met that the trace had not foreseen.
+    """
+
+    def __init__(self, runner: StepRunner, check_usable: Callable[[], object]) -> None:
+        self.steps = 0
+        self.backwards = 0
+        self.departures: tuple[str, ...] = ()
+        self._runner = runner
+        self._assembly = runner.assembly
+        self._check_usable = check_usable
+        self._gradients = WindowGradients(runner.assembly.blocks, runner.assembly.house.gradients)
+        self._thread = threading.get_ident()
+        self._installed = ExitStack()
+        self._around = ExitStack()
+        self._run: DrivenRun | None = None
+        self._prepared: Prepared | None = None
+        self._is_busy = False
+        self._has_raised = False
+        self._is_inside = False
+        self._outputs: list[tuple[torch.Tensor, int]] = []
+
+    # --- the context -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        assembly = self._assembly
+        if not assembly.setup.has_lines:
+            raise UsageError(_NOT_FOR_LINES)
+        if assembly.engine.before_call is not None:
+            raise UsageError("job.lines() is open already: leave the one before it")
+        model, engine, step = assembly.model, assembly.engine, assembly.driver.users_step
+        with ExitStack() as stack:
+            # Ahead of the user's own hooks, which may read weights; behind them at the end.
+            stack.callback(model.register_forward_pre_hook(self._enter_model, prepend=True, with_kwargs=True).remove)
+            stack.callback(model.register_forward_hook(self._leave_model, with_kwargs=True, always_call=True).remove)
+            for node in self._nodes_outside_of_calls():
+                stack.callback(node.register_prehook(self._before_gradient).remove)
+            engine.before_call, step.served = self._before_call, self._step
+            stack.callback(self._stop_serving)
+            self._installed = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        unused = self.backwards
+        with self._runner.interrupts.held():
+            self._installed.close()
+            self._give_up()
+            self._gradients.end()
+        if error is None and unused:
+            warnings.warn(
+                f"the lines ended with the gradients of {unused} backward{'s' if unused > 1 else ''} that no optimizer.step() used; they are given up. Go on inside "
+                "of one `with job.lines():` where a window lasts longer",
+                MemfitWarning,
+                stacklevel=4,
+            )
+        if error is not None and is_refusal(error) and not isinstance(error, MemfitError):
+            raise LimitBreachError(
+                self._breach_text(error), phase="step", where=self._assembly.engine.at, torn=False
+            ) from error
+
+    def _stop_serving(self) -> None:
+        self._assembly.engine.before_call = None
+        self._assembly.driver.users_step.served = None
+
+    def _nodes_outside_of_calls(self) -> list[Any]:
+        """Nodes that take the gradients of weights which no call announces: backward may begin with
+        one of them.
+        """
+        found: list[Any] = []
+        for block in self._assembly.blocks:
+            for slot in (slot for slot in block.slots if slot.requires_grad):
+                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001, the weight may be away
+                    found.append(get_gradient_edge(slot.parameter).node)
+        return found
+
+    def _breach_text(self, error: BaseException) -> str:
+        limit = self._assembly.machine.limits.device_bytes
+        return (
+            f"the limit{'' if limit is None else ' of ' + format_bytes(limit)} was hit in lines of yours, behind '{self._assembly.engine.at}': "
+            f"{refusal_words(error)} Nothing was updated since the last optimizer.step(). Try a smaller batch, or a larger limit; batches larger than the "
+            "sample that memfit.fit was given were not planned for"
+        )
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def _enter_model(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._may_begin():
+            return
+        run = self._run
+        # Entered and never left: a Ctrl-C that the lines have caught.
+        self._has_raised |= self._is_inside
+        if run is not None and (run.in_backward or run.is_complete or self._has_raised):
+            # Nobody ran it back, or backward failed: in plain PyTorch its graph would be dropped.
+            self._give_up()
+        if self._run is None:
+            self._begin((args, kwargs))
+        assert self._run is not None
+        self._run.watch_writes()
+        self._is_inside = True
+
+    def _leave_model(self, _module: torch.nn.Module, _args: object, _kwargs: object, output: Any) -> None:
+        run = self._run
+        if run is None or threading.get_ident() != self._thread or self._is_busy:
+            return
+        run.end_watch()
+        self._is_inside = False
+        if output is None:
+            self._has_raised = True
+        elif torch.is_grad_enabled():
+            self._outputs += [(t, t._version) for t in tensors_in(output)]  # noqa: SLF001, torch has no other word for it
+
+    def _before_call(self) -> None:
+        """Begins a forward of a part of the model that the lines call by itself."""
+        if not self._may_begin():
+            return
+        self._begin(())
+        frames = self._assembly.frames
+        if frames.manages:
+            self._give_up()
+            raise UnsupportedError(
+                "these lines call a part of the model, not the model, and the plan does not simply keep what its calls save: changes in place between the "
+                "calls could not be seen. Call the model itself, or plan saved='keep' for all calls"
+            )
+
+    def _may_begin(self) -> bool:
+        return (
+            not self._is_busy
+            and torch.is_grad_enabled()
+            and threading.get_ident() == self._thread
+            and can_pause()
+            and not (self._assembly.is_stepping and self._run is None)
+        )
+
+    def _begin(self, given: Any) -> None:
+        """Begins a forward and backward.
+
+        Args:
+            given: what the model was called with.
+        """
+        assembly, runner = self._assembly, self._runner
+        with runner.interrupts.held(), ExitStack() as stack:
+            prepared = self._prepared = self._begin_window() if self._prepared is None else self._prepared
+            stack.enter_context(assembly.stepping())
+            stack.enter_context(runner.phase())
+            stack.enter_context(assembly.setting())
+            staying = [*assembly.model.buffers(), *tensors_in(given)]
+            assembly.frames.begin_step(prepared.plan, prepared.calls, staying)
+            watch = LineWatch(
+                held=runner.interrupts.held_briefly,
+                before_backward=self._before_backward,
+                after_backward=self._after_backward,
+                failed_backward=self._gradients.fail,
+            )
+            self._has_raised = self._is_inside = False
+            self._run = assembly.engine.drive(prepared.step, watch)
+            self._around = stack.pop_all()
+
+    def _begin_window(self) -> Prepared:
+        self._check_usable()
+        # What the model does meanwhile is a trace, and no line of the user's.
+        self._is_busy = True
+        try:
+            prepared = self._runner.prepare_lines(self._assembly.setup.lines_sample)
+        finally:
+            self._is_busy = False
+        self._gradients.begin()
+        return prepared
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _before_gradient(self, _gradients: Any) -> None:
+        if self._run is not None:
+            with self._runner.interrupts.held_briefly():
+                self._run.begin_backward()
+
+    def _before_backward(self) -> None:
+        self._gradients.before_backward()
+        for tensor, version in self._outputs:
+            if tensor._version != version:  # noqa: SLF001, as above
+                self._assembly.frames.note_write(tensor)
+        self._outputs.clear()
+
+    def _after_backward(self) -> None:
+        run, self._run = self._run, None
+        assert run is not None
+        self._end(run)
+        self.backwards += 1
+        self._gradients.show()
+
+    def _end(self, run: DrivenRun) -> None:
+        self._outputs.clear()
+        with self._around:
+            self.departures = self._assembly.engine.end_drive(run)
+
+    def _give_up(self) -> None:
+        """Gives the forward or backward up that is under way, if there is one."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        was_in_backward = run.in_backward
+        with self._runner.interrupts.held():
+            self._end(run)
+            if was_in_backward:
+                self._gradients.fail()
+                self._gradients.forget()
+                self.backwards = 0
+
+    # --- the update ------------------------------------------------------------------------------
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self._give_up()
+        with self._runner.interrupts.held():
+            self._update()
+        return value
+
+    def _update(self) -> None:
+        assembly = self._assembly
+        self._check_usable()
+        self._gradients.before_update()
+        # Without a backward, and zeroed, there are no gradients: an update of nothing, as in plain
+        # PyTorch.
+        prepared = self._begin_window() if self._prepared is None else self._prepared
+        used = self._gradients.used()
+        try:
+            with assembly.stepping(), self._runner.phase():
+                outcome = make_update(assembly, prepared, self._runner.interrupts)
+        except BaseException:
+            self._prepared, self.backwards = None, 0
+            self._gradients.forget()
+            self._gradients.spend(used, "the update failed, and gave the gradients up")
+            raise
+        self._prepared, self.backwards = None, 0
+        self.steps += 1
+        self.departures = tuple(outcome.departures)
+        self._gradients.spend(used)
+        self._runner.end_lines_step()
