@@ -50,11 +50,11 @@ ARROWS: dict[str, frozenset[str]] = {
         # What a user holds.
         "recipes": "core",
         "job": (
-            "core activations allocator batches checkpoints deferred devices engine files homes host huggingface "
+            "core activations allocator batches checkpoints deferred devices distributed engine files homes host huggingface "
             "optimizers prediction profiling recipes report scheduling store tensors verification"
         ),
         "api": (
-            "core batches checkpoints deferred engine files homes huggingface job planning prediction profiling "
+            "core batches checkpoints deferred distributed engine files homes huggingface job planning prediction profiling "
             "scheduling store tensors"
         ),
         "losses": "core huggingface",

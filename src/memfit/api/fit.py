@@ -17,6 +17,7 @@ from torch import nn
 
 from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_claim
 from memfit.api.lines_plan import check_asked
+from memfit.api.over_ranks import begin_over_ranks, fitting_ranks
 from memfit.checkpoints.checkpointer import check_run
 from memfit.checkpoints.run_store import RunStore
 from memfit.core.aliases import own_allowances
@@ -227,77 +228,79 @@ def fit(
             dtype or optimizer; the difference is named.
         StoreInUseError: a live job has the store.
     """
-    allow = own_allowances(allow)
-    check_arguments(model, loss, allow, max_grad_norm, numerics)
-    refuse_held(model)
-    saved = None if store is not None else _save_in(resume)
-    if saved is not None:
-        weights, resume = saved, None
-    further = {Tier(name): each for name, each in tiers.items()}
-    limits = Limits.read(limit, host_limit, disk_limit, {tier: each.spec.nbytes for tier, each in further.items()})
-    stated = read_hardware(hardware)
-    check_kind(stated, device_of(model), is_emulated=emulate_device)
-    _check_enforce(enforce, limit)
-    if enforce and stated is None:
-        check_limit(limits, device_of(model), is_emulated=emulate_device)
-    machine = open_machine(
-        device_of(model),
-        limits,
-        is_emulated=emulate_device,
-        uses_kernel=enforce == "kernel",
-        further=further,
-    )
-    home = directory or store or resume
-    with (
-        machine.phases("load"),
-        guard(machine, "load", enforces=bool(enforce)),
-        ExitStack() as stack,
-    ):
-        driver = driver_of(optimizer, model)
-        block_map = find_blocks(model, blocks)
-        given = None if plan is None else read_plan(plan)
-        if lines:
-            check_asked(
-                max_grad_norm=max_grad_norm,
+    with fitting_ranks(model, optimizer) as ranks:
+        allow = own_allowances(allow)
+        check_arguments(model, loss, allow, max_grad_norm, numerics)
+        refuse_held(model)
+        saved = None if store is not None else _save_in(resume)
+        if saved is not None:
+            weights, resume = saved, None
+        further = {Tier(name): each for name, each in tiers.items()}
+        limits = Limits.read(limit, host_limit, disk_limit, {tier: each.spec.nbytes for tier, each in further.items()})
+        stated = read_hardware(hardware)
+        check_kind(stated, device_of(model), is_emulated=emulate_device)
+        _check_enforce(enforce, limit)
+        if enforce and stated is None:
+            check_limit(limits, device_of(model), is_emulated=emulate_device)
+        machine = open_machine(
+            device_of(model),
+            limits,
+            is_emulated=emulate_device,
+            uses_kernel=enforce == "kernel",
+            further=further,
+        )
+        home = directory or store or resume
+        with (
+            machine.phases("load"),
+            guard(machine, "load", enforces=bool(enforce)),
+            ExitStack() as stack,
+        ):
+            driver = driver_of(optimizer, model)
+            block_map = find_blocks(model, blocks)
+            given = None if plan is None else read_plan(plan)
+            if lines:
+                check_asked(
+                    max_grad_norm=max_grad_norm,
+                    weight=weight,
+                    split=split,
+                    on_breach=on_breach,
+                    scheme=scheme,
+                    plan=given,
+                )
+            _check_on_breach(on_breach, store or resume, durability)
+            giving_up = stack.enter_context(ExitStack())
+            run = _open_run(store, resume, durability, scheme, giving_up)
+            if run is not None and run.is_resumed:
+                check_run(run, model, optimizer)
+                weights = None  # they are the run's
+            loaded = _load(model, weights, home, machine, stack)
+            probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+            setup = Setup(
+                problem=Problem(
+                    model=model, loss=loss, driver=driver, block_map=block_map, aside=loaded.aside, numerics=numerics
+                ),
+                optimizer=optimizer,
+                machine=machine,
+                sources=loaded.sources,
+                run=run,
                 weight=weight,
                 split=split,
-                on_breach=on_breach,
-                scheme=scheme,
-                plan=given,
+                allow=frozenset(allow),
+                numerics=numerics,
+                max_grad_norm=max_grad_norm,
+                directory=directory,
+                keeps_gradients=keep_gradients,
+                enforces=bool(enforce),
+                replans=on_breach == "replan",
+                hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
+                load_bytes=loaded.load_bytes,
+                lines_sample=sample if lines else None,
+                ranks=ranks,
             )
-        _check_on_breach(on_breach, store or resume, durability)
-        giving_up = stack.enter_context(ExitStack())
-        run = _open_run(store, resume, durability, scheme, giving_up)
-        if run is not None and run.is_resumed:
-            check_run(run, model, optimizer)
-            weights = None  # they are the run's
-        loaded = _load(model, weights, home, machine, stack)
-        probed = partial(probe, machine, home, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
-        setup = Setup(
-            problem=Problem(
-                model=model, loss=loss, driver=driver, block_map=block_map, aside=loaded.aside, numerics=numerics
-            ),
-            optimizer=optimizer,
-            machine=machine,
-            sources=loaded.sources,
-            run=run,
-            weight=weight,
-            split=split,
-            allow=frozenset(allow),
-            numerics=numerics,
-            max_grad_norm=max_grad_norm,
-            directory=directory,
-            keeps_gradients=keep_gradients,
-            enforces=bool(enforce),
-            replans=on_breach == "replan",
-            hardware=cache(lambda: machine.with_further(_beside_claim(stated or probed(), run))),
-            load_bytes=loaded.load_bytes,
-            lines_sample=sample if lines else None,
-        )
-        job = _begin(setup, sample, given, saved)
-        giving_up.pop_all()  # the directory is the job's now
-    tell_hooks(model)
-    return job
+            job = _begin(setup, sample, given, saved)
+            giving_up.pop_all()  # the directory is the job's now
+        tell_hooks(model)
+        return job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +340,13 @@ def _load(
 def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) -> Job:
     """Begins the job: under the given plan, the run's own, or the fastest that fits."""
     resumed, told = setup.resumed_plan, ""
-    if given is not None:
+    if setup.ranks is not None:
+        runner = begin_over_ranks(setup, setup.ranks, sample, given or resumed)
+    elif given is not None and given.ranks > 1:
+        raise UsageError(
+            f"the plan is for {given.ranks} ranks, and this process is alone: start as many by torchrun, and initialize torch.distributed before fit"
+        )
+    elif given is not None:
         runner = begin_given(setup, sample, given)
     elif resumed is not None:
         runner, told = begin_resumed(setup, sample, resumed)

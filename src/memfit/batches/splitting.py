@@ -72,11 +72,21 @@ def shares(batch: Any, parts: Sequence[Any], cut: Cut, weight: Weigh | None) -> 
     """
     if len(parts) == 1:
         return None
-    return _fractions(cut.weights(batch, parts) if weight is None else [float(weight(part)) for part in parts])
+    return fractions(weights_of(batch, parts, cut, weight))
 
 
-def _fractions(weights: Sequence[float]) -> list[float]:
-    total = sum(weights)
+def weights_of(batch: Any, parts: Sequence[Any], cut: Cut, weight: Weigh | None) -> list[float]:
+    """Returns the weight of each microbatch's loss: its rows, or as the user says."""
+    return cut.weights(batch, parts) if weight is None else [float(weight(part)) for part in parts]
+
+
+def fractions(weights: Sequence[float], total: float | None = None) -> list[float]:
+    """Returns weights over their total, that of all ranks where several train together.
+
+    Raises:
+        UsageError: a weight is negative or not finite, or all are 0.
+    """
+    total = sum(weights) if total is None else total
     if not all(0.0 <= w < float("inf") for w in weights) or total <= 0.0:
         raise UsageError(f"weight= must give numbers that are not negative and not all 0; it gave {weights}")
     return [w / total for w in weights]
@@ -170,7 +180,7 @@ def compare_split(
             )
         if not any(weights):
             return
-        summed = sum(v * w for v, w in zip(found, _fractions(weights), strict=True))
+        summed = sum(v * w for v, w in zip(found, fractions(weights), strict=True))
     if math.isfinite(expected) and not abs(summed - expected) <= (
         _ROUNDED_TOLERANCE if is_rounded else _CHECK_TOLERANCE
     ) * max(abs(expected), 1e-12):

@@ -146,6 +146,11 @@ def _cut(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
     return str(plan.microbatches) if plan.microbatches > 1 else None
 
 
+def _over_ranks(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
+    del profile, allow
+    return str(plan.ranks) if plan.ranks > 1 else None
+
+
 def _shared(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
     del allow
     meets = plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR
@@ -258,6 +263,13 @@ TECHNIQUES = (
         says="the loss and every gradient are sums over {0} microbatches instead of over the whole batch, bitwise those of plain accumulation over the same "
         "microbatches but for what is named besides",
         used=_cut,
+    ),
+    Technique(
+        name="several ranks",
+        exactness=_REORDERED,
+        says="the loss and every gradient are sums over the rows of {0} ranks, each rank's own first, then added in rank order: bitwise those of one process that "
+        "accumulates so. The norm of gradients that are cut over ranks adds their shares' norms",
+        used=_over_ranks,
     ),
     Technique(
         name="weights used several times, layer by layer",
@@ -421,7 +433,11 @@ def table() -> str:
     rows = ["| technique | numbers | what becomes of which sums | `allow=` |", "|---|---|---|---|"]
     for technique in TECHNIQUES:
         allowance = f"`{technique.allowance}`" if technique.allowance else "-"
-        says = technique.says.replace("{0} microbatches", "k microbatches").replace("chunks of {0}", "chunks of n")
+        says = (
+            technique.says.replace("{0} microbatches", "k microbatches")
+            .replace("{0} ranks", "n ranks")
+            .replace("chunks of {0}", "chunks of n")
+        )
         says = says.replace("gradients of {0} add", "gradients of such weights add").replace(" ({0})", "")
         rows.append(f"| {technique.name} | {technique.exactness} | {_capital(says)} | {allowance} |")
     return "\n".join(rows)

@@ -17,6 +17,7 @@ from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
 from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
+from memfit.core.shares import Share
 from memfit.core.showing import html_table, in_runs, named_values
 from memfit.core.state_formats import StateFormat
 from memfit.core.tiers import TIERS, Tier, is_processor
@@ -59,6 +60,9 @@ class BlockPlan:
             rests there, beside the device's backward; only gradients go down and new weights up.
             Gradients and states must be at home on the host or on disk then. Without an accelerator
             both are the same processor.
+        weights_over, gradients_over, states_over: whether each rank has the whole of them at home,
+            or its share (`core.shares`). All whole: data parallel; states cut: ZeRO-1; gradients
+            too: ZeRO-2; all cut: ZeRO-3, FSDP.
 
     Source: Ren et al. 2021, "ZeRO-Offload", section 4.
     """
@@ -67,6 +71,9 @@ class BlockPlan:
     gradient_home: Tier = Tier.DEVICE
     state_home: Tier = Tier.DEVICE
     update_on: Tier = Tier.DEVICE
+    weights_over: Share = Share.WHOLE
+    gradients_over: Share = Share.WHOLE
+    states_over: Share = Share.WHOLE
 
     def __post_init__(self) -> None:
         _take_words(self)
@@ -77,6 +84,16 @@ class BlockPlan:
 
     def __repr__(self) -> str:
         return named_values(self)
+
+    @property
+    def rests_whole_on_device(self) -> bool:
+        """True if weights never visit: they are on the device already, all of them."""
+        return self.weight_home is Tier.DEVICE and self.weights_over is Share.WHOLE
+
+    @property
+    def spreads(self) -> bool:
+        """True if ranks have whole weights and update their shares, which go to the others then."""
+        return self.weights_over is Share.WHOLE and self.states_over is not Share.WHOLE
 
     @property
     def rests_on_disk(self) -> bool:
@@ -152,6 +169,8 @@ class Plan:
             stochastically when they are updated (`homes.rounded`).
         state_format: number format of optimizer states at home; see `core.state_formats`, [Note:
             state formats].
+        ranks: number of processes that train the model together, each with rows of its own (data
+            parallel).
     """
 
     microbatches: int = 1
@@ -167,12 +186,15 @@ class Plan:
     splits_masters: bool = False
     drops_masters: bool = False
     state_format: StateFormat = StateFormat.GIVEN
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         _take_words(self)
         counts = (self.microbatches, self.prefetch, self.tail or 0, self.loss_chunk_tokens or 0)
         if any(abs(count) > _LARGEST for count in counts):
             raise PlanError(f"a plan counts microbatches, calls and tokens up to {_LARGEST}")
+        if not 1 <= self.ranks <= _LARGEST:
+            raise PlanError(f"a plan is for at least one rank, not {self.ranks}")
         if self.microbatches < 1:
             raise PlanError(f"a plan needs at least one microbatch, not {self.microbatches}")
         if self.prefetch < 0:
@@ -292,6 +314,7 @@ class Plan:
                     f"calls[{index}] is offloaded to the device; use saved='keep', or another tier, such as host or disk"
                 )
         for name, block in self.blocks.items():
+            self._check_shares(name, block)
             if block.update_on is Tier.HOST and not {block.gradient_home, block.state_home} <= {Tier.HOST, Tier.DISK}:
                 raise PlanError(
                     f"block {name!r} is updated on the host (update_on='host'), so that its gradients and states must be at home there or on disk: say "
@@ -302,6 +325,24 @@ class Plan:
                     f"block {name!r}: an atomic step that updates in backward needs homes with a spare slot (disk) for weights and states; "
                     "use update='after-backward', or is_atomic=False"
                 )
+
+    def _check_shares(self, name: str, block: BlockPlan) -> None:
+        if self.ranks > 1 and (self.splits_masters or self.drops_masters):
+            raise PlanError("masters that are split or dropped are of one process: a plan for ranks keeps them whole")
+        cut = [share is Share.DATA for share in (block.weights_over, block.gradients_over, block.states_over)]
+        if any(cut) and self.ranks == 1:
+            raise PlanError(f"block {name!r} is cut over ranks, and the plan is for one: say ranks=, or leave it whole")
+        if cut != sorted(cut):
+            raise PlanError(
+                f"block {name!r}: a rank updates its share of the states, so weights are cut only where gradients are, and gradients only where states are "
+                f"(weights_over={str(block.weights_over)!r}, gradients_over={str(block.gradients_over)!r}, states_over={str(block.states_over)!r})"
+            )
+
+    def accumulates(self, name: str) -> bool:
+        """Tells whether a block's gradient goes home by an `accumulate`: from the device to another
+        tier, or to what all ranks have of it. Else it stays where backward leaves it.
+        """
+        return self.ranks > 1 or self.block(name).gradient_home is not Tier.DEVICE
 
     def to_json(self) -> str:
         """Returns indented JSON; `Plan.from_json` reads an equal plan from it."""
@@ -343,6 +384,7 @@ _WORDS: dict[str, type[StrEnum | Tier | Saved]] = {
     "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "update_on": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
     "compute_dtype": ComputeDtype, "state_format": StateFormat,
+    "weights_over": Share, "gradients_over": Share, "states_over": Share,
 }  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class UpdateProfile:
             two encoded moments.
         work_share: bytes that the optimizer's operations move for an element, as a multiple of what
             AdamW's move.
+        needs_whole: the optimizer needs all of the parameter, so that one rank must hold it whole.
     """
 
     piece_elements: int
@@ -67,6 +68,7 @@ class UpdateProfile:
     state_bytes: int = 0
     encoded_elements: int = 0
     work_share: float = 1.0
+    needs_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

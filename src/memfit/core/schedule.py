@@ -27,6 +27,7 @@ needs the result waits for it, which is part of its meaning:
 | norm                | the global gradient norm and the clip factor become known                   | all accumulates          |
 | update B3           | starts the optimizer on block 3, on the device or on the host's cores       | accumulate of B3, norm,  |
 |                     |                                                                             | check                    |
+| spread B3           | the ranks' new shares of block 3's whole weights go to all ranks             | update of B3             |
 | clear B3            | block 3's gradient on the device is given up                                | update of B3             |
 | release B3          | block 3's bytes on the device are given up                                  | update of B3             |
 | decide              | gradients and the step's record are durable: a journal has the step          | all accumulates          |
@@ -278,10 +279,22 @@ class Keep:
 class Commit:
     """The step is complete."""
 
-    waits_for: ClassVar[tuple[str, ...]] = ("accumulate", "update")
+    waits_for: ClassVar[tuple[str, ...]] = ("accumulate", "update", "spread")
 
     def __str__(self) -> str:
         return "commit"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Ranks that have updated their shares of a block's whole weights give each other the new
+    ones.
+    """
+
+    block: int
+
+    def __str__(self) -> str:
+        return f"spread B{self.block}"
 
 
 Action = (
@@ -301,6 +314,7 @@ Action = (
     | Check
     | Norm
     | Update
+    | Spread
     | Clear
     | Decide
     | Keep
@@ -448,6 +462,7 @@ _PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[Sequence[str]], Action]]] =
     (re.compile(r"check"), lambda _: Check()),
     (re.compile(r"norm"), lambda _: Norm()),
     (re.compile(r"update B(\d+)"), lambda g: Update(int(g[0]))),
+    (re.compile(r"spread B(\d+)"), lambda g: Spread(int(g[0]))),
     (re.compile(r"clear B(\d+)"), lambda g: Clear(int(g[0]))),
     (re.compile(r"decide"), lambda _: Decide()),
     (re.compile(r"keep((?: B\d+)+)"), lambda g: Keep(tuple(int(w.removeprefix("B")) for w in g[0].split()))),

@@ -34,8 +34,11 @@ class StepShape:
         loose: those of them that get a gradient outside of all traced calls (read between calls, or
             by no call with a backward), so that it is complete only when a pass of backward has
             ended.
-        gradient_homes: by block: tier in which its gradient rests from an accumulate to the
-            update.
+        accumulating: blocks whose gradient goes home by an accumulate; those of others stay on the
+            device to their update.
+        spreading: blocks of which each rank updates a share of its whole weights, so that ranks
+            give each other the new ones.
+        ranks: of the plan.
         takes_turns: several microbatches pass a segment before the next segment begins.
         updates_in_backward: a block may be updated while backward of earlier calls goes on.
         scales_losses: losses are scaled, so no update begins before all gradients are known to be
@@ -52,7 +55,9 @@ class StepShape:
     visiting: frozenset[int]
     trainable: tuple[int, ...]
     loose: frozenset[int]
-    gradient_homes: tuple[Tier, ...]
+    accumulating: frozenset[int]
+    spreading: frozenset[int]
+    ranks: int
     takes_turns: bool
     updates_in_backward: bool
     scales_losses: bool
@@ -102,11 +107,13 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
         leaves=tuple(leaves),
         tail_segment=tail,
         visiting=frozenset(
-            i for i, name in enumerate(names) if plan.block(name).weight_home is not Tier.DEVICE and i not in spanning
+            i for i, name in enumerate(names) if not plan.block(name).rests_whole_on_device and i not in spanning
         ),
         trainable=tuple(sorted(trains)),
         loose=frozenset(trains & spanning | trains - called),
-        gradient_homes=tuple(plan.block(name).gradient_home for name in names),
+        accumulating=frozenset(i for i, name in enumerate(names) if plan.accumulates(name)),
+        spreading=frozenset(i for i in trains if plan.block(names[i]).spreads),
+        ranks=plan.ranks,
         takes_turns=plan.microbatches > 1 and plan.order is Order.LAYER_MAJOR,
         updates_in_backward=plan.update is UpdateTime.IN_BACKWARD,
         scales_losses=plan.scales_losses,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,8 @@ from torch._C._distributed_c10d import Store
 _WAITS = timedelta(minutes=10)
 _CLOSED = ""
 _LONGEST = 4000
+_LOOKS = 10
+_BETWEEN_LOOKS_S = 0.01
 
 
 class FailureWatch:
@@ -73,7 +76,16 @@ class FailureWatch:
             return
 
     def lost(self) -> list[int]:
-        """Returns the ranks whose process has ended, as far as it runs on this machine."""
+        """Returns the ranks whose process has ended, as far as it runs on this machine. If none
+        has, it looks again for a tenth of a second: a process closes its sockets before it ends.
+        """
+        for _ in range(_LOOKS):
+            if found := self._lost():
+                return found
+            time.sleep(_BETWEEN_LOOKS_S)
+        return []
+
+    def _lost(self) -> list[int]:
         here = socket.gethostname()
         found: list[int] = []
         for rank in range(self._size):

@@ -52,7 +52,9 @@ def transporting(left: Sequence[dist.Work] = ()) -> Iterator[None]:
         raise
     except RuntimeError as error:
         text = str(error).strip().splitlines()
-        raise BrokenTransportError(text[0] if text else type(error).__name__, left) from error
+        # What follows is advice of the library's, on other causes too.
+        told = text[0].partition(". This is typically")[0] if text else type(error).__name__
+        raise BrokenTransportError(told, left) from error
 
 
 def gather_in_place(group: Group, whole: Tensor, borders: Sequence[int]) -> None:

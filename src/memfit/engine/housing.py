@@ -29,9 +29,10 @@ from memfit.homes.gradients import GradientHomes
 from memfit.homes.offloaded import HomePool
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.regions import gradient_region, master_region, state_region, weight_region
-from memfit.homes.rounded import RoundedMasters
+from memfit.homes.rounded import RoundedMasters, round_masters
+from memfit.homes.sharing import Sharing
 from memfit.homes.split_masters import SplitMasters, rest_ends, rest_nbytes
-from memfit.homes.weights import BlockWeights, round_masters
+from memfit.homes.weights import BlockWeights
 from memfit.tensors.trees import bytes_view
 
 
@@ -48,6 +49,7 @@ class House:
         factories: factories of homes, by tier; closed with the house.
         keeps_gradients: gradients can be read after the step.
         keeps_norms: gradients are clipped by their norm.
+        sharing: of the homes between ranks; None: this process is alone.
 
     Attributes:
         placed: by region, the block and the home of its bytes, in any tier.
@@ -66,8 +68,10 @@ class House:
         *,
         keeps_gradients: bool,
         keeps_norms: bool,
+        sharing: Sharing | None = None,
     ) -> None:
         self.plan = plan
+        self._sharing = sharing
         self.placed: dict[str, tuple[int, ByteHome]] = {}
         has_masters = any(block.has_masters for block in blocks)
         self.blocks = tuple(blocks)
@@ -83,7 +87,7 @@ class House:
         self._leaving = tuple(tier for tier in leaving if not tier.traits.is_device)
         try:
             for tier in {*self._leaving, *(r.tier for _, r in self._requests.values())}:
-                wanted = [r for _, r in self._requests.values() if r.tier is tier]
+                wanted = [self._own(block, r) for block, r in self._requests.values() if r.tier is tier]
                 self._factory(tier).prepare(wanted, offloads=tier in leaving)
             self.gradients = GradientHomes(
                 blocks,
@@ -97,6 +101,9 @@ class House:
                 # A norm is taken of what the update gets: of gradients in the masters' dtype.
                 keeps_peaks=plan.scales_losses,
                 adds_apart=plan.adds_apart(has_masters=has_masters, clips_norm=keeps_norms),
+                exchange=None
+                if sharing is None
+                else sharing.exchange(keeps_norms=keeps_norms, keeps_peaks=plan.scales_losses),
             )
         except BaseException:
             # Nobody has this object yet who could close it: files and pinned memory would stay.
@@ -127,7 +134,7 @@ class House:
                 region=state_region(name), nbytes=states.nbytes, tier=homes.state_home, tag="state",
                 ends=tuple(states.ends), is_versioned=versioned,
             )  # fmt: skip
-        if states is not None and not homes.gradient_home.traits.is_device:
+        if states is not None and self.plan.accumulates(name):
             yield HomeRequest(
                 region=gradient_region(name), nbytes=block.master_nbytes, tier=homes.gradient_home, tag="gradient",
                 ends=master_ends,
@@ -140,10 +147,16 @@ class House:
             )
         return self._factories[tier]
 
+    def _own(self, block: BlockWeights, request: HomeRequest) -> HomeRequest:
+        """Returns the request for what this process has of a region."""
+        return request if self._sharing is None else self._sharing.request(block, request)
+
     def _place(self, region: str) -> ByteHome:
         """Makes the home of a region."""
         block, request = self._requests[region]
-        home = self._factory(request.tier).home(request)
+        home = self._factory(request.tier).home(self._own(block, request))
+        if self._sharing is not None:
+            home = self._sharing.home(block, request, home)
         self.placed[region] = block.index, home
         return home
 
@@ -320,8 +333,8 @@ class House:
     def held(self) -> Iterator[torch.Tensor]:
         """The bytes of all homes on the device."""
         for _, home in self.placed.values():
-            if home.tier.traits.is_device and home.memory is not None:
-                yield bytes_view(home.memory, 0, home.nbytes)
+            if home.tier.traits.is_device and (held := home.bytes) is not None:
+                yield bytes_view(held, 0, held.nbytes())
 
     @property
     def bytes_moved(self) -> tuple[dict[str, int], dict[str, int]]:

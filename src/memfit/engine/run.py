@@ -48,6 +48,7 @@ from memfit.core.schedule import (
     Reload,
     Scale,
     Seed,
+    Spread,
     Start,
     Unscale,
     Update,
@@ -117,7 +118,7 @@ class StepRun:
             listener=listener,
             recorder=recorder,
         )
-        self._counts = Counts(schedule.microbatches)
+        self._counts = Counts(schedule.microbatches, work.count_over_ranks)
         self._coroutines: dict[int, Coroutine] = {}
         self._begun: set[tuple[int, int]] = set()
         self._next = 0
@@ -239,6 +240,8 @@ class StepRun:
             case Update(b):
                 assert operation.update_place is not None
                 parts.update_phase.update(b, operation.update_place, self._gates.before(operation))
+            case Spread(b):
+                parts.update_phase.spread(b)
             case Decide():
                 assert work.journal is not None
                 # Gradients first: a journal that names one still on its way cannot be finished
@@ -289,7 +292,7 @@ class StepRun:
             case "accumulate":
                 assert parts.gradients is not None
                 parts.gradients.wait()
-            case "update":
+            case "update" | "spread":
                 parts.update_phase.wait(_block(token))
             case "keep":
                 pass  # a gate: the update's own thread waits for it

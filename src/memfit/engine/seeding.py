@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,12 @@ class Counts:
 
     Args:
         microbatches: number in the step.
+        over_ranks: adds a number up over all processes that train together; called once when the
+            first counts are known, and once when all are.
     """
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, over_ranks: Callable[[float], float] | None = None) -> None:
+        self._over_ranks = over_ranks or float
         self._missing = microbatches
         self._total = 0.0
         self._divisor: float | None = None
@@ -67,12 +70,15 @@ class Counts:
             raise UsageError(f"a loss that returns (sum, count) must count from 0 up; it gave {list(counts)}")
         self._missing -= len(counts)
         self._total += sum(counts)
+        if self.is_complete:
+            self._total = self._over_ranks(self._total)
         if self.is_complete and not self._total > 0.0:
             raise UsageError(
                 "the loss returned (sum, count), and the counts of the whole batch add up to 0: there is no mean"
             )
         if self._divisor is None:
-            guess = self._total / len(counts) * (len(counts) + self._missing)
+            so_far = self._total if self.is_complete else self._over_ranks(self._total)
+            guess = so_far / len(counts) * (len(counts) + self._missing)
             self._divisor = self._total if self.is_complete else 2.0 ** round(math.log2(max(guess, 1.0)))
         return 1.0 / self._divisor
 

@@ -89,6 +89,16 @@ class UpdatePhase:
             block, after, is_beside=after is not DONE or place is not UpdatePlace.AT_ONCE
         )
 
+    def spread(self, b: int) -> None:
+        """Begins to give all processes the new weights that this one has made of a block, once its
+        update is done.
+        """
+        # Before it is submitted: the others read what the update writes.
+        self.wait(b)
+        home = self._blocks[b].home
+        assert home is not None
+        self._updating[b] = home.spread()
+
     def gather(self) -> bool:
         """Waits until all gradients are at home and no visit is under way. Returns False if this
         step's updates do nothing.
@@ -171,6 +181,12 @@ class UpdatePhase:
         assert self._gradients is not None
         for block in blocks:
             if self._gradients.awaits_accumulate(block):
+                if self._gradients.are_exchanged:
+                    # Whether something is collective must not depend on what one rank computes.
+                    raise UnsupportedError(
+                        f"the gradient of block {block.name!r} came where the schedule had passed its accumulate, and other ranks know nothing of it: "
+                        "models whose calls vary from step to step train on one process"
+                    )
                 self._depart(f"the gradient of block {block.name!r} came where the schedule had passed its accumulate")
                 self.do(Accumulate(block.index))
 
@@ -180,7 +196,7 @@ class UpdatePhase:
         """
         assert self._gradients is not None and self._updates is not None
         for block in self._blocks:
-            if not self._gradients.here.has(block):
+            if not self._gradients.here.has(block) or self._gradients.are_exchanged:
                 continue
             if block.index in self._updates.updated_blocks:
                 raise UnsupportedError(

@@ -46,6 +46,7 @@ class Outcome:
         is_skipped: a gradient was infinite or NaN in a step that scales its losses: nothing was
             updated.
         departures: texts of what the schedule did not foresee.
+        loss: weighted sum over the microbatches of all ranks, if there are several.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -53,6 +54,12 @@ class Outcome:
     norm: torch.Tensor | None = None
     is_skipped: bool = False
     departures: list[str] = field(default_factory=list)
+    loss: float | None = None
+
+    @property
+    def own_loss(self) -> float:
+        """Weighted sum over the microbatches of this process."""
+        return sum(float(loss) * share for loss, share in zip(self.losses, self.shares, strict=True))
 
 
 class TurnKeeper(Protocol):
@@ -83,6 +90,7 @@ class StepInput:
         scale: losses are multiplied by it, gradients divided by it.
         begin_updates: called when it is known that the updates will be made, in a step that scales
             its losses.
+        count_over_ranks: adds a number up over the processes that train together.
         journal: decides the step and commits its blocks, where the step says so.
     """
 
@@ -93,6 +101,7 @@ class StepInput:
     scale: float | None = None
     begin_updates: Callable[[], None] | None = None
     journal: TurnKeeper | None = None
+    count_over_ranks: Callable[[float], float] | None = None
 
 
 class FrameFactory(Protocol):

@@ -101,8 +101,9 @@ class ByteHome(Protocol):
     abstract.
 
     `read` and `write` are local: they concern the bytes that this process holds, and one process
-    may call them alone. `visit` copies the whole to the device. If several processes share a home,
-    `visit` is collective, so that no process may decide on one by itself.
+    may call them alone. A write is cut to what this process holds. `visit` copies the whole to the
+    device. If several processes share a home, `visit`, `gather` and `spread` are collective, so
+    that no process may decide on one by itself.
 
     Attributes:
         tier: its tier.
@@ -116,6 +117,7 @@ class ByteHome(Protocol):
             bytes.
         bytes: the storage that holds all of it, if this process has one (copies of a stream may be
             under way in it); None: only `read` reaches the bytes.
+        is_shared: processes share it, and this one holds a range.
     """
 
     tier: Tier
@@ -139,6 +141,16 @@ class ByteHome(Protocol):
         """
         del device
         return None
+
+    def place(self, offset: int) -> int:
+        """Returns where a byte of the home that this process holds lies in `memory_at`."""
+        # Whoever views that memory asks: a share's first byte is not the home's.
+        return offset
+
+    @property
+    def is_shared(self) -> bool:
+        """See above."""
+        return False
 
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of the home into a storage, which must live until the handle is
@@ -182,16 +194,30 @@ class ByteHome(Protocol):
         """Begins to copy the whole to the device, into a storage that must live until the transfer
         was waited for.
         """
-        return self.read(0, self.nbytes, into, into_offset)
+        # Not by `read`: all processes must come, also one that holds the whole of a small home.
+        return self.gather(0, self.nbytes, into, into_offset)
+
+    def gather(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """Begins to copy a range of the home as `read` does, also what other processes hold:
+        collective, as `visit`.
+        """
+        return self.read(offset, nbytes, into, into_offset)
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Reduces a parameter's dense gradient over all processes that share the home, before it is
         added to the home's content. With one process the identity.
 
         Called once in each `accumulate` for each parameter with a gradient, in the block's order,
-        by the computing thread.
+        by the computing thread. Ranks of a job exchange whole blocks instead
+        (`gradients.GradientExchange`).
         """
         return gradient
+
+    def spread(self) -> TransferHandle:
+        """Begins to give what each process has changed of its share to all who have the whole;
+        collective. With one process nothing.
+        """
+        return DONE
 
     def close(self) -> None:
         """Releases what it holds. Nothing may use it afterwards."""

@@ -32,6 +32,9 @@ from memfit.tensors.trees import new_storage, typed_view
 class StateSlot:
     """Place of one state tensor of a parameter in its block's state range, and its format (None:
     not encoded).
+
+    `first`, `numel`: the elements that this process has of a tensor of the parameter's size; all of
+    them if no home is shared.
     """
 
     key: str
@@ -41,11 +44,13 @@ class StateSlot:
     offset_bytes: int
     is_like_weight: bool
     codec: StateCodec | None = None
+    first: int = 0
 
     def span(self, first: int, count: int) -> tuple[int, int]:
         """Returns offset and bytes, in the range, of elements [first, first + count); `first` must
         begin a record.
         """
+        first -= self.first
         if self.codec is not None:
             return self.offset_bytes + self.codec.records.offset(first), self.codec.records.size(count)
         return self.offset_bytes + first * self.dtype.itemsize, count * self.dtype.itemsize
@@ -119,6 +124,40 @@ def embedding_names(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters() if id(p) in owned)
 
 
+class StateRanks:
+    """Processes that have shares of optimizer states; abstract. Its methods are collective."""
+
+    def first_known(
+        self, numbers: Mapping[str, Any] | None, block: BlockWeights, slot: ParameterSlot
+    ) -> dict[str, Any] | None:
+        """Returns the numbers of a parameter's state, of the first process that has any; None if
+        none has.
+        """
+        raise NotImplementedError
+
+    def assemble(
+        self,
+        own: torch.Tensor | None,
+        numel: int,
+        dtype: torch.dtype,
+        block: BlockWeights,
+        slot: ParameterSlot,
+        *,
+        is_like: bool,
+    ) -> torch.Tensor:
+        """Returns a whole state tensor, 1-D.
+
+        Args:
+            own: the values that this process has; None if it has none.
+            numel: of the whole.
+            dtype: of the whole.
+            block: of the parameter.
+            slot: of the parameter.
+            is_like: it is cut as the parameter is; else one process has all of it.
+        """
+        raise NotImplementedError
+
+
 class BlockStates:
     """One block's optimizer states.
 
@@ -128,35 +167,49 @@ class BlockStates:
         block: its weights.
         layout: by parameter name, the tensors of its state ("scalar" ones are kept in memory).
         rest: formats of the states.
+        ranks: the processes that share the states; None: this one has all. Then each has those of
+            its elements, in a range of its own.
     """
 
     def __init__(
-        self, block: BlockWeights, layout: Mapping[str, Sequence[StateTensor]], rest: StateRest | None = None
+        self,
+        block: BlockWeights,
+        layout: Mapping[str, Sequence[StateTensor]],
+        rest: StateRest | None = None,
+        ranks: StateRanks | None = None,
     ) -> None:
         self.block = block
+        self._ranks = ranks
         self._rest = rest if rest is not None else StateRest(noise=RoundingNoise(seed=0))
         placed: list[tuple[ParameterSlot, StateTensor, StateCodec | None]] = []
         for slot in block.slots:
             own = layout.get(slot.name, ())
             for t in own:
-                if t.shape_kind != "scalar":
+                # A tensor of another size is the whole parameter's, and lies where that does.
+                if t.shape_kind != "scalar" and (slot.held or not slot.numel):
                     moment = self._rest.moment(slot.name, t, own)
                     placed.append((slot, t, codec_of(self._rest.format, moment) if moment is not None else None))
-        sizes = [t.nbytes if codec is None else codec.records.size(t.numel) for _, t, codec in placed]
+        counts = [len(slot.held) if t.shape_kind == "like" else t.numel for slot, t, _ in placed]
+        sizes = [
+            count * (t.dtype or torch.float32).itemsize if codec is None else codec.records.size(count)
+            for (_, t, codec), count in zip(placed, counts, strict=True)
+        ]
         offsets, self.nbytes = flat_layout(sizes)
         self.slots: dict[str, list[StateSlot]] = {slot.name: [] for slot in block.slots}
-        for (slot, t, codec), offset in zip(placed, offsets, strict=True):
+        for (slot, t, codec), offset, count in zip(placed, offsets, counts, strict=True):
             self.slots[slot.name].append(
                 StateSlot(
                     key=t.key,
                     dtype=t.dtype or torch.float32,
                     shape=tuple(t.shape),
-                    numel=t.numel,
+                    numel=count,
                     offset_bytes=offset,
                     is_like_weight=t.shape_kind == "like",
                     codec=codec,
+                    first=slot.held.start if t.shape_kind == "like" else 0,
                 )
             )
+        self._layout = dict(layout)
         self.numbers: dict[str, dict[str, Any]] = {}
         self.home: ByteHome | None = None
 
@@ -165,7 +218,7 @@ class BlockStates:
         """Returns the offset at which each tensor ends at home; the next one begins on another
         page.
         """
-        return [sum(state.span(0, state.numel)) for states in self.slots.values() for state in states]
+        return [sum(state.span(state.first, state.numel)) for states in self.slots.values() for state in states]
 
     def exists(self, name: str) -> bool:
         """Tells whether the parameter has states: it has been updated, or came with them."""
@@ -252,6 +305,8 @@ class BlockStates:
         """Returns the parameter's state as the optimizer would hold it, in memory of its own. Empty
         before its first update.
         """
+        if self._ranks is not None:
+            return self._gather_over(self._ranks, slot)
         if not self.exists(slot.name):
             return {}
         piece = self.begin_read(slot, 0, slot.numel)
@@ -270,6 +325,26 @@ class BlockStates:
             values[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return values
 
+    def _gather_over(self, ranks: StateRanks, slot: ParameterSlot) -> dict[str, Any]:
+        """Gathers a parameter's state from all processes that have a share of it; collective."""
+        # Only those of a process that updates the parameter: others keep what they were given once.
+        known = self.numbers.get(slot.name) if slot.held or not slot.numel else None
+        numbers = ranks.first_known(known, self.block, slot)
+        if numbers is None:
+            return {}
+        piece = self.begin_read(slot, slot.held.start, len(slot.held))
+        piece.ready.wait()
+        found, values = piece.values(), dict[str, Any]()
+        for t in self._layout.get(slot.name, ()):
+            if t.shape_kind == "scalar":
+                continue
+            own, dtype = found.get(t.key), t.dtype or torch.float32
+            shape = slot.shape if t.shape_kind == "like" else tuple(t.shape)
+            flat = None if own is None else own.reshape(-1)
+            whole = ranks.assemble(flat, t.numel, dtype, self.block, slot, is_like=t.shape_kind == "like")
+            values[t.key] = whole.as_strided(shape, slot.stride) if t.shape_kind == "like" else whole.view(shape)
+        return values | numbers
+
     def put(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
         """Writes a whole state (as `gather` returns it) home."""
         if not values:
@@ -285,8 +360,15 @@ class BlockStates:
                 flat[state.key] = dense.copy_(value).as_strided((slot.numel,), (1,))
             else:
                 flat[state.key] = value
-        TransferGroup(self.write(slot, 0, slot.numel, flat)).wait()
-        self.keep_numbers(slot, {k: v for k, v in values.items() if k not in flat})
+        held = slot.held
+        flat = {
+            state.key: flat[state.key][held.start : held.stop] if state.is_like_weight else flat[state.key]
+            for state in self.slots[slot.name]
+            if state.key in flat
+        }
+        TransferGroup(self.write(slot, held.start, len(held), flat)).wait()
+        keys = {t.key for t in self._layout.get(slot.name, ()) if t.shape_kind != "scalar"}
+        self.keep_numbers(slot, {k: v for k, v in values.items() if k not in flat and k not in keys})
 
 
 @dataclass

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from memfit.core.layout import PIECE_ELEMENTS
 from memfit.core.tiers import Tier
 from memfit.homes import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen
 from memfit.homes.weights import BlockWeights, master_pieces
@@ -79,3 +80,16 @@ class RoundedMasters(ByteHome):
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Does nothing: the writer writes the weights."""
         return DONE
+
+
+def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> None:
+    """Makes a block's weights from its masters, as every update does. Costs two pieces of 2 MiB."""
+    device = block.slots[0].parameter.device
+    for slot in block.slots:
+        size = slot.master_dtype.itemsize
+        for start in range(0, slot.numel, PIECE_ELEMENTS):
+            piece = torch.empty(min(PIECE_ELEMENTS, slot.numel - start), dtype=slot.master_dtype, device=device)
+            masters.read(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
+            rounded = piece.to(slot.dtype)
+            at = slot.offset_bytes + start * slot.dtype.itemsize
+            home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()  # frees it next

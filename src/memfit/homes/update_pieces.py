@@ -133,7 +133,7 @@ class PieceUpdates:
         offset, nbytes = piece.first * slot.master_dtype.itemsize, piece.count * slot.master_dtype.itemsize
         offset += slot.master_offset_bytes
         if (resting := home.memory_at(device)) is not None:
-            return typed_view(resting, offset, slot.master_dtype, (piece.count,)), DONE, None
+            return typed_view(resting, home.place(offset), slot.master_dtype, (piece.count,)), DONE, None
         if block.updates_on_host and home.tier is Tier.DEVICE and not block.has_masters:
             # Taken in the order in which pieces begin: the ring has room for one that leaves, one
             # in work, one that comes.
@@ -221,7 +221,7 @@ class PieceUpdates:
         if (resting := home.memory_at(block.update_device)) is not None:
             # In place: whoever asked for the update has waited for all kernels and copies that read
             # the weight (`homes.updates`).
-            typed_view(resting, offset, slot.dtype, (piece.count,)).copy_(flat)
+            typed_view(resting, home.place(offset), slot.dtype, (piece.count,)).copy_(flat)
             return []
         if home.tier is not Tier.DEVICE:
             return [_write(home, slot.offset_bytes, piece, flat.to(slot.dtype))]

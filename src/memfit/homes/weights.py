@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.core.errors import UnsupportedError
+from memfit.core.errors import PeerError, UnsupportedError
 from memfit.core.layout import PIECE_ELEMENTS, flat_layout
 from memfit.core.precision import ComputeDtype, stored_dtypes
 from memfit.core.tiers import Tier
@@ -88,6 +88,7 @@ class BlockWeights:
         name: of the block.
         parameters: by name, dense.
         compute_dtype: dtype of the visiting weights.
+        held: by parameter, the elements that this process updates; None: all.
 
     Attributes:
         updates_on_host: updates run on the host's cores, beside an accelerator: they work at the
@@ -100,6 +101,7 @@ class BlockWeights:
         name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         compute_dtype: ComputeDtype = ComputeDtype.GIVEN,
+        held: Sequence[range] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -112,6 +114,7 @@ class BlockWeights:
         ]
         offsets, self.nbytes = flat_layout([size for size, _ in sizes])
         master_offsets, self.master_nbytes = flat_layout([size for _, size in sizes])
+        all_held = [range(p.numel()) for _, p in parameters] if held is None else held
         self.slots = tuple(
             ParameterSlot(
                 name=n,
@@ -127,10 +130,10 @@ class BlockWeights:
                 master_dtype=master_dtype,
                 master_offset_bytes=master_offset,
                 master_nbytes=master_nbytes,
-                held=range(p.numel()),
+                held=own,
             )
-            for (n, p), offset, master_offset, (nbytes, master_nbytes), (dtype, master_dtype) in zip(
-                parameters, offsets, master_offsets, sizes, dtypes, strict=True
+            for (n, p), offset, master_offset, (nbytes, master_nbytes), (dtype, master_dtype), own in zip(
+                parameters, offsets, master_offsets, sizes, dtypes, all_held, strict=True
             )
         )
         self.home: ByteHome | None = None
@@ -168,8 +171,8 @@ class BlockWeights:
 
     @property
     def travels(self) -> bool:
-        """True if the home is not the device."""
-        return self.home is not None and self.home.tier is not Tier.DEVICE
+        """True if visits bring the weights."""
+        return self.home is not None and not _rests_here(self.home)
 
     @property
     def master_home(self) -> ByteHome | None:
@@ -196,8 +199,8 @@ class BlockWeights:
             bring: materializes a parameter without bytes; called for one at a time.
         """
         assert (masters is not None) == self.has_masters
-        resting = home.memory if home.tier is Tier.DEVICE else None
-        assert resting is not None or home.tier is not Tier.DEVICE
+        resting = home.memory if _rests_here(home) else None
+        assert resting is not None or not _rests_here(home)
         device = self.device
         for slot in self.slots:
             p = slot.parameter
@@ -220,7 +223,7 @@ class BlockWeights:
             masters: a filled home of `master_nbytes`, if there is a compute dtype.
         """
         assert (masters is not None) == self.has_masters
-        resting = home.memory if home.tier is Tier.DEVICE else None
+        resting = home.memory if _rests_here(home) else None
         device = self.device
         for slot in self.slots:
             mark_present(slot.parameter)  # first: one that is away refuses to be given data
@@ -265,7 +268,7 @@ class BlockWeights:
                 own.copy_(slot.view(self.storage))
             else:
                 assert self.master_home is not None
-                self.master_home.read(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
+                self.master_home.gather(slot.master_offset_bytes, slot.master_nbytes, own.untyped_storage()).wait()
             mark_present(parameter)
             if slot.dtype != own.dtype:
                 parameter.grad = None  # it is of the compute dtype, as the values no longer are
@@ -307,6 +310,10 @@ class BlockWeights:
         arriving, self._arriving = self._arriving, None  # off first: an error is told once
         try:
             arriving.wait()
+        except PeerError:
+            # Other ranks may write to this memory still: it must stay until their group is gone.
+            self._arriving = arriving
+            raise
         except Exception:
             self._leave()  # no values came: a block that counted as here would use these bytes
             raise
@@ -316,10 +323,16 @@ class BlockWeights:
         for slot in self.slots:
             mark_present(slot.parameter)  # not before: what has not come must not be read
 
-    def release(self) -> None:
-        """Ends a visit: the device memory is freed. Changes must have been written home before."""
+    def release(self, *, forgets_arrival: bool = False) -> None:
+        """Ends a visit: the device memory is freed. Changes must have been written home before.
+
+        Args:
+            forgets_arrival: the transfer failed on another rank, and nothing writes any more.
+        """
         if not self._is_here or not self.travels:
             return
+        if forgets_arrival:
+            self._arriving = None
         self.wait()  # where nobody used the visit: its transfer ends before its memory goes
         self._leave()
 
@@ -432,7 +445,7 @@ def _put(slot: ParameterSlot, values: torch.Tensor, home: ByteHome, masters: Byt
     """Writes a parameter's values to its homes, and waits."""
     if masters is not None:
         write_masters(masters, slot, values)
-    resting = home.memory if home.tier is Tier.DEVICE else None
+    resting = home.memory if _rests_here(home) else None
     if resting is not None:
         slot.view(resting).copy_(values)
         return
@@ -465,17 +478,8 @@ def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor
     return handles
 
 
-def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> None:
-    """Makes a block's weights from its masters, as every update does. Costs two pieces of 2 MiB."""
-    device = block.slots[0].parameter.device
-    for slot in block.slots:
-        size = slot.master_dtype.itemsize
-        for start in range(0, slot.numel, PIECE_ELEMENTS):
-            piece = torch.empty(min(PIECE_ELEMENTS, slot.numel - start), dtype=slot.master_dtype, device=device)
-            masters.read(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
-            rounded = piece.to(slot.dtype)
-            at = slot.offset_bytes + start * slot.dtype.itemsize
-            home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()  # frees it next
+def _rests_here(home: ByteHome) -> bool:
+    return home.tier is Tier.DEVICE and not home.is_shared
 
 
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:

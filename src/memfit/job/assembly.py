@@ -18,6 +18,8 @@ from memfit.checkpoints.checkpointer import Committed, RunCheckpointer, prepare_
 from memfit.checkpoints.schemes import scheme_of
 from memfit.core.errors import StoreError
 from memfit.core.precision import ComputeDtype
+from memfit.distributed.rank_group import RankGroup
+from memfit.distributed.rank_sharing import RankSharing
 from memfit.engine.call_frames import CallFrames
 from memfit.engine.engine import Engine
 from memfit.engine.housing import House
@@ -36,7 +38,9 @@ from memfit.job.journaling import StepJournal
 from memfit.job.preparing import PreparedShapes
 from memfit.job.setting import training_setting
 from memfit.job.setup import Planned, Setup
+from memfit.job.together import fail_together
 from memfit.optimizers import OwnerCallbacks
+from memfit.scheduling.sizes import cut_of
 from memfit.tensors.noise import RoundingNoise
 
 
@@ -215,6 +219,16 @@ class Assembly(Contents):
         """Leaves the machine and the run, which are shared, for the next assembly to end."""
         self.has_ended = True
 
+    def give_up_on_ranks(self, ranks: RankGroup, error: BaseException) -> None:
+        """Ends a fit that failed on this rank. Other ranks may be in another collective: nothing
+        that only they hold comes back.
+        """
+        fail_together(ranks, error)
+        ranks.close()
+        for block in self.blocks:
+            block.release(forgets_arrival=True)
+        self.end(restore=False)
+
     def end(self, *, restore: bool) -> None:
         """Gives everything back, or gives it up; may be repeated when that fails.
 
@@ -280,11 +294,12 @@ def assemble(
     """
     setup, plan, machine = planned.setup, planned.plan, planned.setup.machine
     noise = RoundingNoise(seed=torch.initial_seed())
+    sharing = sharing_of(planned)
     blocks = tuple(
-        BlockWeights(i, block.name, block.parameters, plan.compute_dtype)
+        BlockWeights(i, block.name, block.parameters, plan.compute_dtype, None if sharing is None else sharing.held(i))
         for i, block in enumerate(setup.problem.block_map.blocks)
     )
-    states = _states(setup, planned, blocks, noise)
+    states = _states(setup, planned, blocks, noise, sharing)
     committed = Committed(
         model=setup.problem.model,
         optimizer=setup.optimizer,
@@ -312,6 +327,7 @@ def assemble(
         ),
         keeps_gradients=setup.keeps_gradients,
         keeps_norms=setup.clips_norm,
+        sharing=sharing,
     )
     made = Assembly(planned, house, noise=noise, scaler=scaler)
     made.has_started = before is not None
@@ -322,8 +338,10 @@ def assemble(
             )
         made.move_in()
         made.start(interrupts)
-    except BaseException:
-        if before is None:
+    except BaseException as error:
+        if setup.ranks is not None:
+            made.give_up_on_ranks(setup.ranks, error)
+        elif before is None:
             made.end(restore=True)
         else:
             # the store has everything, and the run is still that of the assembly before
@@ -332,8 +350,22 @@ def assemble(
     return made
 
 
+def sharing_of(planned: Planned) -> RankSharing | None:
+    """Returns how ranks share the homes of a plan; None where one process trains alone."""
+    plan, profile = planned.plan, planned.prepared.profile
+    if plan.ranks == 1:
+        return None
+    assert planned.setup.ranks is not None
+    cuts = [cut_of(plan, profile, block) for block in profile.blocks]
+    return RankSharing(planned.setup.ranks, plan, [block.name for block in profile.blocks], cuts)
+
+
 def _states(
-    setup: Setup, planned: Planned, blocks: tuple[BlockWeights, ...], noise: RoundingNoise
+    setup: Setup,
+    planned: Planned,
+    blocks: tuple[BlockWeights, ...],
+    noise: RoundingNoise,
+    sharing: RankSharing | None,
 ) -> dict[int, BlockStates]:
     """Lays out the optimizer states of the blocks that train, by block index."""
     driver = setup.problem.driver
@@ -343,7 +375,10 @@ def _states(
     rest = StateRest(format=planned.plan.state_format, kept=embedding_names(setup.problem.model), noise=noise)
     return {
         block.index: BlockStates(
-            block, {slot.name: driver.state_layout(slot.name) for slot in block.slots if slot.name in trained}, rest
+            block,
+            {slot.name: driver.state_layout(slot.name) for slot in block.slots if slot.name in trained},
+            rest,
+            None if sharing is None else sharing.states(block.index),
         )
         for block in blocks
         if any(slot.name in trained for slot in block.slots)

@@ -24,6 +24,7 @@ from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights, put_values
 from memfit.job.journaling import StepJournal
 from memfit.job.setup import Planned
+from memfit.job.together import together
 from memfit.tensors.noise import RoundingNoise
 
 _LARGEST_SHOWN = 5
@@ -213,7 +214,8 @@ class Contents:
         """Reads the optimizer states of a parameter from home."""
         self.keep_changes()
         block, slot = self.place[name]
-        return self.states[block.index].gather(slot)
+        with together(self.setup.ranks, f"the optimizer states of {name!r}"):
+            return self.states[block.index].gather(slot)
 
     def scatter_state(self, name: str, state: dict[str, Any]) -> None:
         """Writes optimizer states of a parameter to their home.

@@ -32,6 +32,7 @@ from memfit.job.interrupts import Interrupts
 from memfit.job.results import EvaluateResult
 from memfit.job.setup import Prepared
 from memfit.job.steps import OF_DTYPES, cut
+from memfit.job.together import add_up, prepare_together, together
 from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program
 from memfit.profiling.standins import untouched_modules
@@ -47,24 +48,29 @@ def evaluate(assembly: Assembly, batch: Any, interrupts: Interrupts) -> Evaluate
     step.
     """
     began = time.perf_counter()
-    prepared = assembly.shapes.prepare(batch)
-    parts, factors = cut(assembly, prepared, batch)
+    ranks = assembly.setup.ranks
+    batches = prepare_together(ranks, "evaluate", lambda: cut(assembly, assembly.shapes.prepare(batch), batch))
+    prepared, parts = batches.prepared, batches.parts
     model, loss = assembly.model, assembly.loss
-    work = StepInput(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
     with (
+        together(ranks, "evaluate", digest=prepared.evaluation.schedule.text(), values=[batches.total]) as said,
         interrupts.held(),
         assembly.machine.phase("evaluate"),
         torch.no_grad(),
         evaluating(model),
         assembly.setting(),
     ):
+        factors = batches.factors(sum(total for (total, *_) in said))
+        work = StepInput(run=lambda m: loss(model, parts[m]), shares=factors, streams=[None] * len(parts))
         results = _evaluated(assembly, prepared, work)
-    if isinstance(results[0], tuple):
-        losses, total = tuple(float(s) for s, _ in results), sum(float(count) for _, count in results)
-        factors = [1.0 / total if total else math.nan] * len(results)
-    else:
-        losses = tuple(float(r) for r in results)
-    mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
+        if isinstance(results[0], tuple):
+            losses, total = tuple(float(s) for s, _ in results), sum(float(count) for _, count in results)
+            total = total if ranks is None else add_up(ranks, total)
+            factors = [1.0 / total if total else math.nan] * len(results)
+        else:
+            losses = tuple(float(r) for r in results)
+        mean = losses[0] if factors is None else sum(x * f for x, f in zip(losses, factors, strict=True))
+        mean = mean if ranks is None else add_up(ranks, mean)
     return EvaluateResult(loss=mean, losses=losses, seconds=time.perf_counter() - began)
 
 

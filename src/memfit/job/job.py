@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UsageError
+from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UnsupportedError, UsageError
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.homes.weights import check_untouched
 from memfit.job import clipping
@@ -23,6 +23,7 @@ from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
 from memfit.job.step_runner import StepRunner
+from memfit.job.together import together
 
 
 class Job(JobFacts):
@@ -146,6 +147,7 @@ class Job(JobFacts):
             TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
+        _check_alone(assembly, "job.inference()")
         assembly.keep_changes()
         sites, staying = assembly.engine.sites, {b.index for b in assembly.blocks if not b.travels}
         try:
@@ -186,7 +188,10 @@ class Job(JobFacts):
         chosen = assembly.choose_blocks(blocks)
         fetched = [block for block in chosen if not block.is_here]
         try:
-            with self._runner.interrupts.held():
+            with (
+                self._runner.interrupts.held(),
+                together(assembly.setup.ranks, f"job.weights{tuple(block.name for block in chosen)}"),
+            ):
                 for block in chosen:
                     block.fetch()
                     block.wait()
@@ -274,6 +279,7 @@ class Job(JobFacts):
             TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
+        _check_alone(assembly, "job.save")
         assembly.keep_changes()
         # Weights and states are those of the step that waits for its `job.step`, if one does.
         journal, scaler = assembly.journal, self.loss_scaler
@@ -372,7 +378,26 @@ class Job(JobFacts):
         for change in self._runner.take_back_changes():
             warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
         with self._runner.interrupts.held():
-            assembly.end(restore=restore is not False)
+            self._end(assembly, restore=restore is not False)
+
+    def _end(self, assembly: Assembly, *, restore: bool) -> None:
+        ranks = assembly.setup.ranks
+        if ranks is None or assembly.has_ended:
+            assembly.end(restore=restore)
+            return
+        # A group that has failed brings nothing back: what other ranks hold cannot be reached.
+        is_whole = restore and ranks.failure is None
+        if is_whole:
+            with together(ranks, "job.close"):
+                assembly.end(restore=True)
+        # First the group: until it is gone, collectives may still write to this job's memory.
+        is_gone = ranks.close()
+        if not is_whole and is_gone:
+            for block in assembly.blocks:
+                block.release(forgets_arrival=True)
+            assembly.end(restore=False)
+        elif not is_gone:
+            assembly.machine.hard_limit.disarm()
 
     def _commit_last(self, assembly: Assembly) -> None:
         if assembly.setup.run is None:
@@ -453,3 +478,11 @@ class Job(JobFacts):
 def _refuse_lines(assembly: Assembly, what: str) -> None:
     if not assembly.has_ended and assembly.engine.before_call is not None:
         raise UsageError(f"job.lines() is still open where {what}. Leave its `with` first")
+
+
+def _check_alone(assembly: Assembly, call: str) -> None:
+    """Refuses on several ranks what reads weights as it goes, which would be collective."""
+    if assembly.setup.ranks is not None:
+        raise UnsupportedError(
+            f"{call} is for one process: on several ranks, close the job and use the model, which is whole again"
+        )

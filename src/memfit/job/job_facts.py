@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from memfit.checkpoints import CommitReport
-from memfit.core.errors import UsageError
+from memfit.core.errors import PeerError, UsageError
 from memfit.core.numerics import Numerics
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
@@ -19,6 +19,7 @@ from memfit.core.showing import html_table
 from memfit.job.assembly import Assembly
 from memfit.job.reporting import subject_of_job
 from memfit.job.step_runner import StepRunner
+from memfit.job.together import together
 from memfit.report.page import render_page
 from memfit.report.perfetto import render_perfetto
 from memfit.report.subject import ReportSubject
@@ -58,6 +59,11 @@ class JobFacts:
         if self._is_closed:
             raise UsageError(
                 "the job is closed; its model and optimizer are ordinary ones again. memfit.fit makes a new job"
+            )
+        ranks = self._assembly.setup.ranks
+        if ranks is not None and ranks.failure is not None:
+            raise PeerError(
+                f"the job is over on all ranks ({ranks.failure}): what other ranks held of it cannot be reached. Close it, and fit again"
             )
         return self._assembly
 
@@ -152,7 +158,8 @@ class JobFacts:
         if name not in assembly.place:
             raise UsageError(f"no parameter is called {name!r}; names are those of model.named_parameters()")
         block, slot = assembly.place[name]
-        return assembly.house.gradients.read(block, slot)
+        with together(assembly.setup.ranks, f"job.gradient({name!r})"):
+            return assembly.house.gradients.read(block, slot)
 
     def proof(self, *, before_bytes: int = 0) -> Proof:
         """Returns the limit, the predicted peak, and the measured peak over all phases so far.

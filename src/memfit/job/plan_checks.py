@@ -86,8 +86,9 @@ def check_meaning(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
     """Raises `UnsupportedError` where the plan would train another model than the profile is of, or
     `PlanError` where it sends away what must stay.
     """
-    if plan.microbatches > 1:
+    if plan.microbatches > 1 or plan.ranks > 1:
         _check_splits(profile)
+    if plan.microbatches > 1:
         _check_order(plan, profile)
         _check_tail(plan, profile)
     _check_written(plan, profile, is_committed=is_committed)
@@ -103,13 +104,15 @@ def _check_spanning(plan: Plan, profile: Profile) -> None:
     where calls read them too.
     """
     for block in profile.blocks:
-        home = plan.block(block.name).weight_home
-        if block.is_spanning and home is not Tier.DEVICE:
+        homes = plan.block(block.name)
+        home = homes.weight_home
+        if block.is_spanning and not homes.rests_whole_on_device:
             names = ", ".join(repr(p.name) for p in block.parameters[:3]) + (
                 ", ..." if len(block.parameters) > 3 else ""
             )
             raise PlanError(
-                f"the plan sends the weights of block {block.name!r} away (weight_home={str(home)!r}), but {names} {'is' if len(block.parameters) == 1 else 'are'} "
+                f"the plan sends the weights of block {block.name!r} away (weight_home={str(home)!r}, weights_over={str(homes.weights_over)!r}), but "
+                f"{names} {'is' if len(block.parameters) == 1 else 'are'} "
                 "read outside of the calls of their module (by the loss, another module's forward, a hook, or a function that takes the weight): plan "
                 "weight_home='device' for it (gradients and states may still rest elsewhere), or let the code call the module"
             )
@@ -120,7 +123,7 @@ def _check_read_gradients(plan: Plan, profile: Profile) -> None:
     if not profile.read_gradients:
         return
     name, *others = profile.read_gradients
-    away = any(plan.block(block.name).gradient_home is not Tier.DEVICE for block in profile.blocks)
+    away = any(plan.accumulates(block.name) for block in profile.blocks)
     follows = plan.microbatches == 1 or plan.order is Order.MICROBATCH_MAJOR
     if away or not follows or plan.update is not UpdateTime.AFTER_BACKWARD:
         raise PlanError(
@@ -199,7 +202,7 @@ def check_compiled(problem: Problem, plan: Plan) -> None:
     if name is None:
         return
     advice = "compile each layer instead, `layer.compile()`, before memfit.fit"
-    if any(block.weight_home is not Tier.DEVICE for block in plan.blocks.values()):
+    if any(not block.rests_whole_on_device for block in plan.blocks.values()):
         raise UnsupportedError(
             f"{name} is compiled with torch.compile around the calls at which weights come and go: {advice}"
         )
@@ -245,9 +248,10 @@ def _check_written(plan: Plan, profile: Profile, *, is_committed: bool) -> None:
         or not runs_once
         or plan.compute_dtype.has_masters
         or is_committed
+        or plan.ranks > 1
     ):
         raise UnsupportedError(
             f"the model's forward changes its parameter {name!r}{f' (and {len(others)} more)' if others else ''} in place: that is kept only under a plan that "
             "leaves it on the device in its own dtype, runs its calls once (no recompute) and microbatches one after the other (order='microbatch-major'), and "
-            "without store=. Change it between steps instead, inside `with job.weights():`, or make it a buffer"
+            "without store= and on one process. Change it between steps instead, inside `with job.weights():`, or make it a buffer"
         )

@@ -326,6 +326,7 @@ class Problem:
                 state_bytes=states.nbytes,
                 encoded_elements=states.encoded,
                 work_share=driver.update_cost(name, master).work_share,
+                needs_whole=not is_cut,
             )
         return found
 

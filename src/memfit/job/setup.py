@@ -25,6 +25,7 @@ from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.step import Step
 from memfit.core.timeline import Timeline
+from memfit.distributed.rank_group import RankGroup
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem, beside
 from memfit.job.weight_sources import WeightSources
@@ -59,6 +60,7 @@ class Setup:
         load_bytes: held while weights move home.
         lines_sample: a batch of the user's own loop, whose lines make the steps; None: `job.step`
             does.
+        ranks: processes that train the model together; None: this one is alone.
     """
 
     problem: Problem
@@ -78,6 +80,7 @@ class Setup:
     hardware: Callable[[], Hardware]
     load_bytes: int
     lines_sample: Any = None
+    ranks: RankGroup | None = None
 
     @property
     def resumed_plan(self) -> Plan | None:

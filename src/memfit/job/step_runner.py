@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from memfit.checkpoints.run_state import give_random, take_random
-from memfit.core.errors import LimitBreachError, MemfitWarning, UnsupportedError
+from memfit.core.errors import LimitBreachError, MemfitWarning, PeerError, UnsupportedError
 from memfit.engine.loss_scaling import LossScaler
 from memfit.engine.measured_step import StepRecorder
 from memfit.job.assembly import Assembly, assemble
@@ -24,7 +24,8 @@ from memfit.job.interrupts import Interrupts
 from memfit.job.measured_steps import MeasuredStep, step_recorder
 from memfit.job.results import StepResult
 from memfit.job.setup import Planned, Prepared, Replan
-from memfit.job.steps import cut, finish_step, make_step, step_result
+from memfit.job.steps import CutBatch, cut, finish_step, make_step, step_result
+from memfit.job.together import add_up, prepare_together, together
 from memfit.tensors.guard import is_away
 from memfit.verification.census import Census, CensusReport
 
@@ -130,8 +131,13 @@ class StepRunner:
         """
         self.assembly.has_begun = False
         self.take_back_changes()
+        ranks = self.assembly.setup.ranks
+        if ranks is not None:
+            # Other ranks may be elsewhere: what only they hold cannot be asked for.
+            ranks.fail(PeerError(f"rank {ranks.rank} gave its fit up"))
+            ranks.close()
         with self.interrupts.held():
-            self.assembly.end(restore=True)
+            self.assembly.end(restore=ranks is None)
 
     def _step(self, batch: Any) -> StepResult:
         began = time.perf_counter()
@@ -141,22 +147,27 @@ class StepRunner:
             self._steps_here += 1
             assembly.checkpointer.note_positions()
             return step_result(assembly, batch, outcome, time.perf_counter() - began)
-        prepared = assembly.shapes.prepare(batch)
-        check_first(assembly, batch)
-        parts, factors = cut(assembly, prepared, batch)
+        ranks = assembly.setup.ranks
+        work = prepare_together(ranks, "step", lambda: self._prepare(assembly, batch))
+        prepared = work.prepared
         phase = "first step" if self._steps_here == 0 else "steady"
         if self._steps_here < 2:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
-        self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
         recorder = step_recorder(assembly, prepared, batch, self._steps_here)
-        with (
-            assembly.stepping(),
-            self.machine.phase(phase, is_step=True),
-            nullcontext() if recorder is None else assembly.engine.recording(recorder),
-        ):
-            outcome = make_step(assembly, prepared, parts, factors)
-            self._steps_here += 1
+        agreed = (f"{assembly.steps}\n{prepared.step.schedule.text()}", [work.total])
+        with together(ranks, "step", digest=agreed[0], values=agreed[1]) as said:
+            factors = work.factors(sum(total for (total, *_) in said))
+            check_first(assembly, batch)
+            with (
+                assembly.stepping(),
+                self.machine.phase(phase, is_step=True),
+                nullcontext() if recorder is None else assembly.engine.recording(recorder),
+            ):
+                outcome = make_step(assembly, prepared, work.parts, factors)
+                self._steps_here += 1
+            if ranks is not None:
+                outcome.loss = add_up(ranks, outcome.own_loss)
         self._note_measured(recorder, prepared)
         assembly.checkpointer.note_positions()
         if self._census.note_step():
@@ -164,6 +175,12 @@ class StepRunner:
         result = step_result(assembly, batch, outcome, time.perf_counter() - began)
         self._tell_passed(result.peak_bytes)
         return result
+
+    def _prepare(self, assembly: Assembly, batch: Any) -> CutBatch:
+        """Prepares a step without moving anything: what fails here fails before any rank begins."""
+        prepared = assembly.shapes.prepare(batch)
+        self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
+        return cut(assembly, prepared, batch)
 
     def _note_measured(self, recorder: StepRecorder | None, prepared: Prepared) -> None:
         timeline = None if recorder is None else recorder.timeline()

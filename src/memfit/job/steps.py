@@ -7,13 +7,14 @@ before, or words for what is torn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfit.allocator.kernel import is_refusal, refusal_words
-from memfit.batches.splitting import shares
-from memfit.core.errors import LimitBreachError, MemfitError, StoreError, UnsupportedError
+from memfit.batches.splitting import fractions, weights_of
+from memfit.core.errors import LimitBreachError, MemfitError, PeerError, StoreError, UnsupportedError
 from memfit.core.precision import ComputeDtype, dtype_failure
 from memfit.core.units import format_bytes
 from memfit.engine.work import Outcome, StepInput
@@ -23,6 +24,7 @@ from memfit.job.interrupts import Interrupts
 from memfit.job.journaling import StepJournal
 from memfit.job.results import StepResult
 from memfit.job.setup import Prepared
+from memfit.job.together import add_up
 from memfit.tensors.random_streams import draw_streams
 from memfit.tensors.trees import tensors_in
 
@@ -40,6 +42,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
         LimitBreachError: the limit was hit; `assembly.torn` says whether the step can be repeated.
     """
     model, loss, scaler, driver = assembly.model, assembly.loss, assembly.scaler, assembly.driver
+    ranks = assembly.setup.ranks
     for _, slot in assembly.place.values():
         slot.parameter.grad = None
     assembly.updates.updated_blocks.clear()
@@ -63,6 +66,7 @@ def make_step(assembly: Assembly, prepared: Prepared, parts: Sequence[Any], fact
             scale=None if scaler is None else scaler.scale,
             begin_updates=None if scaler is None else driver.begin_step,
             journal=assembly.journal,
+            count_over_ranks=None if ranks is None else lambda own: add_up(ranks, own),
         )
         with assembly.setting():
             outcome = assembly.engine.run(step, work)
@@ -132,7 +136,7 @@ def finish_step(assembly: Assembly, journal: StepJournal) -> Outcome:
 def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float) -> StepResult:
     """Makes what the user is told of a step."""
     losses = tuple(float(loss) for loss in outcome.losses)
-    total = sum(x * share for x, share in zip(losses, outcome.shares, strict=True))
+    total = outcome.own_loss if outcome.loss is None else outcome.loss
     norm = None if outcome.norm is None else float(outcome.norm)
     return StepResult(
         loss=total,
@@ -148,11 +152,40 @@ def step_result(assembly: Assembly, batch: Any, outcome: Outcome, seconds: float
     )
 
 
-def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> tuple[list[Any], list[float] | None]:
-    """Returns the microbatches of a batch, and what each one's loss is multiplied with."""
-    way = assembly.setup.problem.cut
+@dataclass(frozen=True)
+class CutBatch:
+    """A batch cut into microbatches.
+
+    Attributes:
+        prepared: for its shapes.
+        parts: the microbatches.
+        weights: what the loss of each counts for; None for a single one of a process alone.
+    """
+
+    prepared: Prepared
+    parts: list[Any]
+    weights: list[float] | None
+
+    @property
+    def total(self) -> float:
+        """Sum of the weights of all microbatches."""
+        return sum(self.weights or ())
+
+    def factors(self, total: float) -> list[float] | None:
+        """Returns what the loss of each is multiplied with.
+
+        Args:
+            total: what the losses of all ranks count for.
+        """
+        return None if self.weights is None else fractions(self.weights, total)
+
+
+def cut(assembly: Assembly, prepared: Prepared, batch: Any) -> CutBatch:
+    """Cuts a batch into microbatches."""
+    way, setup = assembly.setup.problem.cut, assembly.setup
     parts = way.parts(batch, prepared.microbatches)
-    return parts, shares(batch, parts, way, assembly.setup.weight)
+    is_whole = len(parts) == 1 and setup.ranks is None
+    return CutBatch(prepared, parts, None if is_whole else weights_of(batch, parts, way, setup.weight))
 
 
 def _note_clip(assembly: Assembly, outcome: Outcome) -> None:
@@ -172,7 +205,7 @@ def _fail(assembly: Assembly, error: BaseException, numbers: Mapping[int, dict[s
     try:
         assembly.house.gradients.wait()
     # the step's first error is on its way; this one must not meet the next step
-    except StoreError as other:
+    except (StoreError, PeerError) as other:
         error.add_note(f"a gradient could not be written either: {other}")
     is_decided = assembly.journal is not None and assembly.journal.is_waiting
     if not is_decided and assembly.house.forget_step():
@@ -227,6 +260,8 @@ def _breach_text(assembly: Assembly, error: BaseException, *, torn: bool, is_dec
     after = (
         "The step had begun to update in place and is torn: load a saved state or fit again"
         if torn
+        else "Nothing was updated, and the job is over on all ranks: fit again"
+        if assembly.setup.ranks is not None
         else "The step is decided, and finished by the next call"
         if is_decided
         else "Nothing was updated"

@@ -28,13 +28,13 @@ from memfit.core.schedule import (
     Scale,
     Schedule,
     Seed,
+    Spread,
     Start,
     Unscale,
     Update,
 )
 from memfit.core.shape import StepShape
 from memfit.core.step import Operation, Step
-from memfit.core.tiers import Tier
 from memfit.scheduling.passes import Passes
 from memfit.scheduling.references import point_at
 
@@ -106,6 +106,7 @@ class _Checker:
         self.gradients: set[int] = set()
         self.updated: set[int] = set()
         self.cleared: set[int] = set()
+        self.spread: set[int] = set()
         self.norm_known = False
         self.is_decided = False
         self.kept: set[int] = set()
@@ -116,7 +117,7 @@ class _Checker:
         """Checks one operation and takes its effect."""
         action = operation.action
         _require(not self.committed, "the step is already committed")
-        if isinstance(action, Accumulate | Update | Clear | Release):
+        if isinstance(action, Accumulate | Update | Spread | Clear | Release):
             _require(
                 not self.passes.is_in_tail,
                 "the tail is running back, and gives up gradients and weights only when it has",
@@ -128,7 +129,7 @@ class _Checker:
                 self._visit(action)
             case Offload() | Drop() | Reload():
                 self._move(action)
-            case Accumulate() | Update() | Clear():
+            case Accumulate() | Update() | Spread() | Clear():
                 self._gradient(action)
             case Scale() | Unscale() | Check():
                 self._scale(action)
@@ -178,7 +179,7 @@ class _Checker:
 
     def _require_whole_gradients(self) -> None:
         _require(self.passes.is_over, "backwards are still to come, so the gradients are not whole")
-        waiting = sorted(b for b in self.gradients if self._gradient_home(b) is not Tier.DEVICE)
+        waiting = sorted(self.gradients & self.shape.accumulating)
         _require(not waiting, f"gradients of blocks {waiting} have not gone home")
 
     def missing(self, *, is_committing: bool = False) -> str | None:
@@ -187,10 +188,13 @@ class _Checker:
             return still
         if visitors := sorted(self.present & self.shape.visiting):
             return f"blocks {visitors} are still visiting"
-        if not self.is_training:
-            return None
+        return self._missing_of_training(is_committing=is_committing) if self.is_training else None
+
+    def _missing_of_training(self, *, is_committing: bool) -> str | None:
         if blocks := sorted(set(self.shape.trainable) - self.updated):
             return f"blocks {blocks} have not been updated"
+        if blocks := sorted(self.shape.spreading - self.spread):
+            return f"new weights of blocks {blocks} have not been spread"
         if blocks := sorted(b for b in self._device_gradients() if b not in self.cleared):
             return f"gradients of blocks {blocks} have not been cleared"
         if self.is_decided and (blocks := sorted(self.updated - self.kept)):
@@ -200,10 +204,7 @@ class _Checker:
         return None if is_committing or self.committed else "there is no commit"
 
     def _device_gradients(self) -> list[int]:
-        return [b for b in self.shape.trainable if self._gradient_home(b) is Tier.DEVICE]
-
-    def _gradient_home(self, block: int) -> Tier:
-        return self.shape.gradient_homes[block]
+        return [b for b in self.shape.trainable if b not in self.shape.accumulating]
 
     def _compute(self, action: Start | Forward | Seed | Joint | Backward, operation: Operation) -> None:
         if isinstance(action, Seed | Joint | Backward):
@@ -255,11 +256,11 @@ class _Checker:
                 _require(state == "drop", "it was not dropped")
                 self.moved[key] = "reload"
 
-    def _gradient(self, action: Accumulate | Update | Clear) -> None:
+    def _gradient(self, action: Accumulate | Update | Spread | Clear) -> None:
         block = action.block
         _require(self.is_training, "a forward-only pass makes no gradients")
         _require(block in self.shape.trainable, "no parameter of this block trains")
-        is_home_device = self._gradient_home(block) is Tier.DEVICE
+        is_home_device = block not in self.shape.accumulating
         match action:
             case Accumulate():
                 _require(not is_home_device, "its gradient's home is the device")
@@ -277,6 +278,11 @@ class _Checker:
                 is_there = block in self.present or self.passes.is_over
                 _require(is_there, "an update in backward needs the weights on the device")
                 self.updated.add(block)
+            case Spread():
+                _require(block in self.shape.spreading, "no rank updates only a share of its weights")
+                _require(block in self.updated, "it is not updated: there is nothing new to spread")
+                _require(block not in self.spread, "it is already spread")
+                self.spread.add(block)
             case Clear():
                 _require(is_home_device, "its gradient's home is not the device")
                 _require(block in self.updated, "it is not updated: the gradient would be lost")

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memfit.core.plan import Plan, UpdateTime
-from memfit.core.schedule import Accumulate, Action, Check, Clear, Commit, Norm, Unscale, Update
+from memfit.core.schedule import Accumulate, Action, Check, Clear, Commit, Norm, Spread, Unscale, Update
 from memfit.core.tiers import Tier
 from memfit.scheduling.orders import ComputeOrder, GapPhase, Placed
 
@@ -46,7 +46,7 @@ def place_accumulates(plan: Plan, order: ComputeOrder) -> list[Placed]:
         placed += [
             Placed(gap=whole.get(position, position + 1), phase=GapPhase.ACCUMULATE, action=Accumulate(block))
             for block, position in sorted(last.items())
-            if plan.block(shape.blocks[block]).gradient_home is not Tier.DEVICE
+            if block in shape.accumulating
         ]
     return placed
 
@@ -86,7 +86,7 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
             placed.append(Placed(gap=gap, phase=GapPhase.LATE_UPDATE, action=Update(block)))
         else:
             placed.append(Placed(gap=begin, phase=GapPhase.UPDATE, action=Update(block)))
-        placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=clear) for clear in _clears(plan, order, block)]
+        placed += [Placed(gap=gap, phase=GapPhase.CLEAR, action=action) for action in _behind_update(order, block)]
     last: list[Action] = [Unscale(), Check()] if plan.scales_losses else []
     last += [Norm()] if clips_norm else []
     backlog: list[int] = []
@@ -94,9 +94,9 @@ def place_updates(plan: Plan, order: ComputeOrder, updates: Mapping[int, int], *
         last.append(Update(block))
         backlog.append(block)
         if len(backlog) > min(plan.prefetch, 1):
-            last += _clears(plan, order, backlog.pop(0))
+            last += _behind_update(order, backlog.pop(0))
     for block in backlog:
-        last += _clears(plan, order, block)
+        last += _behind_update(order, block)
     last.append(Commit())
     return placed + [Placed(gap=end, phase=GapPhase.END, action=action) for action in last]
 
@@ -107,9 +107,10 @@ def waiting_gap(order: ComputeOrder, ordinal: int, prefetch: int) -> int:
     return max(order.gap_after(ordinal + 1 if is_later else ordinal), order.gap_whole(ordinal))
 
 
-def _clears(plan: Plan, order: ComputeOrder, block: int) -> list[Action]:
-    """Returns a block's clear; none where the gradient rests elsewhere, since its accumulate has
-    taken it away already.
+def _behind_update(order: ComputeOrder, block: int) -> list[Action]:
+    """Returns what waits for a block's update: its clear, unless its accumulate has taken the
+    gradient away already; and where ranks update shares of whole weights, their spread.
     """
-    is_on_device = plan.block(order.shape.blocks[block]).gradient_home is Tier.DEVICE
-    return [Clear(block)] if is_on_device else []
+    shape = order.shape
+    found: list[Action] = [Spread(block)] if block in shape.spreading else []
+    return found if block in shape.accumulating else [*found, Clear(block)]

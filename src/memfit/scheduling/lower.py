@@ -38,6 +38,7 @@ from memfit.core.schedule import (
     Reload,
     Schedule,
     Seed,
+    Spread,
     Start,
     Update,
 )
@@ -56,17 +57,27 @@ from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
     commit_bytes,
+    exchange_bytes,
     flat_gradient_bytes,
     flat_weight_bytes,
+    gradient_home_bytes,
     trace_of,
     update_traffic,
     uses_disk,
+    weight_home_bytes,
 )
 from memfit.scheduling.work_amounts import adding_work, segment_work, update_work
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
-_FETCH, _RELOAD, _OFFLOAD, _ACCUMULATE, _UPDATE = "fetch", "reload", "offload", "accumulate", "update"
+_FETCH, _RELOAD, _OFFLOAD, _ACCUMULATE, _UPDATE, _SPREAD = (
+    "fetch",
+    "reload",
+    "offload",
+    "accumulate",
+    "update",
+    "spread",
+)
 
 
 def lower(
@@ -237,7 +248,7 @@ class _Lowering:
                 size = self._weight_bytes[b]
                 draft.change("weight", self._owner[b], size)
                 draft.after = self._waits(_UPDATE, b)
-                draft.transfer(self._homes[b].weight_home, "read", "weight", size)
+                self._fetch_from(b, size)
                 draft.gives = Token(_FETCH, self._owner[b])
             case Release(block=b):
                 draft.change("weight", self._owner[b], -self._weight_bytes[b])
@@ -250,6 +261,9 @@ class _Lowering:
                 draft.waits = self._updated(b)
             case Update(block=b):
                 self._update(b)
+            case Spread(block=b):
+                draft.waits = self._updated(b)
+                draft.gives = Token(_SPREAD, self._owner[b])
             case Keep(blocks=blocks):
                 for b in blocks:
                     self._line.wait(b)
@@ -263,6 +277,15 @@ class _Lowering:
             case _:
                 self._wait_for_kinds(getattr(action, "waits_for", ()))
 
+    def _fetch_from(self, block: int, size: int) -> None:
+        """Lowers where a visit's bytes come from: the block's home, or this rank's share of it
+        there, and the other ranks.
+        """
+        home, profiled = self._homes[block], self._profile.blocks[block]
+        if home.weight_home is not Tier.DEVICE:
+            here = weight_home_bytes(self._plan, self._profile, profiled)
+            self._draft.transfer(home.weight_home, "read", "weight", min(here, size))
+
     def _accumulate(self, block: int) -> None:
         draft = self._draft
         draft.waits = self._take_leaving()
@@ -270,13 +293,19 @@ class _Lowering:
         if made:
             draft.rise(Tier.DEVICE, "staging", "gradients going home", made)
         home = self._homes[block].gradient_home
-        size = flat_gradient_bytes(self._profile.blocks[block])
+        profiled = self._profile.blocks[block]
+        if self._plan.ranks > 1:
+            size = gradient_home_bytes(self._plan, self._profile, profiled)
+            draft.change("staging", "gradients among ranks", exchange_bytes(self._plan, profiled))
+        else:
+            size = flat_gradient_bytes(profiled)
         draft.after = self._waits(_ACCUMULATE, block)
         # The first gradient overwrites what is at home. A later one is added: where the sum rests
         # out of the processor's reach, it is read for that, and the main thread waits for it.
         if draft.after and size and not updates_in_place(home, self._device):
             draft.awaited = (draft.way(home, "read", "gradient", size),)
-        draft.transfer(home, "write", "gradient", size)
+        if home is not Tier.DEVICE:
+            draft.transfer(home, "write", "gradient", size)
         self._leaving.append(block)
         draft.gives = Token(_ACCUMULATE, self._owner[block])
 
@@ -381,6 +410,9 @@ class _Lowering:
         device.
         """
         tokens = [token for b in self._leaving for token in self._waits(_ACCUMULATE, b)]
+        for b in self._leaving if self._plan.ranks > 1 else ():
+            nbytes = exchange_bytes(self._plan, self._profile.blocks[b])
+            self._draft.change("staging", "gradients among ranks", -nbytes)
         self._leaving = []
         self._gradients.end_leaving()
         return tokens
@@ -394,7 +426,8 @@ class _Lowering:
         self._draft.waits = [token for kind in kinds for token in self._given if token.kind == kind]
 
     def _is_here(self, block: int) -> bool:
-        return block in self._visiting or block not in self._shape.visiting
+        is_resting = self._homes[block].weight_home is Tier.DEVICE
+        return block in self._visiting or block not in self._shape.visiting or is_resting
 
     def _waits(self, kind: str, block: int) -> list[Token]:
         return self._given_only(Token(kind, self._owner[block]))

@@ -22,6 +22,7 @@ from memfit.core.schedule import (
     Reload,
     Schedule,
     Seed,
+    Spread,
     Start,
     Update,
 )
@@ -71,7 +72,7 @@ def _unknown(action: Action, blocks: int, segments: dict[int, int], microbatches
     elif isinstance(action, Offload | Drop | Reload):
         if action.call not in segments:
             return "no segment begins with this call"
-    elif isinstance(action, Fetch | Release | Accumulate | Update | Clear):
+    elif isinstance(action, Fetch | Release | Accumulate | Update | Spread | Clear):
         return None if action.block < blocks else "there is no such block"
     elif isinstance(action, Keep):
         return None if max(action.blocks, default=0) < blocks else "there is no such block"

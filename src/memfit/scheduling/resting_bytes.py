@@ -16,11 +16,13 @@ from memfit.core.tiers import Tier, is_processor
 from memfit.scheduling.pieces import moved_weight_bytes
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
-    flat_gradient_bytes,
     flat_weight_bytes,
+    gradient_home_bytes,
     kept_bytes_of,
-    master_home_bytes,
+    resting_master_bytes,
+    state_home_bytes,
     uses_disk,
+    weight_home_bytes,
 )
 
 
@@ -60,9 +62,11 @@ def resting_bytes(
         yield ByteChange(Tier.HOST, "staging", "weights of updates", moved)
     for index, block in enumerate(profile.blocks):
         homes, owner = plan.block(block.name), f"B{index}"
-        states = profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
+        states = state_home_bytes(plan, profile, block) + resting_master_bytes(plan, profile, block)
         if index not in shape.visiting:
             yield ByteChange(Tier.DEVICE, "weight", owner, flat_weight_bytes(block))
+        elif homes.weight_home is Tier.DEVICE:
+            yield ByteChange(Tier.DEVICE, "weight", owner, weight_home_bytes(plan, profile, block))
         if homes.state_home is Tier.DEVICE and states:
             yield ByteChange(Tier.DEVICE, "state", owner, states)
         used = dict.fromkeys((homes.weight_home, homes.state_home, homes.gradient_home))
@@ -70,4 +74,6 @@ def resting_bytes(
             if kept := kept_bytes_of(plan, profile, block, tier):
                 yield ByteChange(tier, "state", owner, kept)
             if homes.gradient_home is tier and block.trains:
-                yield ByteChange(tier, "gradient", owner, flat_gradient_bytes(block))
+                yield ByteChange(tier, "gradient", owner, gradient_home_bytes(plan, profile, block))
+        if homes.gradient_home is Tier.DEVICE and block.trains and plan.ranks > 1:
+            yield ByteChange(Tier.DEVICE, "gradient", owner, gradient_home_bytes(plan, profile, block))

@@ -7,8 +7,9 @@ In: `Plan`, `Profile`. Out: bytes, the same for prediction and for the runtime's
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.core.commits import committed_parts, masters_of
@@ -17,12 +18,15 @@ from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_
 from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.shape import StepShape
+from memfit.core.shares import EXCHANGED_ELEMENTS, UNIT_ELEMENTS, BlockCut, Share, cut_block
 from memfit.core.tiers import Tier, updates_in_place
 from memfit.core.units import MIB, round_up
 
 # Bounce buffers of the disk's threads, two each way, for ranges that do not begin and end on pages.
 # They are the process's own: beside an accelerator they are host memory.
 STAGING_BYTES = 4 * MIB
+# Sums of gradients are fp32, or wider.
+WIDE_BYTES = 4
 # An atomic step keeps the version before beside the one that is being written.
 ATOMIC_VERSIONS = 2
 
@@ -71,6 +75,85 @@ def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
     return split_layout([(p.nbytes, p.master_nbytes) for p in block.parameters])[1]
 
 
+def cut_of(plan: Plan, profile: Profile, block: BlockProfile) -> BlockCut:
+    """Places at which ranks cut a block."""
+    uncut = {
+        index
+        for index, p in enumerate(block.parameters)
+        if p.name in profile.updates and profile.updates[p.name].needs_whole
+    }
+    return cut_block([math.prod(p.shape) for p in block.parameters], plan.ranks, uncut)
+
+
+def weight_home_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
+    """Bytes of a block's weights at home: all of them, or a rank's share, the largest."""
+    if plan.block(block.name).weights_over is Share.WHOLE:
+        return flat_weight_bytes(block)
+    return cut_of(plan, profile, block).largest([p.nbytes for p in block.parameters])
+
+
+def resting_master_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
+    """Bytes of a block's masters at home: of all of them, or of a rank's share, the largest."""
+    if plan.drops_masters or plan.block(block.name).states_over is Share.WHOLE:
+        return master_home_bytes(plan, block)
+    return cut_of(plan, profile, block).largest([p.master_nbytes for p in block.parameters])
+
+
+def gradient_home_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
+    """Bytes of a block's gradients at home: of all of them, or of a rank's share, the largest."""
+    if plan.ranks == 1:
+        return flat_gradient_bytes(block)
+    # What ranks reduce lies as the masters do, beside parameters that do not train.
+    sizes = [p.master_nbytes or p.nbytes for p in block.parameters]
+    if plan.block(block.name).gradients_over is Share.WHOLE:
+        return flat_layout(sizes)[1]
+    return cut_of(plan, profile, block).largest(sizes)
+
+
+def state_home_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
+    """Bytes of a block's optimizer states at home: of all of them, or of a rank's share, the
+    largest.
+    """
+    whole = profile.resting_state_bytes(block.name)
+    if plan.block(block.name).states_over is Share.WHOLE:
+        return whole
+    cut = cut_of(plan, profile, block)
+    return min(whole, max(_held_state_bytes(profile, block, cut.held(rank)) for rank in range(plan.ranks)))
+
+
+def _held_state_bytes(profile: Profile, block: BlockProfile, held: Sequence[range]) -> int:
+    total = 0
+    for parameter, elements in zip(block.parameters, held, strict=True):
+        update, numel = profile.updates.get(parameter.name), math.prod(parameter.shape)
+        if update is None or not elements:
+            continue
+        # As many tensors as take that many bytes, each on pages of its own.
+        count = max(1, round(update.state_bytes / max(parameter.master_nbytes or parameter.nbytes, 1)))
+        each = -(-update.state_bytes * len(elements) // (numel * count))
+        total += count * round_up(each, ALIGNMENT_BYTES)
+    return total
+
+
+def exchange_bytes(plan: Plan, block: BlockProfile) -> int:
+    """Bytes by which ranks exchange a block's gradient: a piece for each rank goes, and one from
+    each comes; where all have the whole sum, a third one.
+    """
+    if plan.ranks == 1:
+        return 0
+    elements = sum(math.prod(p.shape) for p in block.parameters if p.requires_grad)
+    buffers = 3 if plan.block(block.name).gradients_over is Share.WHOLE else 2
+    return buffers * WIDE_BYTES * min(elements + UNIT_ELEMENTS * plan.ranks, EXCHANGED_ELEMENTS * plan.ranks)
+
+
+def update_share(plan: Plan, profile: Profile, block: BlockProfile) -> float:
+    """Part of a block's elements that a rank updates, the largest."""
+    numel = sum(math.prod(p.shape) for p in block.parameters)
+    if plan.block(block.name).states_over is Share.WHOLE or not numel:
+        return 1.0
+    cut = cut_of(plan, profile, block)
+    return max(sum(map(len, cut.held(rank))) for rank in range(plan.ranks)) / numel
+
+
 def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
     """Bytes of a block's gradients.
 
@@ -95,7 +178,7 @@ def home_bytes(plan: Plan, profile: Profile, tier: Tier) -> int:
     states count twice where steps are atomic: each has a spare slot.
     """
     working = sum(
-        flat_gradient_bytes(block)
+        gradient_home_bytes(plan, profile, block)
         for block in profile.blocks
         if plan.block(block.name).gradient_home is tier and block.trains
     )
@@ -111,9 +194,9 @@ def kept_bytes_of(plan: Plan, profile: Profile, block: BlockProfile, tier: Tier)
     """The part of `kept_bytes` that is one block's."""
     homes, kept = plan.block(block.name), 0
     if homes.weight_home is tier:
-        kept += flat_weight_bytes(block)
+        kept += weight_home_bytes(plan, profile, block)
     if homes.state_home is tier:
-        kept += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
+        kept += state_home_bytes(plan, profile, block) + resting_master_bytes(plan, profile, block)
     return kept * (ATOMIC_VERSIONS if plan.is_atomic and tier.traits.is_files else 1)
 
 
@@ -129,7 +212,11 @@ def store_bytes(plan: Plan, profile: Profile, scheme: Scheme = "generations") ->
     moving: list[int] = []
     total = 2 * round_up(profile.buffer_bytes, ALIGNMENT_BYTES)
     for block in profile.blocks:
-        parts = (flat_weight_bytes(block), profile.resting_state_bytes(block.name), master_home_bytes(plan, block))
+        parts = (
+            weight_home_bytes(plan, profile, block),
+            state_home_bytes(plan, profile, block),
+            resting_master_bytes(plan, profile, block),
+        )
         size = sum(round_up(nbytes, ALIGNMENT_BYTES) for nbytes in parts)
         if scheme == "generations":
             total += 2 * size
@@ -186,7 +273,9 @@ def update_traffic(
     reads_weight = (on_host or not is_visiting) and (plan.splits_masters or plan.drops_masters or not has_masters)
     if has_masters:
         sizes["master"] = (homes.state_home, master_home_bytes(plan, profiled))
-    for category, (home, nbytes) in sizes.items():
+    share = update_share(plan, profile, profiled)
+    for category, (home, whole) in sizes.items():
+        nbytes = round(whole * share)
         if home is Tier.HOST if on_host else updates_in_place(home, device):
             continue
         if home is Tier.DEVICE:
@@ -213,9 +302,9 @@ def commit_bytes(plan: Plan, profile: Profile) -> int:
             continue
         homes = plan.block(block.name)
         sizes = {
-            "weight": (homes.weight_home, flat_weight_bytes(block)),
-            "master": (homes.state_home, master_home_bytes(plan, block)),
-            "state": (homes.state_home, profile.resting_state_bytes(block.name)),
+            "weight": (homes.weight_home, weight_home_bytes(plan, profile, block)),
+            "master": (homes.state_home, resting_master_bytes(plan, profile, block)),
+            "state": (homes.state_home, state_home_bytes(plan, profile, block)),
         }
         for part in committed_parts(masters_of(plan), has_masters=flat_master_bytes(block) > 0):
             home, nbytes = sizes[part]

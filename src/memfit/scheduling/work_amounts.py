@@ -13,6 +13,7 @@ from memfit.core.profile import CallProfile, Profile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
+from memfit.scheduling.sizes import update_share
 
 
 def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int, *, is_backward: bool) -> Work:
@@ -80,6 +81,8 @@ def update_work(plan: Plan, profile: Profile, block: int) -> Work:
             pieces += 1.0 if update is None or not elements else math.ceil(elements / update.piece_elements)
             updated += elements * (1.0 if update is None else update.work_share)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
+    share = update_share(plan, profile, profile.blocks[block])
+    trained, updated, encoded = trained * share, updated * share, encoded * share
     work = [(WorkKind.PIECES, pieces), (WorkKind.UPDATED, updated), (WorkKind.ENCODED, float(encoded))]
     if plan.splits_masters:
         work.append((WorkKind.SPLIT, trained))

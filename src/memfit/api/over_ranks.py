@@ -1,0 +1,86 @@
+"""`fit` on several ranks: they agree on the model and on one plan, and begin together.
+
+In: a process group of torch.distributed, a setup on each rank. Out: a runner of steps on each,
+under the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.api.deciding import begin_given
+from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.plan import Plan
+from memfit.distributed.agreement import agree, optional_texts
+from memfit.distributed.rank_group import RankGroup, is_initialized, open_group
+from memfit.job.setup import Setup
+from memfit.job.step_runner import StepRunner
+from memfit.job.together import failing_together
+from memfit.planning.over_ranks_plans import data_parallel
+
+
+@contextmanager
+def fitting_ranks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[RankGroup | None]:
+    """Context of `fit`: the ranks of the process group, which have models of the same shapes. An
+    error inside is told to all of them, and their group ends.
+
+    Yields:
+        None where this process is alone.
+
+    Raises:
+        UsageError: the ranks' models or optimizers differ, or they call different things.
+        PeerError: another rank failed.
+    """
+    if not is_initialized() or torch.distributed.get_world_size() == 1:
+        yield None
+        return
+    ranks = open_group()
+    try:
+        agree(ranks, "memfit.fit", digest=_described(model, optimizer))
+        with failing_together(ranks):
+            yield ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def begin_over_ranks(setup: Setup, ranks: RankGroup, sample: Any, given: Plan | None) -> StepRunner:
+    """Begins the steps of this rank under the plan that all ranks have: the given one, or rank 0's.
+
+    Raises:
+        PlanError: the plan is for another number of ranks.
+        UnsupportedError: something that works on one process only was asked for.
+    """
+    asked = {
+        'on_breach="replan"': setup.replans,
+        "store=": setup.run is not None,
+        "lines=": setup.lines_sample is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedError(f"{name} is for one process: leave it out on {ranks.size} ranks")
+    if setup.machine.device.type != "cpu":
+        raise UnsupportedError(
+            f"several ranks train on processors, and this model lies on {setup.machine.device.type}: a GPU's ranks are to come"
+        )
+    plan = data_parallel(ranks.size) if given is None else given
+    if plan.ranks not in (1, ranks.size):
+        raise PlanError(f"the plan is for {plan.ranks} ranks, and there are {ranks.size}")
+    plan = replace(plan, ranks=ranks.size)
+    # Rank 0's, where each has chosen: two plans that are both legal would meet in other orders.
+    text = next(text for text in optional_texts(ranks, plan.to_json()) if text is not None)
+    agree(ranks, "the plan", digest=plan.to_json() if given is not None else text)
+    return begin_given(setup, sample, Plan.from_json(text))
+
+
+def _described(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Describes what must be equal on all ranks."""
+    lines = [type(optimizer).__name__, str(len(optimizer.param_groups))]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""Sharing of a job's homes over the ranks of the data axis.
+
+In: a plan, the places where its blocks are cut, the ranks. Out: a `Sharing`, which whoever places
+homes asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from memfit.core.layout import ALIGNMENT_BYTES
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.shares import BlockCut, Share
+from memfit.distributed.agreement import optional_texts
+from memfit.distributed.gradient_exchange import RankExchange
+from memfit.distributed.rank_group import RankGroup
+from memfit.distributed.rank_homes import SharedHome, SpreadHome
+from memfit.distributed.transport import gather_in_place
+from memfit.homes.factories import HomeRequest
+from memfit.homes.home import ByteHome
+from memfit.homes.optimizer_states import StateRanks
+from memfit.homes.sharing import Sharing
+from memfit.homes.weights import BlockWeights, ParameterSlot
+
+
+class RankSharing(Sharing):
+    """Sharing as a plan says.
+
+    Args:
+        group: the ranks.
+        plan: the decisions.
+        names: of the blocks, by index.
+        cuts: by block index.
+    """
+
+    def __init__(self, group: RankGroup, plan: Plan, names: Sequence[str], cuts: Sequence[BlockCut]) -> None:
+        self._group = group
+        self._homes: list[BlockPlan] = [plan.block(name) for name in names]
+        self._cuts = tuple(cuts)
+        self._states = _GatheredStates(group, self._cuts)
+
+    def states(self, block: int) -> StateRanks | None:
+        """See `Sharing.states`."""
+        return None if self._homes[block].states_over is Share.WHOLE else self._states
+
+    def held(self, block: int) -> tuple[range, ...]:
+        """See `Sharing.held`."""
+        cut = self._cuts[block]
+        if self._homes[block].states_over is Share.WHOLE:
+            return tuple(range(numel) for numel in cut.numels)
+        return cut.held(self._group.rank)
+
+    def request(self, block: BlockWeights, request: HomeRequest) -> HomeRequest:
+        """See `Sharing.request`."""
+        if not self._is_cut(block, request):
+            return request
+        first, last = self._borders(block, request)[self._group.rank : self._group.rank + 2]
+        ends = tuple(end - first for end in request.ends if first < end <= last)
+        # A region has at least a page, also where nothing of the block is this rank's.
+        return replace(request, nbytes=max(last - first, ALIGNMENT_BYTES), ends=ends)
+
+    def home(self, block: BlockWeights, request: HomeRequest, local: ByteHome) -> ByteHome:
+        """See `Sharing.home`."""
+        name, borders = request.region, self._borders(block, request)
+        if self._is_cut(block, request):
+            return SharedHome(name, request.nbytes, local, self._group, borders)
+        if request.tag == "weight" and self._homes[block.index].spreads:
+            return SpreadHome(name, request.nbytes, local, self._group, borders)
+        return local
+
+    def exchange(self, *, keeps_norms: bool, keeps_peaks: bool) -> RankExchange:
+        """See `Sharing.exchange`."""
+        return RankExchange(self._group, self._cuts, keeps_norms=keeps_norms, keeps_peaks=keeps_peaks)
+
+    def _is_cut(self, block: BlockWeights, request: HomeRequest) -> bool:
+        homes = self._homes[block.index]
+        over = {"weight": homes.weights_over, "master": homes.states_over, "gradient": homes.gradients_over}
+        # States are laid out by what a rank holds of them already (`BlockStates`).
+        return over.get(request.tag, Share.WHOLE) is Share.DATA
+
+    def _borders(self, block: BlockWeights, request: HomeRequest) -> tuple[int, ...]:
+        sizes = [slot.nbytes if request.tag == "weight" else slot.master_nbytes for slot in block.slots]
+        return self._cuts[block.index].borders(sizes)
+
+
+class _GatheredStates(StateRanks):
+    """Optimizer states of which each rank has a share."""
+
+    def __init__(self, group: RankGroup, cuts: Sequence[BlockCut]) -> None:
+        self._group = group
+        self._cuts = cuts
+
+    def first_known(
+        self, numbers: Mapping[str, Any] | None, block: BlockWeights, slot: ParameterSlot
+    ) -> dict[str, Any] | None:
+        """See `StateRanks.first_known`."""
+        found = optional_texts(self._group, None if numbers is None else json.dumps(_written(numbers)))
+        text = next((text for text in found if text is not None), None)
+        return None if text is None else _read(json.loads(text))
+
+    def assemble(
+        self,
+        own: torch.Tensor | None,
+        numel: int,
+        dtype: torch.dtype,
+        block: BlockWeights,
+        slot: ParameterSlot,
+        *,
+        is_like: bool,
+    ) -> torch.Tensor:
+        """See `StateRanks.assemble`."""
+        index = block.slots.index(slot)
+        cut, size, rank = self._cuts[block.index], self._group.size, self._group.rank
+        held = [len(cut.held(other)[index]) for other in range(size)]
+        if not is_like:
+            held = [numel if each else 0 for each in held]
+        borders = [0, *accumulate(held)]
+        whole = torch.empty(numel, dtype=dtype, device=slot.parameter.device)
+        if own is not None and own.numel():
+            whole[borders[rank] : borders[rank + 1]] = own
+        self._group.submit(lambda group: gather_in_place(group, whole, borders)).wait()
+        return whole
+
+
+def _written(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the numbers of a state as JSON values; a tensor of one number with its dtype."""
+    return {
+        key: {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "value": value.item()}
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in numbers.items()
+    }
+
+
+def _read(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: torch.full(value["shape"], value["value"], dtype=getattr(torch, value["tensor"]))
+        if isinstance(value, dict)
+        else value
+        for key, value in numbers.items()
+    }
