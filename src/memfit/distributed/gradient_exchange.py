@@ -22,7 +22,7 @@ from memfit.core.shares import EXCHANGED_ELEMENTS, BlockCut
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.transport import Group, exchange, gather_in_place, gather_small, sum_in_order
 from memfit.homes.device_gradients import flat_gradient
-from memfit.homes.gradients import ArrivedGradients, GradientExchange
+from memfit.homes.exchanged_gradients import ArrivedGradients, GradientExchange
 from memfit.homes.home import ByteHome, TransferHandle, write_tensor
 from memfit.homes.weights import BlockWeights
 

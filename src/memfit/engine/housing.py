@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome
+from memfit.homes.exchanged_gradients import ExchangedGradients
 from memfit.homes.factories import HomeFactory, HomeRequest
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.offloaded import HomePool
@@ -73,7 +75,6 @@ class House:
         self.plan = plan
         self._sharing = sharing
         self.placed: dict[str, tuple[int, ByteHome]] = {}
-        has_masters = any(block.has_masters for block in blocks)
         self.blocks = tuple(blocks)
         self.states = dict(states)
         self.step = 0
@@ -87,28 +88,32 @@ class House:
         self._leaving = tuple(tier for tier in leaving if not tier.traits.is_device)
         try:
             for tier in {*self._leaving, *(r.tier for _, r in self._requests.values())}:
-                wanted = [self._own(block, r) for block, r in self._requests.values() if r.tier is tier]
+                wanted = [_own(sharing, block, r) for block, r in self._requests.values() if r.tier is tier]
                 self._factory(tier).prepare(wanted, offloads=tier in leaving)
-            self.gradients = GradientHomes(
-                blocks,
-                {
-                    block.index: self._place(region)
-                    for region, (block, r) in self._requests.items()
-                    if r.tag == "gradient"
-                },
-                keeps_norms=keeps_norms,
-                keeps_gradients=keeps_gradients,
-                # A norm is taken of what the update gets: of gradients in the masters' dtype.
-                keeps_peaks=plan.scales_losses,
-                adds_apart=plan.adds_apart(has_masters=has_masters, clips_norm=keeps_norms),
-                exchange=None
-                if sharing is None
-                else sharing.exchange(keeps_norms=keeps_norms, keeps_peaks=plan.scales_losses),
-            )
+            self.gradients = self._gradient_homes(keeps_norms=keeps_norms, keeps_gradients=keeps_gradients)
         except BaseException:
             # Nobody has this object yet who could close it: files and pinned memory would stay.
             self.close()
             raise
+
+    def _gradient_homes(self, *, keeps_norms: bool, keeps_gradients: bool) -> GradientHomes:
+        plan, sharing = self.plan, self._sharing
+        homes = {block.index: self._place(r.region) for block, r in self._requests.values() if r.tag == "gradient"}
+        has_masters = any(block.has_masters for block in self.blocks)
+        # A norm is taken of what the update gets: of gradients in the masters' dtype.
+        adds_apart = plan.adds_apart(has_masters=has_masters, clips_norm=keeps_norms)
+        make = GradientHomes
+        if sharing is not None:
+            exchange = sharing.exchange(keeps_norms=keeps_norms, keeps_peaks=plan.scales_losses)
+            make = partial(ExchangedGradients, exchange=exchange)
+        return make(
+            self.blocks,
+            homes,
+            keeps_norms=keeps_norms,
+            keeps_gradients=keeps_gradients,
+            keeps_peaks=plan.scales_losses,
+            adds_apart=adds_apart,
+        )
 
     def _wanted(self, block: BlockWeights) -> Iterator[HomeRequest]:
         """Yields requests for all homes of a block. Gradients at home on the device stay on
@@ -147,16 +152,13 @@ class House:
             )
         return self._factories[tier]
 
-    def _own(self, block: BlockWeights, request: HomeRequest) -> HomeRequest:
-        """Returns the request for what this process has of a region."""
-        return request if self._sharing is None else self._sharing.request(block, request)
-
     def _place(self, region: str) -> ByteHome:
         """Makes the home of a region."""
+        sharing = self._sharing
         block, request = self._requests[region]
-        home = self._factory(request.tier).home(self._own(block, request))
-        if self._sharing is not None:
-            home = self._sharing.home(block, request, home)
+        home = self._factory(request.tier).home(_own(sharing, block, request))
+        if sharing is not None:
+            home = sharing.home(block, request, home)
         self.placed[region] = block.index, home
         return home
 
@@ -360,6 +362,11 @@ class House:
             # its way to them has ended before that is freed.
             for factory in self._factories.values():
                 stack.callback(factory.close)
+
+
+def _own(sharing: Sharing | None, block: BlockWeights, request: HomeRequest) -> HomeRequest:
+    """Returns the request for what this process has of a region."""
+    return request if sharing is None else sharing.request(block, request)
 
 
 def _undo_move(

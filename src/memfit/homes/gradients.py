@@ -18,7 +18,7 @@ and is widened in pieces by the update or on its way home.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,52 +29,6 @@ from memfit.homes.gradient_scale import GradientScale
 from memfit.homes.home import ByteHome, TransferGroup, TransferHandle
 from memfit.homes.weights import BlockWeights, ParameterSlot, begin_write_masters
 from memfit.tensors.trees import typed_view
-
-
-class GradientExchange:
-    """Sums of gradients over all processes that train the model; abstract.
-
-    Its methods are collective: all processes call them in the same order.
-    """
-
-    def accumulate(
-        self,
-        block: BlockWeights,
-        home: ByteHome,
-        gradients: Sequence[torch.Tensor | None],
-        added: Sequence[bool],
-        note: Callable[[ArrivedGradients], None],
-    ) -> TransferHandle:
-        """Begins to sum a block's gradients over processes and to add them to their home.
-
-        Args:
-            block: the block.
-            home: of its gradients: of all of them, or of this process's share.
-            gradients: by parameter, dense, or None where this process has none; they live until the
-                handle is done.
-            added: by parameter, whether the home holds a sum already.
-            note: called with what came, before the handle is done.
-        """
-        raise NotImplementedError
-
-    def all_values(self, own: torch.Tensor) -> torch.Tensor:
-        """Returns a small tensor of each process, stacked in rank order."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrivedGradients:
-    """Gradients of a block that were summed over processes.
-
-    Attributes:
-        names: parameters of which some process had a gradient.
-        norms: by parameter, 2-norms of the runs of the sum that this process has added.
-        peaks: by parameter, their largest magnitudes.
-    """
-
-    names: tuple[str, ...]
-    norms: Mapping[str, Sequence[torch.Tensor]]
-    peaks: Mapping[str, Sequence[torch.Tensor]]
 
 
 @dataclass
@@ -104,14 +58,15 @@ class GradientHomes:
             the check of fp16).
         adds_apart: gradients come by `here.receive`; see [Note: gradients of low-precision
             weights].
-        exchange: of the processes that train together; None: this one is alone. Then every block
-            that trains has a home for its gradient.
 
     Attributes:
         here: gradients on the device.
         scaling: factor by which updates multiply gradients.
         is_receiving: a step is under way, so that a gradient on a leaf belongs to it.
+        are_exchanged: an accumulate is collective, so that none may come beside the schedule.
     """
+
+    are_exchanged = False
 
     def __init__(
         self,
@@ -122,20 +77,13 @@ class GradientHomes:
         keeps_gradients: bool = False,
         adds_apart: bool = False,
         keeps_peaks: bool = False,
-        exchange: GradientExchange | None = None,
     ) -> None:
-        self._exchange = exchange
-        # By parameter, of the runs of sums over processes that were added here.
-        self._runs: dict[str, Sequence[torch.Tensor]] = {}
-        self._peaks_of_runs: dict[str, Sequence[torch.Tensor]] = {}
         self.here = DeviceGradients(adds_apart=adds_apart)
         self.scaling = GradientScale()
         self.is_receiving = False
         self._blocks = tuple(blocks)
         self._kept: dict[str, torch.Tensor] | None = {} if keeps_gradients else None
         self._homes = dict(homes)
-        shared = {index for index, home in homes.items() if home.is_shared}
-        self._cut_names = frozenset(s.name for b in blocks if b.index in shared for s in b.slots if s.requires_grad)
         self._keeps_norms = keeps_norms
         self._held: set[str] = set()
         self._norms: dict[str, torch.Tensor] = {}
@@ -154,8 +102,6 @@ class GradientHomes:
         self._held.clear()
         self._norms.clear()
         self._peaks.clear()
-        self._runs.clear()
-        self._peaks_of_runs.clear()
         self.scaling.begin_step()
         self._scaled.clear()
         self._factors.clear()
@@ -180,11 +126,6 @@ class GradientHomes:
         self._held.update(names)
         self.scaling.value = None if scale is None else torch.tensor(scale)
 
-    @property
-    def are_exchanged(self) -> bool:
-        """True if an accumulate is collective, so that none may come beside the schedule."""
-        return self._exchange is not None
-
     def awaits_accumulate(self, block: BlockWeights) -> bool:
         """Tells whether a gradient of the block is on the device and an accumulate would move it
         home.
@@ -199,9 +140,6 @@ class GradientHomes:
         # One block's writes are under way at most: what they read, the block's gradients, is freed
         # when they are done.
         self.wait()
-        if self._exchange is not None:
-            self._leaving = self._begin_exchange(self._exchange, block, home)
-            return
         handles: list[TransferHandle] = []
         for slot in block.slots:
             gradient = self.here.of(slot)
@@ -228,25 +166,6 @@ class GradientHomes:
             self._held.add(slot.name)
         self._leaving = TransferGroup(handles)
 
-    def _begin_exchange(self, exchange: GradientExchange, block: BlockWeights, home: ByteHome) -> TransferHandle:
-        """Begins an accumulate over processes. What this one lacks others may have: it takes part
-        without any gradient too.
-        """
-        gradients: list[torch.Tensor | None] = []
-        for slot in block.slots:
-            gradient = self.here.of(slot)
-            self.here.give_up(slot)
-            gradients.append(None if gradient is None else dense_gradient(gradient.detach(), slot))
-        return exchange.accumulate(
-            block, home, gradients, [slot.name in self._held for slot in block.slots], self._note_arrived
-        )
-
-    def _note_arrived(self, arrived: ArrivedGradients) -> None:
-        # In the thread of the exchange: whoever asks has waited for its handle.
-        self._held.update(arrived.names)
-        self._runs.update(arrived.norms)
-        self._peaks_of_runs.update(arrived.peaks)
-
     def wait(self) -> None:
         """Waits until every gradient that left is home."""
         if self._leaving is not None:
@@ -265,8 +184,6 @@ class GradientHomes:
             0-d tensor; 0 if no parameter has a gradient.
         """
         self.wait()
-        if self._exchange is not None:
-            return self._norm_over_processes(self._exchange, order) * self.scaling.factor
         norms = dict(self._norms)
         for block in self._blocks:
             if block.index not in self._homes:
@@ -277,33 +194,9 @@ class GradientHomes:
         found = [norms[name] for name in order if name in norms]
         return torch.linalg.vector_norm(torch.stack(found)) * self.scaling.factor if found else torch.tensor(0.0)
 
-    def _norm_over_processes(self, exchange: GradientExchange, order: Sequence[str]) -> torch.Tensor:
-        """Computes the norm of sums of which each process has a share, or the whole.
-
-        Runs of a parameter, then parameters, then processes: other roundings than of whole
-        gradients, but the same on every process.
-        """
-        whole, cut = [
-            [
-                torch.linalg.vector_norm(torch.stack(list(self._runs[name])))
-                for name in order
-                if name in self._runs and self._runs[name] and (name in self._cut_names) is is_cut
-            ]
-            for is_cut in (False, True)
-        ]
-        own = torch.linalg.vector_norm(torch.stack(cut)) if cut else torch.tensor(0.0)
-        if self._cut_names:
-            whole += [exchange.all_values(own.float().reshape(1)).flatten()]
-        found = [norm.reshape(-1) for norm in whole]
-        return torch.linalg.vector_norm(torch.cat(found)) if found else torch.tensor(0.0)
-
     def is_finite(self, names: Collection[str]) -> bool:
         """Tells whether no gradient of these parameters holds an infinity or a NaN."""
         self.wait()
-        if self._exchange is not None:
-            own = [peak for name, runs in self._peaks_of_runs.items() if name in names for peak in runs]
-            largest = torch.stack(own).amax() if own else torch.tensor(0.0)
-            return bool(self._exchange.all_values(largest.float().reshape(1)).isfinite().all())
         peaks = [peak for name, peak in self._peaks.items() if name in names]
         for block in self._blocks:
             for slot in block.slots if block.index not in self._homes else ():

@@ -6,8 +6,8 @@ whose visits reach what the others have. Made by the room `distributed`.
 
 from __future__ import annotations
 
+from memfit.homes.exchanged_gradients import GradientExchange
 from memfit.homes.factories import HomeRequest
-from memfit.homes.gradients import GradientExchange
 from memfit.homes.home import ByteHome
 from memfit.homes.optimizer_states import StateRanks
 from memfit.homes.weights import BlockWeights

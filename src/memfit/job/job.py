@@ -378,26 +378,7 @@ class Job(JobFacts):
         for change in self._runner.take_back_changes():
             warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
         with self._runner.interrupts.held():
-            self._end(assembly, restore=restore is not False)
-
-    def _end(self, assembly: Assembly, *, restore: bool) -> None:
-        ranks = assembly.setup.ranks
-        if ranks is None or assembly.has_ended:
-            assembly.end(restore=restore)
-            return
-        # A group that has failed brings nothing back: what other ranks hold cannot be reached.
-        is_whole = restore and ranks.failure is None
-        if is_whole:
-            with together(ranks, "job.close"):
-                assembly.end(restore=True)
-        # First the group: until it is gone, collectives may still write to this job's memory.
-        is_gone = ranks.close()
-        if not is_whole and is_gone:
-            for block in assembly.blocks:
-                block.release(forgets_arrival=True)
-            assembly.end(restore=False)
-        elif not is_gone:
-            assembly.machine.hard_limit.disarm()
+            _end(assembly, restore=restore is not False)
 
     def _commit_last(self, assembly: Assembly) -> None:
         if assembly.setup.run is None:
@@ -486,3 +467,23 @@ def _check_alone(assembly: Assembly, call: str) -> None:
         raise UnsupportedError(
             f"{call} is for one process: on several ranks, close the job and use the model, which is whole again"
         )
+
+
+def _end(assembly: Assembly, *, restore: bool) -> None:
+    ranks = assembly.setup.ranks
+    if ranks is None or assembly.has_ended:
+        assembly.end(restore=restore)
+        return
+    # A group that has failed brings nothing back: what other ranks hold cannot be reached.
+    is_whole = restore and ranks.failure is None
+    if is_whole:
+        with together(ranks, "job.close"):
+            assembly.end(restore=True)
+    # First the group: until it is gone, collectives may still write to this job's memory.
+    is_gone = ranks.close()
+    if not is_whole and is_gone:
+        for block in assembly.blocks:
+            block.release(forgets_arrival=True)
+        assembly.end(restore=False)
+    elif not is_gone:
+        assembly.machine.hard_limit.disarm()
