@@ -57,6 +57,7 @@ ARROWS: dict[str, frozenset[str]] = {
             "core batches checkpoints deferred distributed engine files homes huggingface job planning prediction profiling "
             "scheduling store tensors"
         ),
+        "integrations": "core api tensors",
         "losses": "core huggingface",
         "arena": "core",
         "distributed": "core devices homes tensors",
@@ -75,7 +76,7 @@ TORCH_FREE = ("core", "host", "formats", "planning", "scheduling", "prediction",
 MAY_IMPORT_TORCH = frozenset(ARROWS) - {*TORCH_FREE, "memfit", "__main__"}
 # Scripts that run in child processes of their own: they load torch where they use it, and nobody imports them.
 CHILD_PROGRAMS = frozenset({"host/trials.py"})
-MAY_IMPORT_HOST_LIBRARIES = frozenset({"recipes"})
+MAY_IMPORT_HOST_LIBRARIES = frozenset({"recipes", "integrations"})
 # `safetensors` itself is free of torch, this part is not.
 TORCH_IN_DISGUISE = "safetensors.torch"
 

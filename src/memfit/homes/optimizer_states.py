@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.core.layout import flat_layout
 from memfit.core.state_formats import StateFormat, StateMoment, moment_of, records_of
@@ -344,6 +345,20 @@ class BlockStates:
             whole = ranks.assemble(flat, t.numel, dtype, self.block, slot, is_like=t.shape_kind == "like")
             values[t.key] = whole.as_strided(shape, slot.stride) if t.shape_kind == "like" else whole.view(shape)
         return values | numbers
+
+    def gather_shapes(self, slot: ParameterSlot) -> dict[str, Any]:
+        """Returns what `gather` would, with fake tensors for those that rest at home."""
+        if not self.exists(slot.name):
+            return {}
+        values: dict[str, Any] = {}
+        with FakeTensorMode():
+            for state in self.slots[slot.name]:
+                values[state.key] = (
+                    torch.empty_strided(slot.shape, slot.stride, dtype=state.dtype)
+                    if state.is_like_weight
+                    else torch.empty(state.shape, dtype=state.dtype)
+                )
+        return values | dict(self.numbers[slot.name])
 
     def put(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
         """Writes a whole state (as `gather` returns it) home."""

@@ -66,6 +66,7 @@ class Contents:
         self.torn: str | None = None
         self.is_stepping = False
         self.has_told_changes = False
+        self._is_shapes_only = False
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -212,10 +213,21 @@ class Contents:
 
     def gather_state(self, name: str) -> dict[str, Any]:
         """Reads the optimizer states of a parameter from home."""
-        self.keep_changes()
         block, slot = self.place[name]
+        if self._is_shapes_only:
+            return self.states[block.index].gather_shapes(slot)
+        self.keep_changes()
         with together(self.setup.ranks, f"the optimizer states of {name!r}"):
             return self.states[block.index].gather(slot)
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Context in which `gather_state`, and so `optimizer.state_dict()`, gives fake tensors."""
+        self._is_shapes_only = True
+        try:
+            yield
+        finally:
+            self._is_shapes_only = False
 
     def scatter_state(self, name: str, state: dict[str, Any]) -> None:
         """Writes optimizer states of a parameter to their home.

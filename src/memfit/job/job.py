@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UnsupportedError, UsageError
 from memfit.core.units import format_bytes, parse_bytes
@@ -21,9 +21,10 @@ from memfit.job.job_facts import JobFacts
 from memfit.job.lines import Lines
 from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.results import EvaluateResult, StepResult
-from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, save_job
+from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_job
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import together
+from memfit.job.torch_states import write_states
 
 
 class Job(JobFacts):
@@ -108,7 +109,7 @@ class Job(JobFacts):
             UsageError: the job was not made for lines, or is closed.
             LimitBreachError: the limit was hit; nothing was updated.
         """
-        self._check_usable()
+        _check_alone(self._check_usable(), "job.lines()")
         with Lines(self._runner, self._check_usable) as lines:
             yield lines
 
@@ -259,6 +260,7 @@ class Job(JobFacts):
         *,
         max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
         extra: Mapping[str, Any] | None = None,
+        form: Literal["memfit", "trainer", "weights"] = "memfit",
     ) -> SaveResult:
         """Saves weights, optimizer and training position as safetensors and JSON.
 
@@ -272,6 +274,9 @@ class Job(JobFacts):
             max_shard_bytes: largest size of a file of weights.
             extra: JSON-like values that are saved too (numbers, strings, lists, dictionaries, such
                 as a scheduler's `state_dict()`) and returned by `load`.
+            form: "weights" writes weights and configuration alone, for `from_pretrained`. "trainer"
+                adds the states as `optimizer.pt`, as `torch.save` writes `optimizer.state_dict()`,
+                one parameter at a time: for transformers' `Trainer`. Runs go on from "memfit".
 
         Raises:
             StoreError: the disk failed.
@@ -281,12 +286,13 @@ class Job(JobFacts):
         assembly = self._check_usable()
         _check_alone(assembly, "job.save")
         assembly.keep_changes()
+        check_form(form, extra)
         # Weights and states are those of the step that waits for its `job.step`, if one does.
         journal, scaler = assembly.journal, self.loss_scaler
         waiting = journal if journal is not None and journal.is_waiting else None
         # What a save works on is host memory.
         with self._machine.phase("save"), self._machine.host_ledger():
-            return save_job(
+            saved = save_job(
                 directory,
                 model=assembly.model,
                 optimizer=assembly.setup.optimizer,
@@ -298,7 +304,11 @@ class Job(JobFacts):
                 random=None if waiting is None else waiting.random(),
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
+                has_states=form == "memfit",
             )
+            if form == "trainer":
+                write_states(saved.directory / "optimizer.pt", assembly)
+            return saved
 
     def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
         """Loads weights from files, and the training state too if `save` wrote them.

@@ -92,6 +92,7 @@ def save_job(
     random: Mapping[str, Any] | None = None,
     max_shard_bytes: int | str = DEFAULT_SHARD_BYTES,
     extra: Mapping[str, Any] | None = None,
+    has_states: bool = True,
     operations: FileOperations | None = None,
 ) -> SaveResult:
     """Writes a job between two steps, a piece at a time.
@@ -115,6 +116,7 @@ def save_job(
         max_shard_bytes: of one file of weights.
         extra: kept along: numbers, texts, lists, dictionaries, small tensors (a scheduler's
             `state_dict()`, for example).
+        has_states: False writes weights and configuration alone.
         operations: the system calls; tests make them fail.
 
     Raises:
@@ -128,11 +130,12 @@ def save_job(
     target = Path(directory).expanduser().resolve()
     wait_for_updates(blocks)
     weights, index = weight_files(model, blocks, parse_bytes(max_shard_bytes))
-    files = [*weights, optimizer_file(blocks, states)]
-    trainer = write_text(
-        _trainer_state(optimizer, blocks, states, steps, scaler, noise, random or take_random(), extra or {})
-    )
-    texts: dict[str, str | bytes] = {FILE_NAME: trainer}
+    files, texts = [*weights], dict[str, str | bytes]()
+    if has_states:
+        files.append(optimizer_file(blocks, states))
+        texts[FILE_NAME] = write_text(
+            _trainer_state(optimizer, blocks, states, steps, scaler, noise, random or take_random(), extra or {})
+        )
     if index is not None:
         texts[INDEX_NAME] = index
     check_other_model(target, _config_fields(model, blocks))
@@ -142,6 +145,14 @@ def save_job(
         files={f.name: f.header.file_bytes for f in files},
         seconds=time.perf_counter() - began,
     )
+
+
+def check_form(form: str, extra: Mapping[str, Any] | None) -> None:
+    """Raises `UsageError` if there is no such form of a save, or none that keeps `extra`."""
+    if form not in ("memfit", "trainer", "weights"):
+        raise UsageError(f'job.save(form=...) is "memfit", "trainer" or "weights", not {form!r:.80}')
+    if form != "memfit" and extra is not None:
+        raise UsageError(f'job.save(form="{form}") has no place for extra=: save it in a file of your own')
 
 
 def check_save(directory: str | Path, model: nn.Module | None = None) -> None:

@@ -1,0 +1,5 @@
+"""Hosts that have a training loop of their own: what they need beside `job.lines()`.
+
+In: a host's trainer, made by the user. Out: the same trainer inside a memory limit. Each module
+imports its host; `import memfit` imports none of them.
+"""

@@ -1,0 +1,347 @@
+"""transformers' `Trainer` inside a memory limit.
+
+In: a `Trainer` with its arguments, and what `memfit.fit` shall do. Out: the same training, bit for
+bit, with checkpoints that `from_pretrained` and plain `Trainer` read.
+
+[Note: what a trainer keeps]
+The trainer's own loop runs under `job.lines()`: its batches, `training_step`, accumulation,
+clipping, schedulers, callbacks and logs are the host's, and none of them is overridden. The model
+moves home when the first batches are there (`get_batch_samples`), because only then it is known
+what a batch is. From then on the trainer's own ways to read and write whole models are replaced:
+evaluation and prediction stream weights, checkpoints are written from the homes and read into them,
+a piece at a time. A checkpoint counts when its last file is there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from memfit.api import Job, fit
+from memfit.core.errors import UnsupportedError, UsageError
+from memfit.tensors.guard import is_away
+
+_OWN = ("lines", "max_grad_norm", "store", "resume", "durability", "scheme", "on_breach", "weights", "weight", "split")
+_STATES, _SCHEDULER, _LAST = "optimizer.pt", "scheduler.pt", "trainer_state.json"
+
+
+class MemfitMixin:
+    """Puts a subclass of `Trainer` inside a memory limit: `class MyTrainer(MemfitMixin, Trainer)`.
+
+    Args:
+        args, kwargs: of the trainer.
+        memfit: keyword arguments of `memfit.fit`, such as `{"limit": "8GiB"}`. `sample` may be the
+            largest batch that will come; by default it is the largest of the first step.
+
+    Attributes:
+        job: from the first step on; None before it and after `close`.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+
+    def __init__(self, *args: Any, memfit: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self.job: Job | None = None
+        self._memfit_options = dict(memfit or {})
+        self._memfit_stack: ExitStack | None = None
+        self._memfit_weights: Path | None = None
+        self._memfit_states: Path | None = None
+        self._memfit_in_checkpoint = False
+        refused = [name for name in self._memfit_options if name in _OWN]
+        if refused:
+            raise UsageError(
+                f"memfit={{{refused[0]!r}: ...}}: the trainer decides that by arguments of its own (max_grad_norm, output_dir, resume_from_checkpoint); leave it out"
+            )
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Moves nothing where weights have no values yet: `memfit.fit` gives them."""
+        if not _has_away(model):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    # --- training --------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer.train`. The job stays afterwards, for `evaluate`, `predict` and
+        `save_model`; `close` makes the model an ordinary one again.
+        """
+        self.close()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(_last_whole(Path(self.args.output_dir)))
+        elif resume_from_checkpoint:
+            _check_whole(Path(resume_from_checkpoint))
+        try:
+            with ExitStack() as stack:
+                self._memfit_stack = stack
+                return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._memfit_stack = None
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """See `Trainer.get_batch_samples`. With the first batches the model moves home."""
+        found, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if self.job is None and found and self._memfit_stack is not None:
+            self._memfit_begin(found, items, self._memfit_stack)
+        return found, items
+
+    def _memfit_begin(self, batches: list[Any], items: Any, stack: ExitStack) -> None:
+        options = dict(self._memfit_options)
+        sample = options.pop("sample", None)
+        sample = max(batches, key=_elements) if sample is None else sample
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.model.train()
+        with _generators_kept():
+            job = fit(
+                self.model,
+                optimizer,
+                _loss_of(self, items),
+                self._prepare_inputs(sample),  # type: ignore[attr-defined]
+                lines=True,
+                weights=self._memfit_weights,
+                **options,
+            )
+            self.job = job
+            if self._memfit_states is not None:
+                # Read where they are needed: one parameter's are in memory at a time.
+                optimizer.load_state_dict(torch.load(self._memfit_states, mmap=True, weights_only=True))
+        self._memfit_weights = self._memfit_states = None
+        stack.enter_context(job.lines())
+
+    def close(self) -> None:
+        """Makes model and optimizer ordinary and complete again, if there is a job; see
+        `Job.close`.
+
+        Raises:
+            DoesNotFitError: a model that was never whole does not fit under the limit; `job.save`
+                it.
+        """
+        if self.job is not None:
+            self.job.close()
+            self.job = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- forward only ----------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer.evaluation_loop`, with weights streamed."""
+        if self.job is None:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        with self.job.inference():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.job is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        if _is_peft(self.model):
+            # The adapter alone is written: of the base nothing is read.
+            super()._save(output_dir, _trained(self.model, self.job))  # type: ignore[misc]
+            return
+        target = Path(output_dir or self.args.output_dir)
+        has_states = self._memfit_in_checkpoint and not self.args.save_only_model
+        _save_beside(self.job, target, "trainer" if has_states else "weights")
+        for helper in (getattr(self, "processing_class", None), getattr(self.data_collator, "tokenizer", None)):  # type: ignore[attr-defined]
+            if helper is not None:
+                helper.save_pretrained(target)
+                break
+        torch.save(self.args, target / "training_args.bin")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._memfit_in_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self._memfit_in_checkpoint = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.job is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        if _is_peft(self.model):
+            # Of the adapter, which is small.
+            torch.save(self.optimizer.state_dict(), Path(output_dir) / _STATES)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if _has_away(self.model):
+            self._memfit_weights = Path(resume_from_checkpoint)  # read when the model moves home
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._memfit_states = Path(checkpoint) / _STATES
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        if self.job is None:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        best = Path(self.state.best_model_checkpoint)
+        if _is_peft(self.model):
+            raise UnsupportedError(
+                f"load_best_model_at_end=True reads the adapter of {best} into a model whose weights are away: call trainer.close(), then "
+                "model.load_adapter(...)"
+            )
+        self.job.load(best)
+
+
+class MemfitTrainer(MemfitMixin, Trainer):
+    """`Trainer` inside a memory limit.
+
+        trainer = MemfitTrainer(model, args, train_dataset=data, memfit={"limit": "8GiB"})
+        trainer.train()
+
+    Losses, norms, learning rates and weights are those of `Trainer`, bit for bit. See
+    `MemfitMixin`.
+    """
+
+
+def _refuse(trainer: Any) -> None:
+    """Refuses arguments of the trainer that do not go with a memory limit.
+
+    Raises:
+        UnsupportedError: says which, and what to do instead.
+    """
+    args = trainer.args
+    reasons = {
+        "several devices (n_gpu, world_size)": (
+            args.n_gpu > 1 or args.world_size > 1,
+            "one process with one device is served: set CUDA_VISIBLE_DEVICES, or start it without torchrun",
+        ),
+        "deepspeed or fsdp": (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
+            "both move weights, as memfit does: leave the argument out",
+        ),
+        "fp16=True": (args.fp16, "its GradScaler reads gradients that may rest elsewhere: use bf16=True"),
+        "torch_compile=True": (args.torch_compile, "it compiles the whole model: leave it out"),
+        "auto_find_batch_size=True": (
+            args.auto_find_batch_size,
+            "a batch that does not fit is planned for, or refused before the first step: leave it out",
+        ),
+        "use_liger_kernel=True": (
+            getattr(args, "use_liger_kernel", False),
+            "it replaces modules' forwards: leave it out",
+        ),
+        "gradient_checkpointing=True": (
+            args.gradient_checkpointing,
+            "the plan decides what is computed again, and it would be paid for twice: leave it out",
+        ),
+        "ref_model": (
+            getattr(trainer, "ref_model", None) is not None,
+            "a second model would stay whole beside the limit: use an adapter (peft_config), whose base is the reference",
+        ),
+    }
+    for name, (is_asked, why) in reasons.items():
+        if is_asked:
+            raise UnsupportedError(f"MemfitTrainer does not go with {name}: {why}")
+
+
+def _loss_of(trainer: Any, items: Any) -> Callable[[Any, Any], Any]:
+    """Returns the trainer's loss of one batch, for planning; it counts and logs nothing."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        kept = {name: getattr(trainer, name) for name in ("_metrics", "_total_train_tokens") if hasattr(trainer, name)}
+        if "_metrics" in kept:
+            trainer._metrics = {mode: type(found)(list) for mode, found in kept["_metrics"].items()}  # noqa: SLF001, TRL's
+        try:
+            with trainer.compute_loss_context_manager():
+                # A shallow copy: label smoothing takes labels out, TRL adds keys.
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+        finally:
+            for name, value in kept.items():
+                setattr(trainer, name, value)
+
+    return loss
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Context after which the default generators are where they were: batches of a resumed run come
+    from them.
+    """
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def _elements(batch: Any) -> int:
+    found = batch.values() if isinstance(batch, Mapping) else ()
+    return sum(value.numel() for value in found if isinstance(value, torch.Tensor))
+
+
+def _has_away(model: nn.Module) -> bool:
+    return any(is_away(p) for p in model.parameters())
+
+
+def _save_beside(job: Job, target: Path, form: Literal["trainer", "weights"]) -> None:
+    """Saves into a directory that may have checkpoints in it."""
+    if not target.is_dir() or not any(path.is_dir() for path in target.iterdir()):
+        job.save(target, form=form)
+        return
+    # A save takes the place of its whole directory, which here has others in it.
+    staged = target / ".memfit-save"
+    job.save(staged, form=form)
+    for file in staged.iterdir():
+        file.replace(target / file.name)
+    staged.rmdir()
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def _trained(model: nn.Module, job: Job) -> dict[str, torch.Tensor]:
+    """Copies of the weights that train, brought block by block."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            with job.weights(name):
+                found[name] = parameter.detach().clone()
+    return found
+
+
+def _check_whole(checkpoint: Path) -> None:
+    missing = [name for name in (_LAST, _STATES, _SCHEDULER) if not (checkpoint / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"the checkpoint {checkpoint} has no {missing[0]}: it was not written to its end, or with save_only_model=True, and would be resumed without what "
+            "is missing. Name another one, or load its weights into the model and train anew"
+        )
+
+
+def _last_whole(directory: Path) -> Path:
+    """Returns the newest checkpoint that was written to its end."""
+    found = [path for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    whole = [path for path in found if all((path / name).is_file() for name in (_LAST, _STATES, _SCHEDULER))]
+    if not whole:
+        raise UsageError(
+            f"resume_from_checkpoint=True: {directory} has no checkpoint that was written to its end (found {sorted(path.name for path in found)})"
+        )
+    return max(whole, key=lambda path: int(path.name.split("-")[-1]))

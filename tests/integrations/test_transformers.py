@@ -1,0 +1,334 @@
+"""transformers' `Trainer` under memfit beside itself: logs, weights and checkpoints, bit for bit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import memfit
+from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.tiers import Tier
+from memfit.integrations.transformers import MemfitMixin, MemfitTrainer
+
+# What is said of the machine, of times, or by libraries that the test does not ask about.
+pytestmark = pytest.mark.filterwarnings("ignore")
+ON_DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+TOLD = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "eval_rouge")
+
+
+def homes(names: list[str], home: BlockPlan = ON_DISK) -> Plan:
+    return Plan(blocks=dict.fromkeys(names, home), update=UpdateTime.AFTER_BACKWARD)
+
+
+LAYERS = [f"model.layers.{index}" for index in range(2)]
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Unequal numbers of targets; for classification, one label a row."""
+
+    def __init__(self, count: int = 10, *, is_class: bool = False) -> None:
+        self.count, self.is_class = count, is_class
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = torch.randint(3, 32, (6,), generator=torch.Generator().manual_seed(index))
+        labels = words.clone()
+        labels[: index % 4] = -100
+        return {"input_ids": words, "labels": int(words[0]) % 2 if self.is_class else labels}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, attention_dropout=0.1
+        )
+    )  # fmt: skip
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16
+        )
+    )  # fmt: skip
+
+
+def arguments(directory: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
+    common = {
+        "output_dir": str(directory), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
+        "learning_rate": 1e-2, "warmup_steps": 2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5, "logging_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
+    return kind(**(common | given))
+
+
+def told(trainer: Any) -> list[dict[str, Any]]:
+    return [{key: value for key, value in entry.items() if key in TOLD} for entry in trainer.state.log_history]
+
+
+def train(
+    kind: Any,
+    directory: Path,
+    build: Callable[[], Any] = llama,
+    data: Rows | None = None,
+    plan: Plan | None = None,
+    resume: Any = None,
+    callbacks: Any = None,
+    arguments_of: Any = TrainingArguments,
+    **given: Any,
+) -> Any:
+    rows = Rows() if data is None else data
+    options = {"memfit": {"plan": plan}} if issubclass(kind, MemfitMixin) else {}
+    trainer = kind(
+        build(), arguments(directory, arguments_of, **given), train_dataset=rows, eval_dataset=Rows(4, is_class=rows.is_class),
+        callbacks=callbacks, **options,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def check_equal(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, MemfitMixin):
+        ours.close()
+    assert told(ours) == told(theirs)
+    for (name, found), expected in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "given"),
+    [
+        (None, {}),
+        (homes(LAYERS), {}),
+        (homes(LAYERS, BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)), {}),
+        (homes(LAYERS), {"bf16": True}),
+        (homes(LAYERS), {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}),
+        (homes(LAYERS), {"label_smoothing_factor": 0.1}),
+    ],
+    ids=["resident", "disk", "gradients on the device", "bf16", "one backward, not clipped", "label smoothing"],
+)
+def test_a_trainer_is_bitwise_itself(plan: Plan | None, given: dict[str, Any], tmp_path: Path) -> None:
+    given = {"save_strategy": "no", **given}
+    check_equal(train(MemfitTrainer, tmp_path, plan=plan, **given), train(Trainer, tmp_path, **given))
+
+
+def test_short_last_windows_and_batches_are_served(tmp_path: Path) -> None:
+    """Nine rows in windows of two batches of two: the last window has one batch of one row."""
+    names = [f"bert.encoder.layer.{index}" for index in range(2)]
+    given: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "no"}
+    rows = Rows(9, is_class=True)
+    ours = train(MemfitTrainer, tmp_path, bert, rows, homes(names), **given)
+    check_equal(ours, train(Trainer, tmp_path, bert, rows, **given))
+    assert len([entry for entry in told(ours) if "loss" in entry]) == 6
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(MemfitTrainer, MemfitTrainer), (Trainer, MemfitTrainer), (MemfitTrainer, Trainer)]
+)
+def test_checkpoints_are_read_by_either(first: Any, then: Any, tmp_path: Path) -> None:
+    plan = homes(LAYERS)
+    theirs = train(Trainer, tmp_path / "plain")
+    if first is MemfitTrainer:
+        train(MemfitTrainer, tmp_path / "first", plan=plan).close()
+    else:
+        train(Trainer, tmp_path / "first")
+    again = train(then, tmp_path / "then", plan=plan, resume=str(tmp_path / "first" / "checkpoint-2"))
+    check_equal(again, theirs)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "first" / "checkpoint-4")
+    for found, expected in zip(loaded.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_states_of_a_checkpoint_are_those_of_plain_trainer(tmp_path: Path) -> None:
+    train(Trainer, tmp_path / "plain", max_steps=2)
+    train(MemfitTrainer, tmp_path / "ours", plan=homes(LAYERS), max_steps=2).close()
+    found, expected = (
+        torch.load(tmp_path / name / "checkpoint-2" / "optimizer.pt", weights_only=True) for name in ("ours", "plain")
+    )
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for index, states in expected["state"].items():
+        assert states.keys() == found["state"][index].keys()
+        assert all(torch.equal(found["state"][index][key], states[key]) for key in states)
+
+
+def test_an_interrupted_save_is_not_resumed_from(tmp_path: Path) -> None:
+    """What a kill leaves: the newest checkpoint without its last file. The one before it is taken."""
+    theirs = train(Trainer, tmp_path / "plain")
+    train(MemfitTrainer, tmp_path / "ours", plan=homes(LAYERS)).close()
+    (tmp_path / "ours" / "checkpoint-4" / "trainer_state.json").unlink()
+    with pytest.raises(UsageError, match="not written to its end"):
+        train(MemfitTrainer, tmp_path / "ours", plan=homes(LAYERS), resume=str(tmp_path / "ours" / "checkpoint-4"))
+    check_equal(train(MemfitTrainer, tmp_path / "ours", plan=homes(LAYERS), resume=True), theirs)
+
+
+class _Reading(TrainerCallback):
+    """Reads what callbacks of hosts read: norms before the update, weights through the trainer's own ways."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        norms = [p.grad.norm() for p in kwargs["model"].lm_head.parameters()]
+        self.seen.append([float(norm) for norm in norms])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append((state.global_step, kwargs["optimizer"].param_groups[0]["lr"]))
+
+
+def test_callbacks_stand_where_they_stood(tmp_path: Path) -> None:
+    seen = [_Reading(), _Reading()]
+    given: dict[str, Any] = {"save_strategy": "no", "max_grad_norm": 0.5}
+    theirs = train(Trainer, tmp_path, callbacks=[seen[0]], **given)
+    check_equal(train(MemfitTrainer, tmp_path, plan=homes(LAYERS), callbacks=[seen[1]], **given), theirs)
+    assert seen[0].seen == seen[1].seen
+
+
+def test_the_best_model_is_loaded_and_the_trainer_goes_on_to_evaluate_and_save(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"load_best_model_at_end": True, "learning_rate": 0.5}
+    theirs = train(Trainer, tmp_path / "plain", **given)
+    ours = train(MemfitTrainer, tmp_path / "ours", plan=homes(LAYERS), **given)
+    assert ours.state.best_global_step == theirs.state.best_global_step
+    found, expected = ours.evaluate(), theirs.evaluate()
+    assert found["eval_loss"] == expected["eval_loss"]
+    predicted, plainly = ours.predict(Rows(4)), theirs.predict(Rows(4))
+    assert (predicted.predictions == plainly.predictions).all()
+    ours.save_model()  # beside its checkpoints
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    assert not (tmp_path / "ours" / "optimizer.pt").exists()
+    for parameter, other in zip(loaded.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    check_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_second_train_goes_on_from_the_first(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"save_strategy": "no"}
+    theirs = train(Trainer, tmp_path, **given)
+    ours = train(MemfitTrainer, tmp_path, plan=homes(LAYERS), **given)
+    for trainer in (theirs, ours):
+        torch.manual_seed(9)
+        trainer.train()
+    check_equal(ours, theirs)
+
+
+def test_generation_while_a_translation_model_is_evaluated(tmp_path: Path) -> None:
+    class Ours(MemfitMixin, Seq2SeqTrainer):
+        pass
+
+    def t5() -> Any:
+        torch.manual_seed(0)
+        beginning: dict[str, Any] = {"decoder_start_token_id": 0}
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **beginning)
+        )
+
+    names = [f"{side}.block.{index}" for side in ("encoder", "decoder") for index in range(2)]
+    given: dict[str, Any] = {
+        "arguments_of": Seq2SeqTrainingArguments, "predict_with_generate": True, "generation_max_length": 6, "save_strategy": "no"
+    }  # fmt: skip
+    theirs = train(Seq2SeqTrainer, tmp_path, t5, **given)
+    ours = train(Ours, tmp_path, t5, plan=homes(names), **given)
+    assert (ours.predict(Rows(4)).predictions == theirs.predict(Rows(4)).predictions).all()
+    check_equal(ours, theirs)
+
+
+def test_a_model_that_is_never_whole_trains_and_resumes(tmp_path: Path) -> None:
+    theirs = train(Trainer, tmp_path / "plain")
+    plan = homes(LAYERS)
+    check_equal(train(MemfitTrainer, tmp_path / "ours", lambda: memfit.empty(llama), plan=plan), theirs)
+    resumed = train(
+        MemfitTrainer, tmp_path / "then", lambda: memfit.empty(llama), plan=plan, resume=str(tmp_path / "ours" / "checkpoint-2")
+    )  # fmt: skip
+    check_equal(resumed, theirs)
+
+
+def test_an_adapter_on_a_frozen_base_that_rests_on_disk(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        found = llama()
+        torch.manual_seed(1)
+        return peft.get_peft_model(found, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+    plan = homes([f"base_model.model.{name}" for name in LAYERS])
+    theirs = train(Trainer, tmp_path / "plain", adapted)
+    ours = train(MemfitTrainer, tmp_path / "ours", adapted, plan=plan)
+    check_equal(ours, theirs)
+    saved = tmp_path / "ours" / "checkpoint-4"
+    assert not (saved / "model.safetensors").exists()
+    again = train(MemfitTrainer, tmp_path / "then", adapted, plan=plan, resume=str(tmp_path / "ours" / "checkpoint-2"))
+    check_equal(again, theirs)
+    loaded: Any = peft.PeftModel.from_pretrained(llama(), saved)
+    weights: dict[str, Tensor] = dict(theirs.model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"torch_compile": True}, "torch_compile=True"),
+    ],
+)
+def test_arguments_that_do_not_go_with_a_limit_are_named(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        MemfitTrainer(llama(), arguments(tmp_path, **given), train_dataset=Rows(), eval_dataset=Rows(), memfit={})
+
+
+def test_what_the_trainer_decides_is_no_option(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'max_grad_norm'"):
+        MemfitTrainer(llama(), arguments(tmp_path), train_dataset=Rows(), memfit={"max_grad_norm": 1.0})
+
+
+def test_the_methods_that_are_relied_upon_have_their_signatures() -> None:
+    """A release of transformers that changes one of these needs a look at `memfit.integrations.transformers`."""
+    found = {
+        name: list(inspect.signature(getattr(Trainer, name)).parameters)[1:]
+        for name in (
+            "_move_model_to_device", "train", "get_batch_samples", "evaluation_loop", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler",
+            "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "compute_loss", "_prepare_inputs",
+            "compute_loss_context_manager",
+        )
+    }  # fmt: skip
+    assert found == {
+        "_move_model_to_device": ["model", "device"],
+        "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+        "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
+        "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+        "_save": ["output_dir", "state_dict"],
+        "_save_checkpoint": ["model", "trial"],
+        "_save_optimizer_and_scheduler": ["output_dir"],
+        "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
+        "_load_optimizer_and_scheduler": ["checkpoint"],
+        "_load_best_model": [],
+        "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+        "_prepare_inputs": ["inputs"],
+        "compute_loss_context_manager": [],
+    }
