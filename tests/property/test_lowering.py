@@ -22,6 +22,7 @@ from memfit.core.tiers import TIERS, Tier
 from memfit.prediction import predict, residents_at
 from memfit.prediction.bytes import held_at, peaks
 from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lower import lower
 from property.random_steps import Case, cases, with_storages
 from unit.profiles import PAGE, gpt_profile
@@ -246,3 +247,20 @@ def test_bytes_between_files_and_a_device_cross_the_link_to_the_host_and_others_
         kinds = {"Fetch": way, "Accumulate": way, "Update": None if update_on is Tier.HOST else way}
         assert {kind for kind, _ in crossed} == set(kinds)
         assert all(tier is kinds[kind] for (kind, _), tier in crossed.items()), (device, update_on)
+
+
+@given(data=st.data(), drawn=cases())
+def test_facts_that_plans_share_change_no_step(data: st.DataObject, drawn: Case) -> None:
+    """Two plans of one profile, lowered with what the other one has found, in either order and again."""
+    case = with_storages(data.draw, drawn)
+    away = BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)
+    homes = st.sampled_from([BlockPlan(), BlockPlan(state_home=Tier.HOST), away])
+    blocks = {block.name: data.draw(homes) for block in case.profile.blocks}
+    calls = case.plan.calls if data.draw(st.booleans()) else ()
+    other = replace(case.plan, blocks=blocks, calls=calls)
+    device = data.draw(st.sampled_from(["cpu", "gpu"]))
+    known = KnownFacts()
+    for plan in data.draw(st.permutations([case.plan, other, case.plan, other])):
+        schedule = build_step(plan, case.profile, clips_norm=case.clips_norm)
+        alone = lower(schedule, plan, case.profile, device=device)
+        assert lower(schedule, plan, case.profile, device=device, known=known) == alone

@@ -214,3 +214,34 @@ def test_smaller_sizes_are_traced_where_operations_on_fewer_rows_are_of_a_faster
         plans.append(found.plan)
         assert len(found.profile.traces) == (4 if own is rates else 1)
     assert [plan.microbatches > 1 for plan in plans] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["checkpoint-every-block", "sqrt", "vdnn", "zero-infinity", "accumulate"])
+def test_a_job_under_a_technique_trains_as_plain_pytorch_does(name: str, tmp_path: Path) -> None:
+    """Losses and weights bit for bit, against a plain loop; and advice under the name is what the job took."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        torch.manual_seed(3)
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+        model = nn.Sequential(*layers, nn.Linear(64, 8))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.randn(8, 64)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).square().mean()
+
+    plain, optimizer, rows = made()
+    expected: list[float] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        found = loss(plain, rows)
+        found.backward()
+        optimizer.step()
+        expected.append(found.item())
+    model, own, rows = made()
+    told = advise(model, own, loss, rows, plan=name, hardware=MACHINE)
+    with memfit.fit(model, own, loss, rows, plan=name, hardware=MACHINE, directory=tmp_path, numerics="exact") as job:
+        assert job.plan == told.plan
+        assert name in job.reason
+        assert [job.step(rows).loss for _ in range(3)] == expected
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

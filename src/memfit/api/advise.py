@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memfit.api.choosing import Choice, Wanted, choose, keeps_batch_whole
+from memfit.api.given_plans import read_given
 from memfit.batches.batch import UncuttableError
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
@@ -38,9 +39,8 @@ from memfit.job.problem import (
     check_precision,
     driver_of,
     encodes_states,
-    read_plan,
 )
-from memfit.planning.plan_choice import ParetoPoint
+from memfit.planning.plan_choice import ClassicPoint, ParetoPoint
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step
@@ -65,6 +65,7 @@ class Advice:
         front: what stood beside it, from the fastest to the leanest; empty for a plan that was
             given.
         chosen: name of its point; empty for a plan that was given.
+        classics: techniques of the field on the same question, where they were asked for.
     """
 
     plan: Plan
@@ -77,6 +78,7 @@ class Advice:
     hardware: Hardware
     front: tuple[ParetoPoint, ...] = ()
     chosen: str = ""
+    classics: tuple[ClassicPoint, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -97,6 +99,7 @@ def advise(
     max_grad_norm: float | None = None,
     directory: str | Path | None = None,
     hardware: Hardware | str | Path | None = None,
+    compares: bool = False,
 ) -> Advice:
     """Chooses a plan as `fit` does, or takes the one that is given, and prices it.
 
@@ -111,7 +114,7 @@ def advise(
         loss: the user's.
         sample: a batch.
         limit: bytes of the device; None: no limit, or all that a described device has.
-        plan: priced instead of chosen.
+        plan: priced instead of chosen; the name of a technique: chosen among its plans.
         allow: declared changes of arithmetic.
         numerics: "auto" or "exact".
         max_grad_norm: gradients are to be clipped.
@@ -119,6 +122,7 @@ def advise(
         hardware: the machine that plans are made for (object, name, JSON text or a path to it),
             which need not be here: its tiers, capacities and kind of device count, and nothing is
             allocated on it. None: this machine, which is probed.
+        compares: techniques of the field are predicted as well (`Advice.classics`).
 
     Raises:
         DoesNotFitError: no plan fits the limit.
@@ -135,7 +139,8 @@ def advise(
         numerics=numerics,
         is_for_accelerator=None if stated is None else not is_processor(stated.device),
     )
-    if plan is None:
+    given = read_given(plan)
+    if given.plan is None:
         check_effect(problem, allow, device.type if stated is None else stated.device)
     # How a model without bytes will be loaded is not known.
     loads = all(p.numel() == 0 or (not is_away(p) and p.untyped_storage().nbytes()) for p in model.parameters())
@@ -144,18 +149,24 @@ def advise(
         stated = probe(planned.here, directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
     assert stated is not None, "what is not here is described"
     clips_norm = max_grad_norm is not None
-    if plan is not None:
-        given = read_plan(plan)
-        check_precision(given, model, allow)
-        return _price(problem, sample, given, planned.budget, stated, allow=allow, clips_norm=clips_norm)
+    if given.plan is not None:
+        check_precision(given.plan, model, allow)
+        return _price(problem, sample, given.plan, planned.budget, stated, allow=allow, clips_norm=clips_norm)
     wanted = Wanted(
         allow=allow,
         may_split=True,
         clips_norm=clips_norm,
         load_bytes=planned.load_bytes,
         numerics=numerics,
+        classic=given.classic,
+        compares=compares,
     )
     chosen = _chosen(problem, sample, planned.budget, stated, planned.machine, wanted)
+    return _advice(chosen, planned.budget(chosen.profile), allow=allow)
+
+
+def _advice(chosen: Choice, budget: Budget, *, allow: Collection[str]) -> Advice:
+    """Returns what is known of a plan that was chosen."""
     declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
     return Advice(
         plan=chosen.plan,
@@ -163,11 +174,12 @@ def advise(
         numerics=declared,
         schedule=chosen.found.schedule,
         timeline=chosen.found.timeline,
-        budget=planned.budget(chosen.profile),
+        budget=budget,
         profile=chosen.profile,
         hardware=chosen.hardware,
         front=chosen.found.front,
         chosen=chosen.found.name,
+        classics=chosen.found.classics,
     )
 
 

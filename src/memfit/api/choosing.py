@@ -41,6 +41,9 @@ from memfit.prediction.clock import fastest_products_per_s, work_seconds
 # A plan that takes less than this share of what another way to compute takes at least wins in any
 # case: ways differ a little in operations.
 _SURELY_LESS = 0.8
+# Mixed plans are looked for in a way to compute whose best uniform plan takes at most so many times
+# what the best of other ways takes: they were at most twice as fast, and mostly a fifth.
+_MAY_STILL_WIN = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,8 @@ class Wanted:
         numerics: see `core.numerics.Wish`.
         commits: to the store, a step.
         has_lines: the user's own loop makes the steps, and may accumulate.
+        classic: name of the only technique whose plans are looked at.
+        compares: techniques are predicted too, for people.
     """
 
     allow: Collection[str]
@@ -93,6 +98,8 @@ class Wanted:
     numerics: Wish = "auto"
     commits: float = 0.0
     has_lines: bool = False
+    classic: str | None = None
+    compares: bool = False
 
 
 def choose(
@@ -233,7 +240,8 @@ class _Search:
         given = ComputeDtype.GIVEN
 
         def plan(hardware: Hardware) -> PlanChoice:
-            return self._plan(self._first, in_dtype(hardware, given), given, None, StateFormat.GIVEN)
+            speeds = in_dtype(hardware, given)
+            return self._plan(self._first, speeds, given, None, StateFormat.GIVEN)
 
         found = plan(self._hardware)
         if found.weighed_s > weighed_seconds(found.least_s, regroups=True):
@@ -297,7 +305,8 @@ class _Search:
             if states is not StateFormat.GIVEN and not any(profile.encoded_elements.values()):
                 continue
             try:
-                found = self._plan(profile, speeds, compute, chunk, states)
+                mixes_below = _MAY_STILL_WIN * min((c.found.weighed_s for _, c in self.choices), default=math.inf)
+                found = self._plan(profile, speeds, compute, chunk, states, mixes_below=mixes_below)
             except DoesNotFitError as error:
                 self.refusals.append(error)
                 continue
@@ -309,7 +318,14 @@ class _Search:
             self.choices.append((way, choice))
 
     def _plan(
-        self, profile: Profile, speeds: Hardware, compute: ComputeDtype, chunk: int | None, states: StateFormat
+        self,
+        profile: Profile,
+        speeds: Hardware,
+        compute: ComputeDtype,
+        chunk: int | None,
+        states: StateFormat,
+        *,
+        mixes_below: float = 0.0,
     ) -> PlanChoice:
         wanted, machine = self._wanted, self._machine
         # In another dtype other kernels are compiled, and kept.
@@ -333,6 +349,9 @@ class _Search:
             numerics="auto" if wanted.has_lines else wanted.numerics,
             commits=wanted.commits,
             decided={"loss_chunk_tokens": chunk, "state_format": states},
+            classic=wanted.classic,
+            mixes_below=mixes_below,
+            compares=wanted.compares,
         )
 
 

@@ -111,7 +111,8 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
     ways = setup.problem.ways(sample, setup.split)
     if setup.resumed_plan is None:
         check_effect(setup.problem, setup.allow, setup.device)
-    if setup.machine.limits.device_bytes is None and setup.resumed_plan is None and not setup.has_journal:
+    is_free = setup.machine.limits.device_bytes is None and setup.classic is None
+    if is_free and setup.resumed_plan is None and not setup.has_journal:
         own = setup.cut_by(ways[0])
         found = own.problem.profile(sample, (1,), chunk_tokens=None)
         plan = Plan(update=update_time(found, clips_norm=False))
@@ -415,6 +416,7 @@ def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:
         scheme=None if run is None else run.scheme,
         numerics=setup.numerics,
         commits=0.0 if run is None else _commits_a_step(run.durability),
+        classic=None if is_running else setup.classic,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.api.deciding import begin_chosen, begin_given, begin_resumed, check_claim
+from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked
 from memfit.api.over_ranks import begin_over_ranks, fitting_ranks
 from memfit.checkpoints.checkpointer import check_run
@@ -45,7 +46,6 @@ from memfit.job.problem import (
     check_arguments,
     driver_of,
     encodes_states,
-    read_plan,
 )
 from memfit.job.setup import Setup
 from memfit.job.user_hooks import tell_hooks
@@ -162,7 +162,9 @@ def fit(
             "bf16-state" permit optimizer states that rest in so many bits (never those of
             embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
             `job.close()` give them decoded to fp32.
-        plan: take this plan (object, JSON text or a path to it) instead of choosing one.
+        plan: take this plan (object, JSON text or a path to it) instead of choosing one; or the
+            name of a technique of the field, such as "zero-offload" or "checkpoint-every-block"
+            (`memfit plan` lists them): then the fastest of its plans that fits.
         blocks: names or modules that are to be the blocks, instead of those that memfit finds.
 
         -- where homes are --
@@ -257,7 +259,11 @@ def fit(
         ):
             driver = driver_of(optimizer, model)
             block_map = find_blocks(model, blocks)
-            given = None if plan is None else read_plan(plan)
+            given = read_given(plan)
+            if given.classic is not None and (lines or ranks is not None):
+                raise UsageError(
+                    f"plan={given.classic!r} is chosen for job.step of one process: leave it out with lines=True and on several ranks"
+                )
             if lines:
                 check_asked(
                     max_grad_norm=max_grad_norm,
@@ -265,7 +271,7 @@ def fit(
                     split=split,
                     on_breach=on_breach,
                     scheme=scheme,
-                    plan=given,
+                    plan=given.plan,
                 )
             _check_on_breach(on_breach, store or resume, durability)
             giving_up = stack.enter_context(ExitStack())
@@ -296,8 +302,9 @@ def fit(
                 load_bytes=loaded.load_bytes,
                 lines_sample=sample if lines else None,
                 ranks=ranks,
+                classic=given.classic,
             )
-            job = _begin(setup, sample, given, saved)
+            job = _begin(setup, sample, given.plan, saved)
             giving_up.pop_all()  # the directory is the job's now
         tell_hooks(model)
         return job
@@ -348,7 +355,7 @@ def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) ->
         )
     elif given is not None:
         runner = begin_given(setup, sample, given)
-    elif resumed is not None:
+    elif resumed is not None and setup.classic is None:
         runner, told = begin_resumed(setup, sample, resumed)
     else:
         runner = begin_chosen(setup, sample)

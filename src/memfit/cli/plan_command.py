@@ -16,11 +16,13 @@ from memfit.cli.source import (
     HardwareOption,
     ModelOption,
     NumericsOption,
+    PlanOption,
     RecipeOption,
     SequenceOption,
     TiersOption,
     find_source,
     given_hardware,
+    given_plan,
 )
 from memfit.core.errors import UsageError
 from memfit.core.hardware import TierSpec
@@ -42,6 +44,7 @@ def plan(
         str | None, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")
     ] = None,
     allow: AllowOption = None,
+    plan: PlanOption = None,
     numerics: NumericsOption = "auto",
     clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
     directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
@@ -77,6 +80,8 @@ def plan(
             max_grad_norm=clip,
             hardware=machine,
             directory=directory,
+            plan=given_plan(plan),
+            compares=True,
         )
     if is_piped:
         typer.echo(advice.plan.to_json())
@@ -87,6 +92,7 @@ def plan(
     console.print()
     _print_limit(console, advice)
     print_front(console, advice)
+    _print_classics(console, advice)
     if text:
         console.print(advice.schedule.text(), markup=False, soft_wrap=True)
     if json is not None and not is_piped:
@@ -152,3 +158,22 @@ def print_front(console: Console, advice: Advice) -> None:
     if rows:
         columns = ("", "tensors, predicted", "step, predicted", "plan")
         print_table(console, "Pareto front", columns, rows, left=("plan",))
+
+
+def _print_classics(console: Console, advice: Advice) -> None:
+    """Prints what techniques of the field would take in the chosen plan's place."""
+    own_s = advice.timeline.seconds
+    rows = [
+        (
+            point.name,
+            "fits" if point.fits else "does not fit",
+            format_bytes(point.peak_bytes),
+            f"{point.seconds:.3g} s",
+            f"{point.seconds / own_s:.2f}x" if own_s else "",
+            f"{point.says} ({point.microbatches} microbatches)" if point.microbatches > 1 else point.says,
+        )
+        for point in advice.classics
+    ]
+    if rows:
+        columns = ("technique (--plan)", "", "tensors, predicted", "step, predicted", "of the chosen", "in words")
+        print_table(console, "Techniques of the field", columns, rows, left=("in words",))

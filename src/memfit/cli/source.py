@@ -45,7 +45,9 @@ AllowOption = Annotated[
 ]
 PlanOption = Annotated[
     Path | None,
-    typer.Option(help="Take this plan (JSON, as memfit plan --json writes it; - reads standard input)."),
+    typer.Option(
+        help="Take this plan (JSON, as memfit plan --json writes it; - reads standard input), or a technique by its name, such as zero-offload."
+    ),
 ]
 NumericsOption = Annotated[
     str,

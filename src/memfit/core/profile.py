@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from memfit.core.layout import flat_layout
 from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table
 from memfit.core.units import format_bytes
@@ -98,6 +100,13 @@ class BlockProfile:
     def weight_bytes(self) -> int:
         """Bytes of all parameters, without alignment."""
         return sum(p.nbytes for p in self.parameters)
+
+    @cached_property
+    def flat_bytes(self) -> tuple[int, ...]:
+        """Bytes of flat buffers: weights, masters, gradients as made, gradients as summed."""
+        every, trained = self.parameters, [p for p in self.parameters if p.requires_grad]
+        sizes = [[p.nbytes for p in every], [p.master_nbytes for p in every], [p.nbytes for p in trained]]
+        return tuple(flat_layout(s)[1] for s in (*sizes, [p.master_nbytes or p.nbytes for p in trained]))
 
     @property
     def gradient_bytes(self) -> int:
@@ -466,9 +475,7 @@ class Profile:
 
     @property
     def may_split(self) -> bool:
-        """True if, as far as the trace can tell, the model computes the same if the batch is cut.
-        The loss must add up besides.
-        """
+        """True if the trace shows no effect of cutting the batch. The loss must add up besides."""
         return not (self.reads_batch_statistics or self.unsplittable_buffers)
 
     @property

@@ -61,6 +61,7 @@ class Setup:
         lines_sample: a batch of the user's own loop, whose lines make the steps; None: `job.step`
             does.
         ranks: processes that train the model together; None: this one is alone.
+        classic: name of the technique whose plans are looked at; None: all plans are.
     """
 
     problem: Problem
@@ -81,6 +82,7 @@ class Setup:
     load_bytes: int
     lines_sample: Any = None
     ranks: RankGroup | None = None
+    classic: str | None = None
 
     @property
     def resumed_plan(self) -> Plan | None:

@@ -31,10 +31,17 @@ from memfit.planning.journal_rules import SMALL_BLOCK_BYTES, journaled, problem_
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan to look at, and its name in a front."""
+    """A plan to look at.
+
+    Attributes:
+        name: in a front.
+        plan: the decisions.
+        classic: name of its technique (`planning.classics`); empty where it has no name.
+    """
 
     name: str
     plan: Plan
+    classic: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

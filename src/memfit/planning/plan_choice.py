@@ -35,6 +35,29 @@ class ParetoPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClassicPoint:
+    """A technique of the field, as it is predicted on the same question.
+
+    Attributes:
+        name: by which `plan=` takes it.
+        says: it in one line.
+        source: where it comes from.
+        microbatches: with which it fits and is fastest, or else is leanest.
+        peak_bytes: predicted device bytes of tensors.
+        seconds: predicted for a step.
+        fits: it is within every budget.
+    """
+
+    name: str
+    says: str
+    source: str
+    microbatches: int
+    peak_bytes: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanChoice:
     """A plan, what it is predicted to cost, and what stood beside it.
 
@@ -50,7 +73,11 @@ class PlanChoice:
         regroups: it regroups sums (`core.numerics`).
         unchanged_s: what a plan that regroups none, and may fit, takes at least; None: none is
             predicted to fit.
-        least_s: what every candidate takes at least, whatever it holds.
+        least_s: what every uniform candidate takes at least, whatever it holds.
+        bound_s: where mixed plans were looked for: seconds of the busiest lane in the best mixture
+            of shares of layers, without any wait (`planning.widening.MixedPlans`); None: they were
+            not. No proof, but how much at most a better search of the same frames would gain.
+        classics: techniques of the field on the same question, where they were asked for.
     """
 
     name: str
@@ -63,6 +90,8 @@ class PlanChoice:
     regroups: bool
     unchanged_s: float | None
     least_s: float
+    bound_s: float | None = None
+    classics: tuple[ClassicPoint, ...] = ()
 
     @property
     def weighed_s(self) -> float:
@@ -90,7 +119,7 @@ def _point(built: BuiltCandidate) -> ParetoPoint:
     )
 
 
-def give_reason(built: list[BuiltCandidate], best: BuiltCandidate, budget: Budget) -> str:
+def give_reason(built: list[BuiltCandidate], best: BuiltCandidate, budget: Budget, bound_s: float | None = None) -> str:
     """Says why the chosen one was taken, and what more memory would give."""
     peak, seconds = best.cost.peak_bytes, best.cost.seconds
     room = "no limit" if budget.tensor_bytes is None else f"{format_bytes(budget.tensor_bytes)} for tensors"
@@ -100,6 +129,8 @@ def give_reason(built: list[BuiltCandidate], best: BuiltCandidate, budget: Budge
     )
     if any(b.fits and b.cost.seconds < seconds for b in built):
         text = text.replace("the fastest of the plans that fit", "the fastest of the plans that fit and add up alike")
+    if bound_s is not None and 0 < bound_s < seconds:
+        text += f" The best mixture of layers would take {bound_s:.3g} s if nothing ever waited."
     faster = [b for b in built if not b.fits and b.cost.seconds < seconds]
     if faster:
         next_up = min(faster, key=lambda b: (b.cost.peak_bytes, b.priced.index))

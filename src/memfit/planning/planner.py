@@ -33,9 +33,11 @@ from memfit.core.tiers import Tier
 from memfit.core.units import format_bytes
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
-from memfit.planning.plan_choice import PlanChoice, give_reason, pareto_front
+from memfit.planning.classics import CLASSICS, check_classic
+from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, is_within, price_all
 from memfit.planning.refusals import Refusal
+from memfit.planning.widening import mixes, search_mixed
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
@@ -62,6 +64,9 @@ def choose_plan(
     numerics: Wish = "auto",
     commits: float = 0.0,
     decided: Mapping[str, Any] = MappingProxyType({}),
+    classic: str | None = None,
+    mixes_below: float = math.inf,
+    compares: bool = False,
 ) -> PlanChoice:
     """Takes the fastest candidate whose predicted peaks fit.
 
@@ -91,6 +96,10 @@ def choose_plan(
         commits: to the store, a step: 1, or fewer where the durability is N steps.
         decided: fields of all plans, of which the profile was made: chunks of the loss, the format
             of states.
+        classic: name of the only technique that is looked at (`planning.classics`).
+        mixes_below: mixed plans are looked for (`planning.widening`) where the best uniform one
+            takes less than so many seconds; 0: they are not.
+        compares: every technique is predicted, for people (`PlanChoice.classics`).
 
     Raises:
         DoesNotFitError: no candidate fits; `smallest_limit_bytes` is the smallest device limit that
@@ -114,17 +123,39 @@ def choose_plan(
         numerics=numerics,
         commits=commits,
         decided=decided,
+        classic=classic,
     )
-    return _answer(question)
+    if classic is not None:
+        check_classic(classic, profile, hardware, question.tiers)
+    return _answer(question, mixes_below=0.0 if classic is not None else mixes_below, compares=compares)
 
 
-def _answer(question: PlanQuestion) -> PlanChoice:
+# Uniform plans that are built in vain before mixed ones are looked for.
+_PATIENCE = 60
+
+
+def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> PlanChoice:
     priced = price_all(question)
     if question.like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(question.like)]
-    if question.numerics == "exact":
-        priced = [p for p in priced if not p.regroups]
-    built, waiting = _search(priced, question)
+    priced = [p for p in priced if question.allows(p)]
+    search = _UniformSearch(priced, question)
+    bound_s: float | None = None
+    built: list[BuiltCandidate] = []
+    least_s = min(p.seconds_bound for p in priced)
+    if mixes_below and mixes(question):
+        # Mixed plans are mostly faster: once they are known, most uniform ones need not be built.
+        search.run(patience=_PATIENCE)
+        fitting = [b for b in search.built if b.fits]
+        found_s = min((b.weighed_s for b in fitting), default=math.inf)
+        if fitting and least_s < min(b.cost.seconds for b in fitting) and found_s < mixes_below:
+            mixed = search_mixed(fitting, question, len(priced))
+            built, bound_s = list(mixed.built), mixed.bound_s
+            found_s = min([found_s, *(b.weighed_s for b in built if b.fits)])
+        search.run(best_s=found_s)
+    else:
+        search.run()
+    built, waiting = search.built + built, search.waiting
     fitting = [b for b in built if b.fits]
     if not fitting:
         built += _search_leanest(waiting, built, question)
@@ -137,12 +168,42 @@ def _answer(question: PlanQuestion) -> PlanChoice:
         schedule=step.schedule,
         timeline=predict(step, question.hardware),
         front=pareto_front(built, best),
-        reason=give_reason(built, best, question.budget) + _order_told(best, question.profile),
+        reason=give_reason(built, best, question.budget, bound_s) + _order_told(best, question.profile),
         built=len(built),
         regroups=best.priced.regroups,
         unchanged_s=_unchanged_seconds(priced, built, waiting),
-        least_s=min(p.seconds_bound for p in priced),
+        least_s=least_s,
+        bound_s=bound_s,
+        classics=_compared(priced, built, question) if compares else (),
     )
+
+
+def _compared(
+    priced: list[PricedCandidate], built: list[BuiltCandidate], question: PlanQuestion
+) -> tuple[ClassicPoint, ...]:
+    """Predicts every technique: with the number of microbatches with which it is fastest and fits,
+    or else leanest.
+    """
+    known = {b.priced.index: b for b in built}
+    points: list[ClassicPoint] = []
+    for name, classic in CLASSICS.items():
+        mine = [p for p in priced if p.candidate.classic == name]
+        found = [known.get(p.index) or question.build(p) for p in mine]
+        if not found:
+            continue
+        taken = min(found, key=lambda b: (not b.fits, b.weighed_s if b.fits else b.cost.peak_bytes, b.priced.index))
+        points.append(
+            ClassicPoint(
+                name=name,
+                says=classic.says,
+                source=classic.source,
+                microbatches=taken.priced.candidate.plan.microbatches,
+                peak_bytes=taken.cost.peak_bytes,
+                seconds=taken.cost.seconds,
+                fits=taken.fits,
+            )
+        )
+    return tuple(points)
 
 
 def _order_told(best: BuiltCandidate, profile: Profile) -> str:
@@ -169,27 +230,48 @@ def _masters(plan: Plan) -> tuple[bool, bool]:
     return plan.splits_masters, plan.drops_masters
 
 
-def _search(
-    priced: list[PricedCandidate], question: PlanQuestion
-) -> tuple[list[BuiltCandidate], list[PricedCandidate]]:
-    """Builds what could win; returns that, and what was not built because its residents alone are
-    too much.
+class _UniformSearch:
+    """Builds what could win, in the order of its bound; can stop and go on.
+
+    Args:
+        priced: candidates.
+        question: that they answer.
+
+    Attributes:
+        built: candidates that were built.
+        waiting: candidates that were not, because their residents alone are too much.
     """
-    built: list[BuiltCandidate] = []
-    waiting: list[PricedCandidate] = []
-    best_s = math.inf
-    for candidate in sorted(priced, key=lambda p: (p.weighed_bound, p.index)):
-        # A bound may be a rounding above what it bounds.
-        if best_s <= candidate.weighed_bound * (1 + 1e-9):
-            break
-        # The fastest of all is built in any case: what it would need is what a person asks first.
-        if built and not is_within(candidate.bytes_bound, question.budget.tensor_bytes):
-            waiting.append(candidate)
-            continue
-        built.append(question.build(candidate))
-        if built[-1].fits:
-            best_s = min(best_s, built[-1].weighed_s)
-    return built, waiting
+
+    def __init__(self, priced: list[PricedCandidate], question: PlanQuestion) -> None:
+        self._left = sorted(priced, key=lambda p: (p.weighed_bound, p.index), reverse=True)
+        self._question = question
+        self._best_s = math.inf
+        self.built: list[BuiltCandidate] = []
+        self.waiting: list[PricedCandidate] = []
+
+    def run(self, *, patience: float = math.inf, best_s: float = math.inf) -> None:
+        """Goes on until nothing that is left can win.
+
+        Args:
+            patience: it stops when so many in turn, after the first that fits, were not the best.
+            best_s: of a plan that was found elsewhere.
+        """
+        self._best_s = min(self._best_s, best_s)
+        in_vain = 0
+        while self._left and in_vain < patience:
+            # A bound may be a rounding above what it bounds.
+            if self._best_s <= self._left[-1].weighed_bound * (1 + 1e-9):
+                return
+            candidate = self._left.pop()
+            # The fastest of all is built in any case: what it would need is asked first.
+            if self.built and not is_within(candidate.bytes_bound, self._question.budget.tensor_bytes):
+                self.waiting.append(candidate)
+                continue
+            built = self._question.build(candidate)
+            self.built.append(built)
+            in_vain += math.isfinite(self._best_s)
+            if built.fits and built.weighed_s < self._best_s:
+                self._best_s, in_vain = built.weighed_s, 0
 
 
 def _search_leanest(
@@ -225,8 +307,11 @@ def _does_not_fit(built: list[BuiltCandidate], question: PlanQuestion) -> DoesNo
     leanest = min(possible, key=lambda b: (b.cost.peak_bytes, b.priced.index))
     advice = ["shorter sequences or smaller images"]
     kind = ""
+    if question.classic is not None:
+        kind = f" of the technique {question.classic!r}"
+        advice.insert(0, "no plan, so that the fastest that fits is chosen")
     if question.numerics == "exact":
-        kind = " that is bitwise plain PyTorch (numerics='exact')"
+        kind += " that is bitwise plain PyTorch (numerics='exact')"
         advice.insert(0, "numerics='auto', which may regroup sums")
     elif not question.may_split:
         advice.insert(0, "a loss and a model that allow the batch to be split, or fewer rows")

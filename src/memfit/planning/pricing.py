@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from memfit.core.errors import UsageError
@@ -18,18 +19,21 @@ from memfit.core.numerics import Wish, regroups_sums, weighed_seconds
 from memfit.core.plan import Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
-from memfit.core.shape import describe_step
+from memfit.core.shape import StepShape, describe_step
 from memfit.core.step import Step
-from memfit.core.tiers import Tier, is_processor
+from memfit.core.tiers import Tier, crossed_tier, is_processor
 from memfit.planning.bounds import commit_seconds, compute_seconds, update_seconds
 from memfit.planning.candidates import Candidate, MasterForms, list_candidates
+from memfit.planning.classics import list_classics
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import Appraisal, appraise
 from memfit.scheduling.build import build_forward, build_step
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lower import lower
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
     disk_bytes_with_store,
+    flat_gradient_bytes,
     flat_weight_bytes,
     master_home_bytes,
     trace_of,
@@ -91,8 +95,10 @@ class PlanQuestion:
         tiers: beside the device, those that the hardware has.
         limits: of tiers beside the device, the hardware's capacities included.
         may_split: the batch may be cut, by the loss and by the model.
+        classic: name of the only technique that is looked at; None: all plans are.
         checks: peaks of checks that were predicted already (see `bytes_of_check`), by the decisions
             that they depend on.
+        known: facts about the profile that lowering has found.
     """
 
     profile: Profile
@@ -111,12 +117,18 @@ class PlanQuestion:
     numerics: Wish
     commits: float
     decided: Mapping[str, Any]
+    classic: str | None = None
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
+    known: KnownFacts = field(default_factory=KnownFacts)
 
     def build(self, priced: PricedCandidate) -> BuiltCandidate:
         """Builds the step of a candidate, lowers it and predicts it."""
+        return self.judge(priced, self.lower(priced.candidate.plan))
+
+    def judge(self, priced: PricedCandidate, step: Step) -> BuiltCandidate:
+        """Predicts the lowered step of a candidate, and says whether it fits."""
         plan = priced.candidate.plan
-        found = appraise(self.lower(plan), self.hardware)
+        found = appraise(step, self.hardware)
         if plan.microbatches > 1 and self.checked_rows:
             found = _with_peak(found, Tier.DEVICE, max(found.peak_bytes, self._check_bytes(plan)))
         if self.scheme is not None:
@@ -141,7 +153,12 @@ class PlanQuestion:
             commits=self.commits,
             device=self.hardware.device,
             is_itemized=is_itemized,
+            known=self.known,
         )
+
+    def allows(self, priced: PricedCandidate) -> bool:
+        """Tells whether a candidate may be taken, whatever it costs."""
+        return self.numerics != "exact" or not priced.regroups
 
     def _check_bytes(self, plan: Plan) -> int:
         key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters)
@@ -182,69 +199,152 @@ def price_all(question: PlanQuestion) -> list[PricedCandidate]:
     priced: list[PricedCandidate] = []
     profile = question.profile
     may_split = question.may_split and question.numerics != "exact"
-    may_update_on_host = not is_processor(question.hardware.device) and not profile.host_update_obstacle
     count = 1
     while count <= (max(1, profile.batch_rows) if may_split else 1):
         if -(-profile.batch_rows // count) in profile.traces:
-            for candidate in list_candidates(
-                profile,
-                microbatches=count,
-                tiers=question.tiers,
-                clips_norm=question.clips_norm,
-                masters=question.masters,
-                compute=question.compute,
-                has_journal=question.scheme == "journal",
-                like=question.like,
-                may_update_on_host=may_update_on_host,
-            ):
+            for candidate in _list_all(question, count):
                 whole = replace(candidate, plan=replace(candidate.plan, **question.decided))
-                priced.append(_price(len(priced), whole, question))
+                priced.append(price(len(priced), whole, question))
         count *= 2
     if not priced:
         raise UsageError(f"none of the microbatch sizes has a trace; traced rows are {sorted(profile.traces)}")
     return priced
 
 
-def _price(index: int, candidate: Candidate, question: PlanQuestion) -> PricedCandidate:
-    """Lower bounds of seconds and device bytes. See [Note: which candidates are built]."""
+def _list_all(question: PlanQuestion, count: int) -> list[Candidate]:
+    """Lists uniform plans and techniques with so many microbatches, each plan once."""
+    profile = question.profile
+    classics: list[Candidate] = []
+    if question.scheme != "journal":
+        given = ComputeDtype.BFLOAT16 if profile.has_masters else ComputeDtype.GIVEN
+        classics = list(
+            list_classics(
+                profile,
+                question.hardware,
+                microbatches=count,
+                tiers=question.tiers,
+                clips_norm=question.clips_norm,
+                compute=given if question.compute is None else question.compute,
+                drops_masters=profile.has_masters and not question.masters.kept,
+                only=question.classic,
+            )
+        )
+    if question.classic is not None:
+        return classics
+    listed = list_candidates(
+        profile,
+        microbatches=count,
+        tiers=question.tiers,
+        clips_norm=question.clips_norm,
+        masters=question.masters,
+        compute=question.compute,
+        has_journal=question.scheme == "journal",
+        like=question.like,
+        may_update_on_host=not is_processor(question.hardware.device) and not profile.host_update_obstacle,
+    )
+    found: list[Candidate] = []
+    for candidate in listed:
+        same = next((classic for classic in classics if classic.plan == candidate.plan), None)
+        found.append(candidate if same is None else replace(candidate, classic=same.classic))
+    known = {candidate.classic for candidate in found}
+    return found + [classic for classic in classics if classic.classic not in known]
+
+
+def price(index: int, candidate: Candidate, question: PlanQuestion) -> PricedCandidate:
+    """Bounds seconds and device bytes from below. See [Note: which candidates are built]."""
     plan, profile, hardware = candidate.plan, question.profile, question.hardware
-    shape = describe_step(plan, profile)
-    trace = trace_of(profile, plan.microbatches)
-    work_s = compute_seconds(trace, plan, shape, hardware)
-    moved_s: dict[tuple[Tier, str], float] = {}
-    resident, host_s = 0, 0.0
-    for block, profiled in enumerate(profile.blocks):
-        homes = plan.block(profiled.name)
-        weight = flat_weight_bytes(profiled)
-        resident += 0 if block in shape.visiting else weight
-        if homes.state_home is Tier.DEVICE:
-            resident += profile.resting_state_bytes(profiled.name) + master_home_bytes(plan, profiled)
-        if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
-            resident += profiled.gradient_bytes
-        if block in shape.visiting:
-            _add(moved_s, hardware, homes.weight_home, "read", weight)
-        if block in shape.trainable:
-            on_device_s, on_host_s = update_seconds(plan, profile, block, hardware)
-            work_s, host_s = work_s + on_device_s, host_s + on_host_s
-            traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
-            for (tier, _), nbytes in traffic.read.items():
-                _add(moved_s, hardware, tier, "read", nbytes)
-            for (tier, _), nbytes in traffic.written.items():
-                _add(moved_s, hardware, tier, "write", nbytes)
+    loads = loads_of(plan, question)
     return PricedCandidate(
         index=index,
         candidate=candidate,
-        seconds_bound=max([work_s, host_s, *moved_s.values()])
+        seconds_bound=max([loads.work_s, loads.host_s, *loads.moved_s.values()])
         + commit_seconds(plan, profile, hardware, question.commits),
-        bytes_bound=resident,
+        bytes_bound=loads.resident_bytes,
         regroups=regroups_sums(plan, profile),
     )
 
 
-def _add(moved_s: dict[tuple[Tier, str], float], hardware: Hardware, tier: Tier, direction: str, nbytes: int) -> None:
-    link = hardware.link(tier)
-    speed = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
-    moved_s[tier, direction] = moved_s.get((tier, direction), 0.0) + nbytes / speed
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """Work of a step by who does it: none of them is through sooner, whatever the schedule.
+
+    Attributes:
+        work_s: the device computes so long, updates of it included.
+        host_s: the host's cores update so long beside an accelerator.
+        moved_s: each link is in use so long, by tier and direction; visits are counted once,
+            and gradients that leave.
+        resident_bytes: rest on the device through the whole step.
+    """
+
+    work_s: float
+    host_s: float
+    moved_s: Mapping[tuple[Tier, str], float]
+    resident_bytes: int
+
+
+def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
+    """Adds up a plan's work, block by block, without its schedule."""
+    profile, hardware = question.profile, question.hardware
+    shape = describe_step(plan, profile)
+    trace = trace_of(profile, plan.microbatches)
+    key = "compute", trace.rows, plan.microbatches, plan.calls, plan.cut_tail
+    work_s = question.known.found(key, lambda: compute_seconds(trace, plan, shape, hardware))
+    moved_s: dict[tuple[Tier, str], float] = {}
+    resident, host_s = 0, 0.0
+    for block, profiled in enumerate(profile.blocks):
+        one = question.known.of_update(
+            plan, profiled.name, "loads", partial(_loads_of_block, plan, question, shape, block)
+        )
+        work_s, host_s, resident = work_s + one.work_s, host_s + one.host_s, resident + one.resident_bytes
+        for queue, seconds in one.moved_s.items():
+            moved_s[queue] = moved_s.get(queue, 0.0) + seconds
+    return Loads(work_s=work_s, host_s=host_s, moved_s=moved_s, resident_bytes=resident)
+
+
+def _loads_of_block(plan: Plan, question: PlanQuestion, shape: StepShape, block: int) -> Loads:
+    """Adds up what a block brings, by its own decisions: its visit, its gradient and its update."""
+    profile, hardware = question.profile, question.hardware
+    profiled = profile.blocks[block]
+    homes = plan.block(profiled.name)
+    weight = flat_weight_bytes(profiled)
+    moved_s: dict[tuple[Tier, str], float] = {}
+    resident = 0 if block in shape.visiting else weight
+    if homes.state_home is Tier.DEVICE:
+        resident += profile.resting_state_bytes(profiled.name) + master_home_bytes(plan, profiled)
+    if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
+        resident += profiled.gradient_bytes
+    if block in shape.visiting:
+        _add(moved_s, hardware, homes.weight_home, "read", weight)
+    if block not in shape.trainable:
+        return Loads(work_s=0.0, host_s=0.0, moved_s=moved_s, resident_bytes=resident)
+    if homes.gradient_home is not Tier.DEVICE:
+        _add(moved_s, hardware, homes.gradient_home, "write", flat_gradient_bytes(profiled))
+    work_s, host_s = update_seconds(plan, profile, block, hardware)
+    traffic = update_traffic(plan, profile, block, is_visiting=True, device=hardware.device)
+    goes_on = not homes.updates_on_host(hardware.device)
+    for (tier, _), nbytes in traffic.read.items():
+        _add(moved_s, hardware, tier, "read", nbytes, reaches_device=goes_on)
+    for (tier, _), nbytes in traffic.written.items():
+        _add(moved_s, hardware, tier, "write", nbytes, reaches_device=goes_on)
+    return Loads(work_s=work_s, host_s=host_s, moved_s=moved_s, resident_bytes=resident)
+
+
+def _add(
+    moved_s: dict[tuple[Tier, str], float],
+    hardware: Hardware,
+    tier: Tier,
+    direction: str,
+    nbytes: int,
+    *,
+    reaches_device: bool = True,
+) -> None:
+    """Adds the seconds of a transfer to every link that it passes."""
+    crossed = crossed_tier(tier, hardware.device) if reaches_device else None
+    for passed in (tier, crossed):
+        if passed is not None and passed in hardware.tiers:
+            link = hardware.link(passed)
+            speed = link.read_bytes_per_s if direction == "read" else link.write_bytes_per_s
+            moved_s[passed, direction] = moved_s.get((passed, direction), 0.0) + nbytes / speed
 
 
 def is_within(nbytes: int, limit: int | None) -> bool:

@@ -9,8 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from memfit.core.schedule import Backward, Forward
 from memfit.core.step import CATEGORIES, ByteChange, Step
 from memfit.core.tiers import Tier
+
+Slot = tuple[bool, int]
+"""A place in a step, whatever its plan moves: (it is a backward, first call of the segment)."""
+AT_THE_END: Slot = (True, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +56,33 @@ def peaks(step: Step) -> dict[Tier, int]:
         for tier in {change.tier for change in operation.changes}:
             most[tier] = max(most[tier], alive[tier])
     return dict(most)
+
+
+def peaks_by_slot(step: Step) -> dict[Slot, int]:
+    """Returns the device's peak bytes by slot: at each segment's forward or backward, of any
+    microbatch, and at what stands between it and the one before.
+
+    What stands behind the last one has the slot `AT_THE_END`.
+    """
+    alive = sum(change.nbytes for change in step.resting if change.tier is Tier.DEVICE)
+    found: dict[Slot, int] = {}
+    highest = alive
+    for operation in step:
+        during = alive
+        for change in operation.during:
+            if change.tier is Tier.DEVICE:
+                during += change.nbytes
+        for change in operation.changes:
+            if change.tier is Tier.DEVICE:
+                alive += change.nbytes
+        highest = max(highest, during, alive)
+        action = operation.action
+        if isinstance(action, Forward | Backward):
+            slot = isinstance(action, Backward), action.first
+            found[slot] = max(found.get(slot, 0), highest)
+            highest = alive
+    found[AT_THE_END] = highest
+    return found
 
 
 def held_at(step: Step, index: int, tier: Tier = Tier.DEVICE) -> dict[tuple[str, str], int]:

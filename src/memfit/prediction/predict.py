@@ -6,7 +6,7 @@ In: `Step`, `Hardware`. Out: `Timeline` (`predict`), or its sums (`appraise`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memfit.core.hardware import Hardware
 from memfit.core.step import Step
@@ -18,10 +18,18 @@ from memfit.prediction.clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Appraisal:
-    """Sums of a `Timeline`: predicted peaks by tier, and seconds."""
+    """Sums of a `Timeline`.
+
+    Attributes:
+        peaks: predicted, by tier.
+        seconds: of a step.
+        busy_s: for how long each lane works, by its name as in `Interval`; compute without what
+            links slow it by.
+    """
 
     peaks: Mapping[Tier, int]
     seconds: float
+    busy_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def peak_bytes(self) -> int:
@@ -81,4 +89,5 @@ def appraise(step: Step, hardware: Hardware) -> Appraisal:
     return Appraisal(
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
+        busy_s=clock.busy_s,
     )

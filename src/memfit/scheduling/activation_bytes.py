@@ -39,7 +39,6 @@ class ActivationBytes:
         # Backwards of the joint backward that are still to come; microbatches whose cut it has.
         self._joint_left = sum(isinstance(a, Backward) and not self.is_of_tail(a) for a in schedule)
         self._crossed: set[int] = set()
-        self._reliefs: dict[tuple[int, Arrival], int] = {}
 
     def is_of_tail(self, action: Action) -> bool:
         """Returns True for a backward of the tail."""
@@ -92,11 +91,7 @@ class ActivationBytes:
         """Returns the bytes that a backward rises less by, because gradients come later than they
         are counted.
         """
-        key = segment, arrival
-        if key not in self._reliefs:
-            facts = self._facts
-            self._reliefs[key] = facts.backward_rise(segment) - facts.backward_rise(segment, arrival)
-        return self._reliefs[key]
+        return self._facts.backward_rise(segment) - self._facts.backward_rise(segment, arrival)
 
     def _bytes_at_cut(self) -> int:
         """Returns the gradients of a microbatch's activations where its tail is cut off."""
@@ -129,13 +124,14 @@ class ActivationBytes:
 
     def _all_costs(self, schedule: Schedule) -> list[tuple[EventCost, ...]]:
         is_training = any(isinstance(a, Seed) for a in schedule)
-        known: dict[tuple[tuple[ActivationEvent, int], ...], tuple[EventCost, ...]] = {}
-        found = _events_by_microbatch(schedule, self._shape)
-        for events in found:
-            if events not in known:
+        costs: list[tuple[EventCost, ...]] = []
+        for events in _events_by_microbatch(schedule, self._shape):
+            key = events, is_training, self._is_itemized
+            if key not in self._facts.costs:
                 life = Lifetimes(self._facts, is_training=is_training, is_itemized=self._is_itemized)
-                known[events] = life.follow(events)
-        return [known[events] for events in found]
+                self._facts.costs[key] = life.follow(events)
+            costs.append(self._facts.costs[key])
+        return costs
 
 
 def _events_by_microbatch(schedule: Schedule, shape: StepShape) -> list[tuple[tuple[ActivationEvent, int], ...]]:

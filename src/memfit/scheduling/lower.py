@@ -46,14 +46,14 @@ from memfit.core.shape import StepShape, describe_step
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
-from memfit.core.work_kinds import Work, summed
+from memfit.core.work_kinds import summed
 from memfit.scheduling.activation_bytes import ActivationBytes
 from memfit.scheduling.gradient_bytes import GradientBytes
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.operation_draft import OperationDraft
 from memfit.scheduling.pieces import Line, UpdatePieces
 from memfit.scheduling.references import check_references
 from memfit.scheduling.resting_bytes import resting_bytes
-from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
     commit_bytes,
@@ -91,6 +91,7 @@ def lower(
     commits: float = 0.0,
     device: str = "cpu",
     is_itemized: bool = False,
+    known: KnownFacts | None = None,
 ) -> Step:
     """Gives each action of a legal schedule its meaning under a plan.
 
@@ -111,6 +112,7 @@ def lower(
             pieces of host memory.
         is_itemized: activations are owned by what made them ("C5"), not by their microbatch ("m0"):
             for reports, slower.
+        known: facts about the profile that were found before, and are added to.
 
     Raises:
         PlanError: no trace of that many rows; the schedule is of another model or plan
@@ -131,6 +133,7 @@ def lower(
         adds_apart=adds_apart,
         device=device,
         is_itemized=is_itemized,
+        known=known or KnownFacts(),
     ).step(commits)
 
 
@@ -151,13 +154,15 @@ class _Lowering:
         adds_apart: bool | None,
         device: str,
         is_itemized: bool,
+        known: KnownFacts,
     ) -> None:
         self._schedule = schedule
         self._plan = plan
         self._profile = profile
         self._device = device
         self._shape = shape
-        self._facts = facts = SegmentFacts(trace, plan, shape, profile)
+        self._known = known
+        self._facts = facts = known.segments(trace, plan, shape, profile)
         self._segment = {first: i for i, (first, _) in enumerate(shape.segments)}
         self._staging_bytes = staging_bytes if uses_disk(plan, shape) else 0
         if adds_apart is None:
@@ -166,7 +171,7 @@ class _Lowering:
         self._draft = OperationDraft(device)
         self._gradients = GradientBytes(plan, profile, facts, adds_apart=adds_apart, change=self._draft.change_gradient)
         self._activations = ActivationBytes(schedule, facts, self._draft, is_itemized=is_itemized)
-        self._line = Line(UpdatePieces(plan, profile, is_summed=self._gradients.is_summed, device=device))
+        self._line = Line(UpdatePieces(plan, profile, known, is_summed=self._gradients.is_summed, device=device))
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
         self._homes = [plan.block(block.name) for block in profile.blocks]
@@ -185,7 +190,6 @@ class _Lowering:
         # In a journal: what is kept before a block's update changes anything.
         self._turn_before = _turns_before(schedule)
         self._away: dict[tuple[int, int], tuple[Tier, int]] = {}
-        self._work: dict[tuple[int, bool, bool], Work] = {}
         # Tokens that were given, in order; blocks whose gradient left before the compute action
         # that runs next.
         self._given: dict[Token, None] = {}
@@ -317,8 +321,13 @@ class _Lowering:
         # A visit that no call waited for still arrives, and would overwrite what is updated.
         draft.waits = [*self._take_leaving(), *(self._waits(_FETCH, block) if block in self._visiting else ())]
         self._line.submit(block, is_here=self._is_here(block))
-        traffic = update_traffic(
-            self._plan, self._profile, block, is_visiting=block in self._visiting, device=self._device
+        plan, profile, name = self._plan, self._profile, self._shape.blocks[block]
+        is_visiting = block in self._visiting
+        traffic = self._known.of_update(
+            plan,
+            name,
+            ("traffic", is_visiting, self._device),
+            lambda: update_traffic(plan, profile, block, is_visiting=is_visiting, device=self._device),
         )
         draft.after = [*self._waits(_ACCUMULATE, block), *self._turn_before.get(block, ())]
         # What the host's cores work on comes to host memory, and goes no further.
@@ -328,7 +337,7 @@ class _Lowering:
                 draft.transfers.append(way(tier, direction, category, nbytes))
         draft.is_chain = False
         draft.behind, self._pipeline = self._pipeline, Token(_UPDATE, self._owner[block])
-        work = update_work(self._plan, self._profile, block)
+        work = self._known.of_update(plan, name, "work", lambda: update_work(plan, profile, block))
         if self._updates_on_host[block]:
             draft.host_work = work
             draft.update_place = UpdatePlace.HOST
@@ -379,11 +388,11 @@ class _Lowering:
         if is_backward:
             draft.waits = [*draft.waits, *self._given_only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
         key = (segment, is_backward, is_adding)
-        if key not in self._work:
+        if key not in self._facts.work:
             work = segment_work(self._facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
             sums = adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
-            self._work[key] = summed([(work, 1.0), (sums, 1.0)])
-        draft.work = self._work[key]
+            self._facts.work[key] = summed([(work, 1.0), (sums, 1.0)])
+        draft.work = self._facts.work[key]
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = self._take_leaving()
 

@@ -23,7 +23,7 @@ the two updates is counted in every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.core.layout import MOVED_PIECES, PIECE_ELEMENTS
@@ -31,6 +31,7 @@ from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TensorProfile, UpdateProfile
 from memfit.core.state_formats import records_of
 from memfit.core.tiers import Tier
+from memfit.scheduling.known_facts import KnownFacts
 
 _WIDE_BYTES = 4
 # Of each encoded element of a state: its fp32 value, while the piece is worked on; and for a moment
@@ -65,11 +66,15 @@ class UpdatePieces:
     Args:
         plan: the decisions.
         profile: with `updates`; a parameter without an entry is not updated.
+        known: facts about the profile that were found before.
         is_summed: gradients on the device are in the masters' dtype.
         device: as `core.tiers.is_processor` takes it.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, *, is_summed: bool, device: str = "cpu") -> None:
+    def __init__(
+        self, plan: Plan, profile: Profile, known: KnownFacts, *, is_summed: bool, device: str = "cpu"
+    ) -> None:
+        self._known = known
         self._plan = plan
         self._device = device
         self._profile = profile
@@ -91,15 +96,21 @@ class UpdatePieces:
         """
         key = block, is_here
         if key not in self._found:
-            profile = self._profile.blocks[block]
-            updates = self._profile.updates
-            self._found[key] = tuple(
-                self._piece(profile, parameter, updates[parameter.name], elements, is_here=is_here)
-                for parameter in profile.parameters
-                if parameter.name in updates and parameter.requires_grad
-                for elements in _cut(parameter, updates[parameter.name])
+            name, updates = self._profile.blocks[block].name, self._profile.updates
+            whole = "pieces", is_here, self._is_summed, self._device
+            self._found[key] = self._known.of_update(
+                self._plan, name, whole, lambda: self._pieces_of(block, updates, is_here=is_here)
             )
         return self._found[key]
+
+    def _pieces_of(self, block: int, updates: Mapping[str, UpdateProfile], *, is_here: bool) -> tuple[PieceBytes, ...]:
+        profile = self._profile.blocks[block]
+        return tuple(
+            self._piece(profile, parameter, updates[parameter.name], elements, is_here=is_here)
+            for parameter in profile.parameters
+            if parameter.name in updates and parameter.requires_grad
+            for elements in _cut(parameter, updates[parameter.name])
+        )
 
     def _piece(
         self, block: BlockProfile, parameter: TensorProfile, update: UpdateProfile, elements: int, *, is_here: bool

@@ -28,8 +28,12 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
+from memfit.core.work_kinds import Work
 from memfit.scheduling.segment_storages import SegmentStorages
+
+_OF_THE_TRACE = ("gradient_bytes", "shared_by", "related", "plain_release", "made_at")
 
 
 class Arrival(Enum):
@@ -49,6 +53,26 @@ class SegmentFacts(SegmentStorages):
     """Meaning of a trace's storages and peaks for the segments of a plan; independent of the order
     of events.
     """
+
+    @cached_property
+    def costs(self) -> dict[Any, Any]:
+        """Costs of the events of a microbatch, by these events (`scheduling.activation_bytes`)."""
+        return {}
+
+    @cached_property
+    def work(self) -> dict[tuple[int, bool, bool], Work]:
+        """Work by segment, whether it is a backward, and whether that adds to gradients
+        (`scheduling.lower`).
+        """
+        return {}
+
+    @cached_property
+    def _forward_rises(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _backward_rises(self) -> dict[tuple[int, Arrival], int]:
+        return {}
 
     @cached_property
     def gradient_bytes(self) -> tuple[int, ...]:
@@ -112,8 +136,24 @@ class SegmentFacts(SegmentStorages):
         calls = self.shared_by.get(block)
         return calls is not None and calls[0] < self.shape.segments[segment][0] <= calls[-1]
 
+    def take_trace_facts(self, other: SegmentFacts) -> None:
+        """Takes from another plan's facts what depends on the trace and the profile alone.
+
+        Both are of the same trace and profile.
+        """
+        assert self.trace is other.trace and self.profile is other.profile
+        for name in _OF_THE_TRACE:
+            # Where a cached property keeps its value.
+            self.__dict__[name] = getattr(other, name)
+
     def forward_rise(self, segment: int) -> int:
         """Rise of a segment's forward. See [Note: how high it rises]."""
+        found = self._forward_rises.get(segment)
+        if found is None:
+            found = self._forward_rises[segment] = self._forward_rise(segment)
+        return found
+
+    def _forward_rise(self, segment: int) -> int:
         first, last = self.shape.segments[segment]
         rise = max(self.inner_bytes(first, c) + self.trace.calls[c].forward_peak_bytes for c in range(first, last + 1))
         return rise + self.extra_held_bytes(segment)
@@ -126,6 +166,13 @@ class SegmentFacts(SegmentStorages):
             arrival: of its gradients. Those that are counted from its begin on, and come later, are
                 taken off; see [Note: gradients come one by one].
         """
+        key = segment, arrival
+        found = self._backward_rises.get(key)
+        if found is None:
+            found = self._backward_rises[key] = self._backward_rise(segment, arrival)
+        return found
+
+    def _backward_rise(self, segment: int, arrival: Arrival) -> int:
         first, last = self.shape.segments[segment]
         calls = self.trace.calls
         counted = self._counted_bytes(first, last, arrival)

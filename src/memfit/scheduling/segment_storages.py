@@ -175,12 +175,13 @@ class SegmentStorages:
         return sum(
             s.nbytes
             for made in range(first, call)
-            for s in self._made_at.get(made, ())
+            for s in self.made_at.get(made, ())
             if s.index in self.plain_release or self.used_until(s) >= call - 1 or s.argument_of[-1:] >= (call,)
         )
 
     @cached_property
-    def _made_at(self) -> dict[int, list[StorageProfile]]:
+    def made_at(self) -> dict[int, list[StorageProfile]]:
+        """Storages by the call in whose segment they were made."""
         made: dict[int, list[StorageProfile]] = {}
         for s in self.storages:
             made.setdefault(s.segment, []).append(s)

@@ -56,12 +56,12 @@ def trace_of(profile: Profile, microbatches: int) -> TraceProfile:
 
 def flat_weight_bytes(block: BlockProfile) -> int:
     """Bytes of a block's flat buffer of weights."""
-    return flat_layout([p.nbytes for p in block.parameters])[1]
+    return block.flat_bytes[0]
 
 
 def flat_master_bytes(block: BlockProfile) -> int:
     """Bytes of a block's masters; 0 where its weights are their own."""
-    return flat_layout([p.master_nbytes for p in block.parameters])[1]
+    return block.flat_bytes[1]
 
 
 def master_home_bytes(plan: Plan, block: BlockProfile) -> int:
@@ -162,8 +162,7 @@ def flat_gradient_bytes(block: BlockProfile, *, is_summed: bool = True) -> int:
         is_summed: as they add up and rest at home, in the masters' dtype; else as backward makes
             them, in that of the weights.
     """
-    sizes = [(is_summed and p.master_nbytes) or p.nbytes for p in block.parameters if p.requires_grad]
-    return flat_layout(sizes)[1]
+    return block.flat_bytes[3] if is_summed else block.flat_bytes[2]
 
 
 def uses_disk(plan: Plan, shape: StepShape) -> bool:

@@ -1,0 +1,251 @@
+"""Mixed plans: rounding, units, prices and the mixture program by arithmetic; the search against brute force."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.core.hardware import Hardware, Link, TierSpec
+from memfit.core.limits import Budget
+from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
+from memfit.core.profile import Profile
+from memfit.core.saved_policies import Saved
+from memfit.core.tiers import Tier
+from memfit.planning import widening
+from memfit.planning.candidates import MasterForms
+from memfit.planning.menus import HomeRules, list_homes, list_policies
+from memfit.planning.mixed_units import Mixture, find_units, mixed_plan, spread, whole_counts
+from memfit.planning.mixing import ByteRoom, best_shares
+from memfit.planning.planner import choose_plan
+from memfit.planning.pricing import PlanQuestion
+from memfit.planning.slot_prices import Judge, uniform
+from memfit.prediction.bytes import AT_THE_END, peaks_by_slot
+from memfit.prediction.predict import appraise, predict
+from memfit.scheduling.build import build_step
+from memfit.scheduling.lower import lower
+from unit.checking import check_schedule
+from unit.profiles import gpt_profile
+
+TIERS = (Tier.HOST, Tier.DISK)
+RECOMPUTE = CallPlan(saved=Saved.RECOMPUTE)
+GIB = 1 << 30
+
+
+def card(*, host: float = 22e9, disk: float = 5e9, flops: float = 1e14, host_updates: float = 2e9) -> Hardware:
+    ways = {Tier.HOST: host, Tier.DISK: disk}
+    tiers = {t: TierSpec(nbytes=1 << 42, link=Link(read_bytes_per_s=v, write_bytes_per_s=v)) for t, v in ways.items()}
+    return Hardware(
+        device="card",
+        flops_per_s=flops,
+        tiers={Tier.DEVICE: TierSpec(nbytes=1 << 42), **tiers},
+        update_elements_per_s=25e9,
+        host_update_elements_per_s=host_updates,
+    )
+
+
+def large_profile(layers: int = 4) -> Profile:
+    """Layers of 192 MiB, that nothing is allocated for."""
+    return gpt_profile(layers=layers, width=2048, tokens=2048, batch_rows=4, rows=(4, 2), vocabulary=4096)
+
+
+def question(profile: Profile, hardware: Hardware, limit: int | None) -> PlanQuestion:
+    return PlanQuestion(
+        profile=profile, budget=Budget(limit_bytes=limit), hardware=hardware, clips_norm=False, tiers=TIERS, may_split=True,
+        limits={tier: spec.nbytes for tier, spec in hardware.away.items()}, scheme=None, staging_bytes=0,
+        masters=MasterForms(), compute=None, like=None, checked_rows=0, numerics="auto", commits=0.0, decided={},
+    )  # fmt: skip
+
+
+# ---- rounding ----
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+def test_options_are_spread_evenly(counts: list[int]) -> None:
+    """In front of every place each option stands as often as its share says, or one more or less."""
+    order = spread(counts)
+    assert [order.count(i) for i in range(len(counts))] == counts
+    for place in range(len(order) + 1):
+        for i, count in enumerate(counts):
+            assert abs(order[:place].count(i) - count * place / len(order)) < len(counts)
+
+
+@given(
+    weights=st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(lambda w: sum(w) > 0.01), total=st.integers(1, 130)
+)
+def test_rounded_shares_are_all_units_and_less_than_one_off(weights: list[float], total: int) -> None:
+    shares = [weight / sum(weights) for weight in weights]
+    counts = whole_counts(shares, total)
+    assert sum(counts) == total
+    assert all(abs(count - share * total) < 1 + 1e-6 for count, share in zip(counts, shares, strict=True))
+
+
+# ---- units and menus ----
+
+
+def test_units_are_the_layers_and_the_ends_what_is_left() -> None:
+    units = find_units(large_profile(layers=3))
+    assert units.calls == (1, 2, 3)
+    assert units.blocks == (("h.0",), ("h.1",), ("h.2",))
+    assert units.ends == (("wte",), ("lm_head",))  # the norm is too small to move
+
+
+@settings(max_examples=40)
+@given(data=st.data(), waits=st.booleans())
+def test_every_mixture_of_the_menus_is_a_legal_plan(data: st.DataObject, waits: bool) -> None:
+    profile = large_profile(layers=3)
+    trace = profile.traces[4]
+    homes = list_homes(HomeRules(tiers=TIERS, gradients_wait=waits, may_update_on_host=True))
+    policies = list_policies(trace, frozenset((1, 2, 3)), TIERS)
+    assert len({*homes}) == len(homes) and len({*policies}) == len(policies)
+    mixture = Mixture(
+        policies=tuple(data.draw(st.sampled_from(policies)) for _ in range(3)),
+        homes=tuple(data.draw(st.sampled_from(homes)) for _ in range(3)),
+        ends=(data.draw(st.sampled_from(homes)), data.draw(st.sampled_from(homes))),
+    )
+    frame = Plan(
+        microbatches=2 if waits else 1,
+        order=Order.MICROBATCH_MAJOR if waits else Order.LAYER_MAJOR,
+        prefetch=data.draw(st.integers(0, 3)),
+    )
+    plan = mixed_plan(frame, profile, find_units(profile), mixture)
+    check_schedule(build_step(plan, profile, clips_norm=False), plan, profile)
+    assert [plan.call(i) for i in (1, 2, 3)] == list(mixture.policies)
+    assert [plan.block(f"h.{i}") for i in range(3)] == list(mixture.homes)
+    assert (plan.block("wte"), plan.block("lm_head")) == mixture.ends
+
+
+def test_peaks_by_slot_are_the_timeline_s() -> None:
+    profile = large_profile(layers=2)
+    away = BlockPlan(weight_home=Tier.HOST, state_home=Tier.HOST)
+    plan = Plan(microbatches=2, blocks={"h.0": away, "h.1": away}, calls=(CallPlan(), RECOMPUTE, RECOMPUTE))
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="card")
+    found: dict[object, int] = {}
+    highest = 0
+    for moment in predict(step).moments:
+        words = moment.action.split()
+        highest = max(highest, moment.peak_bytes)
+        if words[0] in ("forward", "backward"):
+            slot = words[0] == "backward", int(words[1][1:])
+            found[slot] = max(found.get(slot, 0), highest)
+            highest = moment.after_bytes
+    slots = peaks_by_slot(step)
+    assert {slot: nbytes for slot, nbytes in slots.items() if slot != AT_THE_END} == found
+    assert max(slots.values()) == appraise(step, card()).peak_bytes
+
+
+def test_lanes_are_busy_for_what_their_work_takes() -> None:
+    """By arithmetic: transfers over their links' speeds, from the operations themselves."""
+    profile = large_profile(layers=2)
+    away = BlockPlan(weight_home=Tier.HOST, gradient_home=Tier.HOST, state_home=Tier.DISK, update_on=Tier.HOST)
+    plan = Plan(blocks={"h.0": away, "h.1": replace(away, update_on=Tier.DEVICE)})
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="card")
+    expected: dict[str, float] = {}
+    for operation in step:
+        for transfer in (*operation.awaited, *operation.transfers):
+            for tier in (transfer.tier, transfer.crosses):
+                if tier is not None:
+                    speed = 22e9 if tier is Tier.HOST else 5e9
+                    lane = f"{tier} {transfer.direction}"
+                    expected[lane] = expected.get(lane, 0.0) + transfer.nbytes / speed
+    busy = appraise(step, card()).busy_s
+    assert {lane: busy[lane] for lane in expected} == pytest.approx(expected)
+    assert {lane for lane in busy if " " in lane and lane != "host updates"} == set(expected)
+
+
+# ---- the program ----
+
+
+def test_shares_fill_the_room_by_arithmetic() -> None:
+    """Recompute and keep: as large a part of the layers is kept as there is room for."""
+    profile = large_profile()
+    judge = Judge(question(profile, card(), None), Plan(prefetch=2), find_units(profile), first_index=0)
+    prices = judge.prices((CallPlan(), RECOMPUTE), (BlockPlan(),))
+    kept, repeated = (judge(uniform(judge.units, p, BlockPlan())) for p in (CallPlan(), RECOMPUTE))
+    top, bottom = (max(judged.slots.values()) for judged in (kept, repeated))
+    for part in (0.0, 0.3, 0.75, 1.0):
+        device = round(bottom + part * (top - bottom))
+        room = ByteRoom(device=device, slack={}, tiers={})
+        shares = best_shares(prices, room, stall_weight=0.0)
+        assert shares is not None
+        # Each slot's room counts: of those whose bytes differ, the tightest says the share.
+        allowed = min(
+            (device - repeated.slots[s]) / (kept.slots[s] - repeated.slots[s])
+            for s in kept.slots
+            if kept.slots[s] > repeated.slots[s]
+        )
+        assert shares.policies[0] == pytest.approx(min(1.0, allowed), abs=1e-6)
+        compute = [judged.built.cost.busy_s["compute"] for judged in (kept, repeated)]
+        seconds = shares.policies[0] * compute[0] + shares.policies[1] * compute[1]
+        assert shares.seconds == pytest.approx(seconds, rel=1e-9)
+    assert best_shares(prices, ByteRoom(device=bottom - (1 << 20), slack={}, tiers={}), stall_weight=0.0) is None
+
+
+# ---- the search ----
+
+
+def test_small_models_get_no_mixed_plans() -> None:
+    profile = gpt_profile(layers=3, width=256, vocabulary=4096, tokens=64, batch_rows=4, rows=(4, 2, 1), factor=16)
+    assert profile.weight_bytes < widening.LEAST_WEIGHT_BYTES
+    assert not widening.mixes(question(profile, card(), 60 << 20))
+    assert widening.mixes(question(large_profile(), card(), GIB))
+
+
+@pytest.mark.parametrize("limit", [4.0, 5.0, 7.0])
+def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones(limit: float) -> None:
+    profile, hardware = large_profile(), card()
+    budget = Budget(limit_bytes=int(limit * GIB))
+    alike = choose_plan(profile, budget, hardware, tiers=TIERS, mixes_below=0.0)
+    mixed, again = (choose_plan(profile, budget, hardware, tiers=TIERS) for _ in range(2))
+    assert mixed == again
+    assert mixed.bound_s is not None and mixed.bound_s <= mixed.timeline.seconds * (1 + 1e-9)
+    assert alike.bound_s is None
+    assert mixed.weighed_s <= alike.weighed_s
+    check_schedule(mixed.schedule, mixed.plan, profile)
+    step = lower(build_step(mixed.plan, profile, clips_norm=False), mixed.plan, profile, device="card")
+    assert appraise(step, hardware).peak_bytes == mixed.timeline.peak_bytes <= limit * GIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_the_search_is_near_brute_force_on_four_layers(prefetch: int) -> None:
+    """Every plan of 4 policies and 3 homes a layer, 20,736 of them, predicted; 15 limits."""
+    regret_against_all(layers=4, prefetch=prefetch, limits=15, worst=0.05, median=0.01)
+
+
+def test_the_search_is_near_brute_force_on_three_layers() -> None:
+    regret_against_all(layers=3, prefetch=2, limits=4, worst=0.08, median=0.03)
+
+
+def regret_against_all(*, layers: int, prefetch: int, limits: int, worst: float, median: float) -> None:
+    """Compares the chosen plans with the best of all plans of the same layers, ends on the device."""
+    profile, hardware = large_profile(layers), card()
+    profile = replace(profile, traces={4: profile.traces[4]}, host_update_obstacle="as listed here")
+    away = CallPlan(saved=Saved.OFFLOAD, saved_home=Tier.HOST)
+    policies = (CallPlan(), CallPlan(saved=Saved.SELECT), RECOMPUTE, away)[: 3 if layers == 3 else 4]
+    homes = (BlockPlan(), BlockPlan(state_home=Tier.HOST), BlockPlan(weight_home=Tier.HOST, state_home=Tier.HOST))
+    units = find_units(profile)
+    found: list[tuple[int, float]] = []
+    for options in itertools.product(itertools.product(policies, homes), repeat=layers):
+        mixture = Mixture(
+            policies=tuple(p for p, _ in options), homes=tuple(h for _, h in options), ends=(BlockPlan(),) * 2
+        )
+        plan = mixed_plan(Plan(prefetch=prefetch), profile, units, mixture)
+        cost = appraise(
+            lower(build_step(plan, profile, clips_norm=False), plan, profile, device="card", staging_bytes=0), hardware
+        )
+        found.append((cost.peak_bytes, cost.seconds))
+    least, most = min(found)[0], max(found)[0]
+    regrets: list[float] = []
+    for part in range(1, limits + 1):
+        limit = round(least + (most - least) * part / (limits + 1))
+        best = min(seconds for nbytes, seconds in found if nbytes <= limit)
+        budget = Budget(limit_bytes=limit)
+        chosen = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,), staging_bytes=0, splits_allowed=False)
+        assert chosen.plan.update is UpdateTime.IN_BACKWARD
+        regrets.append(chosen.timeline.seconds / best - 1)
+    assert max(regrets) <= worst, regrets
+    assert sorted(regrets)[len(regrets) // 2] <= median, regrets
