@@ -70,7 +70,9 @@ def test_the_loss_and_its_backward_count_too() -> None:
     # Behind the last layer: a square reads and writes the outputs, the sum reads them.
     assert dict(last.forward_work)[WorkKind.STREAMED] == 2 * outputs
     assert dict(last.forward_work)[WorkKind.REDUCED] == outputs + 4
-    assert dict(trace.seed_work)[WorkKind.OPERATIONS] > 0
+    # Autograd calls what runs in backward.
+    assert dict(trace.seed_work)[WorkKind.NODES] > 0
+    assert WorkKind.OPERATIONS not in {*dict(trace.seed_work), *dict(last.backward_work)}
 
 
 def test_a_recomputed_layer_repeats_all_and_a_selected_one_all_but_its_products() -> None:
@@ -128,9 +130,11 @@ def test_the_work_of_an_update_is_told_by_the_bytes_that_its_class_moves() -> No
     assert share(torch.optim.AdamW(model.parameters())) == pytest.approx(1.0)
     # Plain SGD reads weight and gradient and writes the weight: 12 of AdamW's 84 bytes, and of the 28 that memory sees.
     plain = share(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert plain == pytest.approx(0.45 * 12 / 28 + 0.55 * 12 / 84)
+    assert plain == pytest.approx(0.1 * 12 / 28 + 0.9 * 12 / 84)
     assert plain < share(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) < 1
-    assert 0.45 < share(torch.optim.AdamW(model.parameters(), fused=True)) < 0.75
+    assert 0.4 < share(torch.optim.AdamW(model.parameters(), fused=True)) < 0.5
+    # Its norm of columns walks across memory: measured twice to 2.7 times AdamW's.
+    assert 1.5 < share(torch.optim.Adafactor(model.parameters())) < 2.7
 
 
 def test_a_policy_adds_its_frames_and_the_operations_that_it_watches() -> None:
@@ -138,12 +142,41 @@ def test_a_policy_adds_its_frames_and_the_operations_that_it_watches() -> None:
     profile = traced(model, torch.randn(ROWS, WIDTH))
     operations = dict(layer_of(profile.traces[ROWS]).forward_work)[WorkKind.OPERATIONS]
 
-    def of(saved: Saved) -> list[tuple[float, float]]:
+    def of(saved: Saved) -> list[tuple[float, ...]]:
         plan = Plan(calls=tuple(CallPlan(saved=saved) for _ in range(3)))
         step = lower(build_step(plan, profile, clips_norm=False), plan, profile)
         works = [dict(o.work) for o in step if str(o.action).split()[:2] in (["forward", "C1"], ["backward", "C1"])]
-        return [(work.get(WorkKind.FRAMES, 0.0), work.get(WorkKind.WATCHED, 0.0)) for work in works]
+        kinds = WorkKind.FRAMES, WorkKind.WATCHED, WorkKind.SELECTED
+        return [tuple(work.get(kind, 0.0) for kind in kinds) for work in works]
 
-    assert of(Saved.KEEP) == [(0, 0)] * 2
-    assert of(Saved.RECOMPUTE) == [(1, 0)] * 2
-    assert of(Saved.SELECT) == [(1, operations)] * 2
+    assert of(Saved.KEEP) == [(0, 0, 0)] * 2
+    # Once in the forward, and once where that is run again.
+    assert of(Saved.RECOMPUTE) == [(1, operations, 0)] * 2
+    assert of(Saved.SELECT) == [(1, operations, operations)] * 2
+
+
+def test_microbatches_that_take_turns_switch_at_each_call_and_each_step_counts_once() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = memfit.profile(model, optimizer, squared, torch.randn(ROWS, WIDTH), microbatches=(1, 2))
+
+    def amounts(kind: WorkKind, count: int) -> float:
+        plan = Plan(microbatches=count, calls=tuple(CallPlan() for _ in range(3)))
+        step = lower(build_step(plan, profile, clips_norm=False), plan, profile)
+        return sum(dict(o.work).get(kind, 0.0) for o in step)
+
+    assert [amounts(WorkKind.SWITCHES, count) for count in (1, 2)] == [0, 2 * 3]
+    assert [amounts(WorkKind.STEPS, count) for count in (1, 2)] == [1, 1]
+
+
+def test_windows_count_what_they_look_at() -> None:
+    def windows(model: nn.Module) -> float:
+        trace = traced(nn.Sequential(nn.Conv2d(3, 4, 1), model), torch.randn(2, 3, 8, 8)).traces[2]
+        works = [trace.seed_work, *(work for call in trace.calls for work in (call.forward_work, call.backward_work))]
+        return sum(dict(work).get(WorkKind.WINDOWED, 0.0) for work in works)
+
+    assert windows(nn.MaxPool2d(2)) == 2 * 4 * 8 * 8
+    assert windows(nn.MaxPool2d(3, 2, 1)) == 2 * 4 * 4 * 4 * 9
+    # An average is no search; its backward takes as long.
+    assert windows(nn.AvgPool2d(2)) == 2 * (2 * 4 * 8 * 8) / 4
+    assert windows(nn.Upsample(scale_factor=2, mode="bilinear")) == 2 * (2 * 4 * 16 * 16)

@@ -19,7 +19,7 @@ from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, StorageProfile, TraceProfile
-from memfit.core.rates import CALLS_PER_S, Rate
+from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
 from memfit.core.tiers import TIERS, Tier
@@ -447,6 +447,10 @@ def test_a_size_that_was_not_traced_is_refused() -> None:
         timeline_of(Plan(microbatches=2), profile)
 
 
+CALL_S = 1e-4
+FREE = (WorkKind.FRAMES, WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES)
+
+
 def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
     return Hardware(
         device="cpu",
@@ -456,8 +460,8 @@ def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:
             Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=disk, write_bytes_per_s=disk)),
         },
         update_elements_per_s=1e30,
-        # Python's part of frames and updates takes no time here.
-        rates={WorkKind.FRAMES: Rate(1e24), WorkKind.PIECES: Rate(1e24)},
+        # Of Python's part only entries of calls take time here.
+        rates={WorkKind.CALLS: Rate(1 / CALL_S), **{kind: Rate(1e24) for kind in FREE}},
     )
 
 
@@ -467,7 +471,8 @@ def test_compute_alone_takes_its_operations_and_one_more_forward_if_recomputed()
     forward = sum(c.forward_flops for c in calls)
     backward = sum(c.backward_flops for c in calls)
     layers = sum(c.forward_flops for c in calls if c.is_repeated)
-    overhead = 2 * len(calls) * (1 / CALLS_PER_S)
+    # Each is entered twice, and autograd once.
+    overhead = (2 * len(calls) + 1) * CALL_S
     plain = timeline_of(Plan(), profile, machine())
     assert plain.seconds == pytest.approx((forward + backward) / 1e9 + overhead)
     again = timeline_of(Plan(calls=recompute_layers(profile)), profile, machine())
@@ -487,7 +492,7 @@ def test_a_fetch_ahead_hides_behind_compute_and_a_late_one_does_not() -> None:
     late = predict(lower(build_forward(late_plan, profile, 1), late_plan, profile), hardware)
     assert late.stalls_s["fetch"] == pytest.approx(LAYERS * flops_s / 2)
     # Only the first is waited for, less the embedding's time: it has nothing but overhead to hide behind.
-    assert ahead.stalls_s["fetch"] == pytest.approx(flops_s / 2 - (1 / CALLS_PER_S))
+    assert ahead.stalls_s["fetch"] == pytest.approx(flops_s / 2 - CALL_S)
 
 
 def test_stalls_and_compute_add_up_to_the_step() -> None:
@@ -499,7 +504,7 @@ def test_stalls_and_compute_add_up_to_the_step() -> None:
         calls=recompute_layers(profile, Tier.DISK),
     )
     timeline = timeline_of(plan, profile, machine(disk=1e6))
-    busy = sum(m.end_s - m.start_s for m in timeline.moments if m.action.startswith(("forward", "backward")))
+    busy = sum(m.end_s - m.start_s for m in timeline.moments if m.action.startswith(("forward", "backward", "seed")))
     assert timeline.seconds == pytest.approx(busy + sum(timeline.stalls_s.values()))
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from memfit.allocator import install
+from memfit.api import probe_engine
 from memfit.cli import app
 from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.hardware import Hardware
@@ -25,16 +27,8 @@ from memfit.optimizers import pieces_probe
 from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
-# What no probe measures: entries of calls, and classes that are there for profiles made by hand or rest on constants.
-NOT_MEASURED = {
-    WorkKind.FLOPS,
-    WorkKind.WATCHED,
-    WorkKind.CALLS,
-    WorkKind.FRAMES,
-    WorkKind.PIECES,
-    WorkKind.SPLIT,
-    WorkKind.ROUNDED,
-}
+# What no probe measures: classes that are there for profiles made by hand or rest on constants.
+NOT_MEASURED = {WorkKind.FLOPS, WorkKind.SPLIT, WorkKind.ROUNDED}
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +42,7 @@ def a_quick_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(probing_whole, "probe_piece_updates", lambda device: pieces(device, pieces=1, tries=1))
     every = measuring_rates._operations
     monkeypatch.setattr(measuring_rates, "_operations", lambda device: {o.kind: o for o in every(device)}.values())
+    monkeypatch.setattr(probe_engine, "_STEPS", 7)
     plain = measuring_rates.measure_rates
     monkeypatch.setattr(probing_whole, "measure_rates", lambda device: plain(device, rounds=1, seconds=0.0))
     for name, value in (("_DISK_ROUNDS", 1), ("_DISK_S", 0.02), ("_BESIDE_S", 0.05), ("_FILE_BYTES", 8 << 20)):
@@ -74,6 +69,7 @@ def test_the_command_measures_every_class_keeps_the_file_and_fit_takes_it(tmp_pa
 def test_its_tables_say_rates_links_and_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = saved(tmp_path)
     monkeypatch.setattr("memfit.api.probe_machine.probe_whole", lambda _device, _directory: made)
+    monkeypatch.setattr("memfit.api.probe_machine.measure_engine", lambda _hardware: {})
     result = CliRunner().invoke(app, ["probe", "--out", str(tmp_path / "x.json")])
     assert result.exit_code == 0, result.output
     for said in ("streamed", "disk, read", "while computing", "Capacities", str(tmp_path / "x.json")):
@@ -89,6 +85,21 @@ def saved(tmp_path: Path, **changed: str) -> Hardware:
     made = Hardware.from_json(json.dumps(raw))
     saved_hardware.save(made, saved_hardware.saved_path(saved_hardware.identity_of(CPU)))
     return made
+
+
+def test_python_and_the_engine_have_rates_in_a_plausible_order(tmp_path: Path) -> None:
+    """What each policy adds is told apart: watched operations take longer than plain ones, frames longer than calls."""
+    install()
+    found = {
+        kind: 1 / rate.per_s for kind, rate in probe_engine.measure_engine(probing.probe(here(), tmp_path)).items()
+    }
+    assert {*found} == {
+        WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
+        WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES,
+    }  # fmt: skip
+    assert 5e-7 < found[WorkKind.OPERATIONS] < found[WorkKind.WATCHED] < 1e-3
+    assert found[WorkKind.OPERATIONS] < found[WorkKind.CALLS] < 1e-2
+    assert found[WorkKind.PIECES] > 1e-5
 
 
 def test_a_saved_link_counts_on_the_disk_that_was_measured_alone(tmp_path: Path) -> None:

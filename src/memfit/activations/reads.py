@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.activations.operation_modes import OperationMode
 from memfit.activations.saved_tensors import plain_storage
 
 
-class ReadWatcher(TorchDispatchMode):
+class ReadWatcher(OperationMode):
     """Tells of every operation that is given a tensor over one of some storages.
 
     Time: a few microseconds an operation.

@@ -28,6 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.activations.operation_modes import OperationMode
 from memfit.activations.saved_tensors import TRY_ANOTHER_POLICY, AstrayError, storage_of, version_of
 from memfit.activations.writes import Writes, are_plain
 from memfit.core.operators import is_kept
@@ -141,7 +142,7 @@ class Selection:
         return kept.take()
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(OperationMode):
     supports_higher_order_operators = True
 
     def __init__(self, note: Callable[[Any, Any], None], operators: frozenset[str]) -> None:
@@ -159,7 +160,7 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-class _Using(TorchDispatchMode):
+class _Using(OperationMode):
     supports_higher_order_operators = True
 
     def __init__(self, take: Callable[[Any], Any], operators: frozenset[str]) -> None:

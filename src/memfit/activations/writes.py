@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.activations.operation_modes import OperationMode
 from memfit.activations.saved_tensors import Geometry, plain_storage, storage_of
 from memfit.core.operators import has_schema, only_relabels, written_arguments
 
@@ -209,7 +209,7 @@ class Writes:
             assert popped is mode, "the user's code has left a dispatch mode behind"
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperationMode):
     supports_higher_order_operators = True
 
     def __init__(self, writes: Writes) -> None:

@@ -13,8 +13,13 @@
 // [Note: the pool costs nothing]
 // Freed large blocks are kept where the process will need their bytes again anyway: used bytes (mapped without the pool)
 // and pool together stay below the most that was used since the last trim. A new mapping that would pass that has the
-// oldest pooled blocks go first. So the peak of the process is that of its use, and below it nothing is unmapped: fresh
+// oldest pooled bytes go first. So the peak of the process is that of its use, and below it nothing is unmapped: fresh
 // pages cost 2.5 GB/s (10 as huge pages) where a pooled block is written at 17.
+//
+// [Note: parts of pooled blocks]
+// A step frees blocks of other sizes than it asks for next. So a request takes the first part of the smallest pooled
+// block that holds it, and freed blocks that touch become one: pages are used again whatever they were cut into before.
+// What goes back to the system is cut off the end, at a huge page where there is one, so that none is split in two.
 //
 // [Note: which free]
 // The context of a DataPtr is the data pointer itself, so that c10's raw_allocate/raw_deallocate work too. A free tells
@@ -42,6 +47,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <list>
 #include <map>
 #include <mutex>
@@ -89,22 +95,28 @@ struct Large {
 };
 
 struct Pooled {
-  void* address;
+  char* address;
   std::size_t mapped;
   int ledger;
+
+  char* end() const {
+    return address + mapped;
+  }
 };
+using PooledBlock = std::list<Pooled>::iterator;
 
 struct State {
   std::mutex mutex;
   Account accounts[kLedgers];
   std::unordered_map<void*, Large> large;
   std::list<Pooled> pool;  // oldest first
-  std::multimap<std::size_t, std::list<Pooled>::iterator> pool_by_size[kLedgers];
+  std::multimap<std::size_t, PooledBlock> pool_by_size[kLedgers];
+  std::map<char*, PooledBlock> pool_by_address;
   std::int64_t pool_bytes = 0;
   std::int64_t pool_limit = kNoLimit;
 
-  bool passes_pool_limit() const {
-    return pool_limit != kNoLimit && pool_bytes > pool_limit;
+  std::int64_t above_pool_limit() const {
+    return pool_limit == kNoLimit ? 0 : pool_bytes - pool_limit;
   }
   std::size_t page = 4096;
 };
@@ -186,29 +198,96 @@ void uncount_live(Account& account, std::size_t bytes) {
   account.blocks -= 1;
 }
 
-// Takes an entry out of the pool; its bytes stay mapped until the caller has unmapped them and says so.
-Pooled pool_remove(State& s, std::list<Pooled>::iterator entry) {
-  const Pooled taken = *entry;
-  auto& by_size = s.pool_by_size[taken.ledger];
-  const auto range = by_size.equal_range(taken.mapped);
+void forget_size(State& s, PooledBlock block) {
+  auto& by_size = s.pool_by_size[block->ledger];
+  const auto range = by_size.equal_range(block->mapped);
   for (auto it = range.first; it != range.second; ++it) {
-    if (it->second == entry) {
+    if (it->second == block) {
       by_size.erase(it);
-      break;
+      return;
     }
   }
-  s.pool.erase(entry);
-  s.pool_bytes -= static_cast<std::int64_t>(taken.mapped);
-  s.accounts[taken.ledger].pooled -= static_cast<std::int64_t>(taken.mapped);
+}
+
+void count_pooled(State& s, int ledger, std::int64_t bytes) {
+  s.pool_bytes += bytes;
+  s.accounts[ledger].pooled += bytes;
+}
+
+// Takes a block out of the pool; its bytes stay mapped until the caller has unmapped them and says so.
+Pooled pool_remove(State& s, PooledBlock block) {
+  const Pooled taken = *block;
+  forget_size(s, block);
+  s.pool_by_address.erase(taken.address);
+  s.pool.erase(block);
+  count_pooled(s, taken.ledger, -static_cast<std::int64_t>(taken.mapped));
   return taken;
 }
 
-// Unmaps pooled blocks, oldest first, while `wanted` says so. ledger -1 means any. Returns the bytes given back.
-// The mutex is open during the system call: it can take milliseconds for large blocks.
-template <typename Wanted>
-std::int64_t evict(State& s, Lock& lock, int ledger, Wanted wanted) {
+// Puts a block into the pool as the latest, together with the pooled blocks of its ledger that it touches.
+void pool_insert(State& s, Pooled block) {
+  const auto after = s.pool_by_address.find(block.end());
+  if (after != s.pool_by_address.end() && after->second->ledger == block.ledger) {
+    block.mapped += pool_remove(s, after->second).mapped;
+  }
+  const auto next = s.pool_by_address.lower_bound(block.address);
+  if (next != s.pool_by_address.begin()) {
+    const PooledBlock before = std::prev(next)->second;
+    if (before->end() == block.address && before->ledger == block.ledger) {
+      const Pooled taken = pool_remove(s, before);
+      block.address = taken.address;
+      block.mapped += taken.mapped;
+    }
+  }
+  s.pool.push_back(block);
+  const PooledBlock entry = std::prev(s.pool.end());
+  s.pool_by_size[block.ledger].emplace(block.mapped, entry);
+  s.pool_by_address.emplace(block.address, entry);
+  count_pooled(s, block.ledger, static_cast<std::int64_t>(block.mapped));
+}
+
+// Takes the first bytes of a pooled block out of the pool; the rest stays, as old as it was. At most all of it.
+void* pool_take_first(State& s, PooledBlock block, std::size_t bytes) {
+  char* const address = block->address;
+  if (bytes == block->mapped) {
+    pool_remove(s, block);
+    return address;
+  }
+  forget_size(s, block);
+  s.pool_by_address.erase(address);
+  block->address += bytes;
+  block->mapped -= bytes;
+  s.pool_by_size[block->ledger].emplace(block->mapped, block);
+  s.pool_by_address.emplace(block->address, block);
+  count_pooled(s, block->ledger, -static_cast<std::int64_t>(bytes));
+  return address;
+}
+
+// Takes at least so many bytes from the end of a pooled block out of the pool, or all of it. See [Note: parts of
+// pooled blocks].
+Pooled pool_take_last(State& s, PooledBlock block, std::size_t bytes) {
+  if (bytes >= block->mapped) {
+    return pool_remove(s, block);
+  }
+  const auto cut = reinterpret_cast<std::uintptr_t>(block->end() - bytes) / kHugePage * kHugePage;
+  char* const from = reinterpret_cast<char*>(cut);
+  if (from <= block->address) {
+    return pool_remove(s, block);
+  }
+  const Pooled taken{from, static_cast<std::size_t>(block->end() - from), block->ledger};
+  forget_size(s, block);
+  block->mapped -= taken.mapped;
+  s.pool_by_size[block->ledger].emplace(block->mapped, block);
+  count_pooled(s, block->ledger, -static_cast<std::int64_t>(taken.mapped));
+  return taken;
+}
+
+// Unmaps pooled bytes, of the oldest block first, while `excess` gives more than 0. ledger -1 means any. Returns the
+// bytes given back. The mutex is open during the system call: it can take milliseconds for large blocks.
+template <typename Excess>
+std::int64_t evict(State& s, Lock& lock, int ledger, Excess excess) {
   std::int64_t given_back = 0;
-  while (wanted()) {
+  for (std::int64_t more = excess(); more > 0; more = excess()) {
     auto oldest = s.pool.begin();
     while (oldest != s.pool.end() && ledger >= 0 && oldest->ledger != ledger) {
       ++oldest;
@@ -216,7 +295,7 @@ std::int64_t evict(State& s, Lock& lock, int ledger, Wanted wanted) {
     if (oldest == s.pool.end()) {
       break;
     }
-    const Pooled victim = pool_remove(s, oldest);
+    const Pooled victim = pool_take_last(s, oldest, static_cast<std::size_t>(more));
     lock.unlock();
     unmap_pages(victim.address, victim.mapped);
     lock.lock();
@@ -226,28 +305,23 @@ std::int64_t evict(State& s, Lock& lock, int ledger, Wanted wanted) {
   return given_back;
 }
 
-// See [Note: the pool costs nothing].
-bool passes_peak(const Account& account, std::size_t more) {
+// Bytes by which the ledger would pass the peak of its use with `more` mapped. See [Note: the pool costs nothing].
+std::int64_t above_peak(const Account& account, std::size_t more) {
   const auto wanted = static_cast<std::int64_t>(more);
-  return account.pooled > 0 && account.mapped + wanted > std::max(account.used_peak, account.used() + wanted) + kPoolSlack;
+  const std::int64_t above =
+      account.mapped + wanted - std::max(account.used_peak, account.used() + wanted) - kPoolSlack;
+  return std::min(above, account.pooled);
 }
 
-// A pooled block larger than what is needed must not raise the peak either.
-bool wastes_peak(const Account& account, std::size_t block, std::size_t need) {
-  const std::int64_t used = account.used();
-  return block > need && used + static_cast<std::int64_t>(block) >
-                             std::max(account.used_peak, used + static_cast<std::int64_t>(need));
-}
-
-bool passes_limit(const Account& account, std::size_t more) {
-  return account.limit != kNoLimit && account.mapped + static_cast<std::int64_t>(more) > account.limit;
+std::int64_t above_limit(const Account& account, std::size_t more) {
+  return account.limit == kNoLimit ? 0 : account.mapped + static_cast<std::int64_t>(more) - account.limit;
 }
 
 // Counts `more` bytes as mapped, after emptying as much of the pool as that takes. False where the limit forbids it.
 bool reserve(State& s, Lock& lock, int ledger, std::size_t more) {
   Account& account = s.accounts[ledger];
-  evict(s, lock, ledger, [&] { return passes_limit(account, more) || passes_peak(account, more); });
-  if (passes_limit(account, more)) {
+  evict(s, lock, ledger, [&] { return std::max(above_limit(account, more), above_peak(account, more)); });
+  if (above_limit(account, more) > 0) {
     return false;
   }
   account.mapped += static_cast<std::int64_t>(more);
@@ -256,6 +330,10 @@ bool reserve(State& s, Lock& lock, int ledger, std::size_t more) {
     account.mapped_peak = account.mapped;
   }
   return true;
+}
+
+std::int64_t all_of_it() {
+  return std::numeric_limits<std::int64_t>::max();
 }
 
 std::string limit_message(const Account& account, int ledger, std::size_t requested) {
@@ -282,7 +360,7 @@ void* map_reserved(State& s, int ledger, std::size_t mapped, int* reason) {
   *reason = errno;
   if (address == nullptr) {
     Lock lock(s.mutex);
-    const bool gave = evict(s, lock, -1, [] { return true; }) > 0;
+    const bool gave = evict(s, lock, -1, all_of_it) > 0;
     lock.unlock();
     if (gave) {
       address = map_pages(mapped);
@@ -308,13 +386,14 @@ void* allocate_large(State& s, std::size_t n, int ledger) {
   Account& account = s.accounts[ledger];
   auto& by_size = s.pool_by_size[ledger];
   const auto fit = by_size.lower_bound(need);
-  if (fit != by_size.end() && fit->first - need <= need / 8 && !wastes_peak(account, fit->first, need)) {
+  if (fit != by_size.end()) {
     // Of the blocks of the best size the latest freed: its pages are the likeliest in cache.
-    const Pooled taken = pool_remove(s, std::prev(by_size.upper_bound(fit->first))->second);
-    s.large.emplace(taken.address, Large{n, taken.mapped, ledger});
+    const PooledBlock block = std::prev(by_size.upper_bound(fit->first))->second;
+    void* const address = pool_take_first(s, block, need);
+    s.large.emplace(address, Large{n, need, ledger});
     count_live(account, n);
     account.used_peak = std::max(account.used_peak, account.used());
-    return taken.address;
+    return address;
   }
   if (!reserve(s, lock, ledger, need)) {
     const std::string message = limit_message(account, ledger, n);
@@ -375,19 +454,16 @@ bool free_large(State& s, void* data) {
   Account& account = s.accounts[block.ledger];
   uncount_live(account, block.bytes);
   const auto mapped = static_cast<std::int64_t>(block.mapped);
-  if ((s.pool_limit != kNoLimit && mapped > s.pool_limit) || passes_limit(account, 0)) {
+  if ((s.pool_limit != kNoLimit && mapped > s.pool_limit) || above_limit(account, 0) > 0) {
     lock.unlock();
     unmap_pages(data, block.mapped);
     lock.lock();
     account.mapped -= mapped;
     return true;
   }
-  s.pool.push_back(Pooled{data, block.mapped, block.ledger});
-  s.pool_by_size[block.ledger].emplace(block.mapped, std::prev(s.pool.end()));
-  s.pool_bytes += mapped;
-  account.pooled += mapped;
-  evict(s, lock, -1, [&] { return s.passes_pool_limit(); });
-  evict(s, lock, block.ledger, [&] { return passes_peak(account, 0); });
+  pool_insert(s, Pooled{static_cast<char*>(data), block.mapped, block.ledger});
+  evict(s, lock, -1, [&] { return s.above_pool_limit(); });
+  evict(s, lock, block.ledger, [&] { return above_peak(account, 0); });
   return true;
 }
 
@@ -518,7 +594,7 @@ void memfit_set_limit(int ledger, std::int64_t bytes) {
   Lock lock(s.mutex);
   Account& account = s.accounts[ledger];
   account.limit = bytes;
-  evict(s, lock, ledger, [&] { return passes_limit(account, 0); });
+  evict(s, lock, ledger, [&] { return above_limit(account, 0); });
 }
 
 std::int64_t memfit_pool_limit() {
@@ -531,13 +607,13 @@ void memfit_set_pool_limit(std::int64_t bytes) {
   State& s = state();
   Lock lock(s.mutex);
   s.pool_limit = bytes;
-  evict(s, lock, -1, [&] { return s.passes_pool_limit(); });
+  evict(s, lock, -1, [&] { return s.above_pool_limit(); });
 }
 
 std::int64_t memfit_trim() {
   State& s = state();
   Lock lock(s.mutex);
-  const std::int64_t given_back = evict(s, lock, -1, [] { return true; });
+  const std::int64_t given_back = evict(s, lock, -1, all_of_it);
   for (Account& account : s.accounts) {
     account.used_peak = account.used();
   }

@@ -164,7 +164,8 @@ class Allocator:
 
         Without it, freed blocks are kept as long as they and what is in use stay below the most
         that was in use since the last `trim`: the pool does not raise the peak of the process. A
-        pooled block serves a request of its own ledger that is at most 12.5 % smaller.
+        pooled block serves smaller requests of its own ledger with parts of it, and freed parts
+        that touch become one block again.
         """
         self._library.memfit_set_pool_limit(-1 if limit_bytes is None else _checked_bytes("pool limit", limit_bytes))
 

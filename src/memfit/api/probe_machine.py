@@ -5,10 +5,12 @@ In: a device. Out: `Hardware`, and the file that keeps it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from memfit.api.probe_engine import measure_engine
 from memfit.core.hardware import Hardware
 from memfit.job.probing_whole import probe_whole
 from memfit.job.saved_hardware import identity_of, save, saved_path
@@ -29,6 +31,8 @@ def probe(
     """
     where = torch.device(device)
     found = probe_whole(where, directory)
+    # The allocator is installed, so that jobs on the processor measure their steps.
+    found = replace(found, rates={**found.rates, **measure_engine(found)})
     path = saved_path(identity_of(where)) if out is None else out
     save(found, path)
     return found, path

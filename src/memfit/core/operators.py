@@ -48,6 +48,17 @@ def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
     return None
 
 
+def runs_across(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Tells whether the operator is a norm along dimensions without the last one: its kernel then
+    walks across memory, some 20 times as slowly as along it.
+    """
+    schema = _schema_of(func)
+    if schema is None or schema.name != "aten::linalg_vector_norm":
+        return False
+    dims = argument_of(func, "dim", args, kwargs or {})
+    return dims is not None and not {-1, args[0].dim() - 1} & {*dims}
+
+
 def has_schema(func: Any) -> bool:
     """Tells whether the operator has a schema, which says what it writes. Higher-order operators
     have none.

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 DERIVED_SPREAD = 0.3
 
-CALLS_PER_S = 1e4
-"""Entries of calls: hooks, a coroutine switch. An assumption; it lets fewer microbatches win ties.
-"""
 SPLIT_ELEMENTS_PER_S = 1.3e9
 """Joining a master from its weight and the rest, and splitting it again, parameters a second
 (measured: 512 Ki in 0.4 ms on one core).
@@ -68,13 +65,24 @@ _OF_MEMORY: Mapping[WorkKind, tuple[float, float]] = {
     WorkKind.SLOW_FUNCTIONS: (1 / 60, 1 / 8),
     WorkKind.NORMALIZED: (1 / 22, 1 / 8),
     WorkKind.NORMALIZED_BACKWARD: (1 / 40, 1 / 16),
+    WorkKind.WINDOWED: (1 / 120, 1 / 8),
     WorkKind.DRAWN: (1 / 180, 1 / 8),
+    WorkKind.FRESH: (1 / 12, 1.0),
 }
 _FLOPS_PER_BYTE = 3.3, 14.0
 _OPERATIONS_PER_S = 2e5, 1.5e5
-# Python's part of a step, in operations that take as long (measured: layers of 8 x 8 under the
-# engine, by policy).
-_OPERATIONS_OF: Mapping[WorkKind, float] = {WorkKind.WATCHED: 4.5, WorkKind.FRAMES: 85.0, WorkKind.PIECES: 12.0}
+# Python's part of a step, in operations that take as long (measured by `memfit probe` on a server's
+# core, where an operation took 5.8 us).
+_OPERATIONS_OF: Mapping[WorkKind, float] = {
+    WorkKind.NODES: 0.5,
+    WorkKind.WATCHED: 5.0,
+    WorkKind.SELECTED: 3.0,
+    WorkKind.CALLS: 17.0,
+    WorkKind.FRAMES: 35.0,
+    WorkKind.SWITCHES: 40.0,
+    WorkKind.STEPS: 400.0,
+    WorkKind.PIECES: 30.0,
+}
 
 
 def rates_of(hardware: Hardware) -> Mapping[WorkKind, Rate]:
@@ -115,7 +123,6 @@ def _derived(hardware: Hardware) -> dict[WorkKind, Rate]:
     for kind, shares in _OF_MEMORY.items():
         found[kind] = Rate(memory * shares[column], DERIVED_SPREAD)
     found[WorkKind.OPERATIONS] = Rate(_OPERATIONS_PER_S[column], DERIVED_SPREAD)
-    found[WorkKind.CALLS] = Rate(CALLS_PER_S)
     found[WorkKind.UPDATED] = Rate(hardware.update_elements_per_s)
     found[WorkKind.ENCODED] = Rate(hardware.codec_elements_per_s)
     found[WorkKind.SPLIT] = Rate(SPLIT_ELEMENTS_PER_S)

@@ -10,8 +10,9 @@ of what one with 64 does. So each operation counts in the class whose operations
 long for an amount: floating point operations for products, by dtype and by the smallest of their
 three sizes (which bounds how often a value in cache is used again); bytes read and written where
 memory is what is waited for; elements where a function is; and every operation counts once besides,
-for what torch and Python spend on it. An amount is of the model alone, so plans that are lowered to
-equal steps have equal amounts, on each machine.
+for what torch and Python spend on it, which is less where autograd calls it and more where somebody
+watches it. An amount is of the model alone, so plans that are lowered to equal steps have equal
+amounts, on each machine.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ class WorkKind(StrEnum):
     copies between different orders of dimensions. GATHERED: by indexed reads and writes.
 
     FUNCTIONS, SLOW_FUNCTIONS: elements through exponentials and error functions; through hyperbolic
-    ones, powers, logarithms, cumulative sums and sorting. NORMALIZED, NORMALIZED_BACKWARD: through
-    normalisation and softmax. DRAWN: random numbers.
+    ones, powers, logarithms, cumulative sums and sorting, norms that run across memory, and batch
+    normalisation. NORMALIZED, NORMALIZED_BACKWARD: through
+    normalisation and softmax. WINDOWED: elements that windows of pooling and resizing look at.
+    DRAWN: random numbers.
 
-    OPERATIONS: calls of operators. WATCHED: those of calls whose policy keeps results of some
-    operators, which a dispatch mode sees besides. CALLS: entries of calls. FRAMES: entries of calls
-    whose saved tensors are recomputed or offloaded. PIECES: updates of a piece of a parameter.
+    FRESH: bytes of memory that the process touches for the first time: of its first step alone.
+
+    OPERATIONS: operations that a model's code calls. NODES: those that autograd calls in backward.
+    WATCHED: operations of calls that do not keep what they save, which a dispatch mode and the
+    hooks of saved tensors see besides. SELECTED: those of calls whose policy keeps results of some
+    operators, which another mode sees. CALLS: entries of calls. FRAMES: entries of calls that do
+    not keep what they save. SWITCHES: from one microbatch to another in the middle of its forward,
+    with the states of all random generators. STEPS: steps. PIECES: updates of a piece of a
+    parameter.
     UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes (as AdamW's would), that it
     decodes and encodes, whose masters it joins and splits, that it rounds stochastically.
     """
@@ -73,11 +82,17 @@ class WorkKind(StrEnum):
     SLOW_FUNCTIONS = "slow-functions"
     NORMALIZED = "normalized"
     NORMALIZED_BACKWARD = "normalized-backward"
+    WINDOWED = "windowed"
     DRAWN = "drawn"
+    FRESH = "fresh-memory"
     OPERATIONS = "operations"
+    NODES = "backward-operations"
     WATCHED = "watched-operations"
+    SELECTED = "selected-operations"
     CALLS = "calls"
     FRAMES = "frames"
+    SWITCHES = "switches"
+    STEPS = "steps"
     PIECES = "update-pieces"
     UPDATED = "updated"
     ENCODED = "encoded"
@@ -101,6 +116,9 @@ _HALF = (
 )
 SMALLER_FIRST = (_FP32[::-1], _HALF[::-1], (WorkKind.STREAMED, WorkKind.STREAMED_LARGE))
 """Classes that an operation may be of by its size, from the smallest on.
+"""
+LAUNCHED = frozenset({WorkKind.OPERATIONS, WorkKind.NODES})
+"""Kinds that count operations: what the host launches beside an accelerator.
 """
 PRODUCT_KINDS = frozenset(kind for kind in WorkKind if _ORDER[kind] <= _ORDER[WorkKind.FP16])
 """Kinds whose amounts are floating point operations.

@@ -13,6 +13,8 @@ then a rough one), and how much the rounds do (the machine is then not quiet).
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import devices
 from memfit.core.rates import Rate
@@ -32,6 +32,7 @@ _ROUNDS = 4
 _TURN_S = 0.012
 _SMALL = 1 << 20  # elements of an operation whose operands caches hold in part
 _LARGE = 1 << 23
+_FRESH_BYTES = 16 << 20
 _HALF = torch.bfloat16
 _FP32 = torch.float32
 
@@ -125,7 +126,9 @@ def _operations(device: torch.device) -> Iterator[_Operation]:
             yield from _convolutions(device, dtype, scale)
     yield from _memory(device)
     yield from _elements(device)
-    yield _Operation(kind=WorkKind.OPERATIONS, amount=_small_step_operations(device), make=lambda: _small_step(device))
+    if device.type == "cpu":
+        for nbytes, is_huge in ((_FRESH_BYTES // 32, False), (_FRESH_BYTES, True)):
+            yield _Operation(kind=WorkKind.FRESH, amount=nbytes, make=lambda n=nbytes, h=is_huge: _fresh(n, is_huge=h))
 
 
 def _tensor(*shape: int, device: torch.device, dtype: torch.dtype = _FP32, grad: bool = False) -> torch.Tensor:
@@ -295,6 +298,17 @@ def _elements(device: torch.device) -> Iterator[_Operation]:
         lambda x: functional.log_softmax(x, -1),
     ):
         yield from _both(normal, (elements, elements), lambda f=function: pair(f))
+    for window in (2, 3):
+        yield _Operation(
+            kind=WorkKind.WINDOWED,
+            amount=window**2 * (elements // 4),
+            make=lambda w=window: pair(lambda x: functional.max_pool2d(x.view(-1, 32, 32), w, 2, w // 3))[0],
+        )
+    yield _Operation(
+        kind=slow,
+        amount=elements,
+        make=lambda: pair(lambda x: functional.batch_norm(x.view(4, -1, 32, 32), None, None, training=True))[0],
+    )
     yield _Operation(
         kind=WorkKind.DRAWN, amount=elements, make=lambda: pair(lambda x: functional.dropout(x.detach(), 0.1))[0]
     )
@@ -303,35 +317,14 @@ def _elements(device: torch.device) -> Iterator[_Operation]:
     )
 
 
-def _small_step(device: torch.device) -> Trial:
-    """A forward and a backward of so little work that calling operators is what takes the time."""
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
-    model = nn.Sequential(*layers).to(device)
-    x = torch.ones(2, 8, device=device)
+def _fresh(nbytes: int, *, is_huge: bool) -> Trial:
+    """Writes to memory that the process has never touched, mapped as the allocator maps it."""
 
-    def step() -> None:
-        for layer in model:
-            y = layer(x).view(2, 4, 2).transpose(1, 2).reshape(2, 8) + x
-            y.sum().backward()
+    def run() -> None:
+        mapped = mmap.mmap(-1, nbytes)
+        if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # advice: a kernel without huge pages declines
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(mapped, dtype=torch.uint8).fill_(1)
 
-    return step
-
-
-class _OperationCounter(TorchDispatchMode):
-    """Counts operations as a trace does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _small_step_operations(device: torch.device) -> float:
-    step = _small_step(device)
-    with _OperationCounter() as counting:
-        step()
-    return float(counting.count)
+    return run

@@ -27,7 +27,10 @@ from memfit.prediction.clock import work_seconds
 _SMALLEST, _LARGEST = 0.25, 4.0
 _PULL = 0.001
 _UPDATES = frozenset({WorkKind.PIECES, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED})
-_OVERHEAD = frozenset({WorkKind.OPERATIONS, WorkKind.WATCHED, WorkKind.CALLS, WorkKind.FRAMES})
+_OVERHEAD = frozenset({
+    WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
+    WorkKind.SWITCHES, WorkKind.STEPS,
+})  # fmt: skip
 GROUPS: Mapping[str, frozenset[WorkKind]] = {
     "products": PRODUCT_KINDS,
     "memory and functions": frozenset(WorkKind) - PRODUCT_KINDS - _UPDATES - _OVERHEAD,

@@ -34,7 +34,7 @@ from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.step import Operation, Step, Token, Transfer
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Interval
-from memfit.core.work_kinds import PRODUCT_KINDS, Work, WorkKind
+from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 
 # The stall of whoever reads a sum of gradients to add to it, as timelines name it.
 _SUM = "accumulate"
@@ -80,8 +80,8 @@ def _seconds(work: Work, rates: Mapping[WorkKind, float], *, launches_beside: bo
     launched = 0.0
     total = 0.0
     for kind, amount in work:
-        if launches_beside and kind is WorkKind.OPERATIONS:
-            launched = amount / rates[kind]
+        if launches_beside and kind in LAUNCHED:
+            launched += amount / rates[kind]
         else:
             total += amount / rates[kind]
     return max(total, launched)

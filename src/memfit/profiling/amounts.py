@@ -8,11 +8,13 @@ that a kernel makes inside itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from memfit.core.operators import runs_across
 from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind
 from memfit.profiling.traced_trees import operator_tensors
 
@@ -45,12 +47,11 @@ _FUNCTIONS = _named(
 )
 _SLOW_FUNCTIONS = _named(
     "tanh tanh_ log log_ log1p log2 sin cos expm1 mish_backward log_sigmoid_forward log_sigmoid_backward cumsum "
-    "cumprod cumsum_ logcumsumexp sort topk atan2 erfinv logsumexp argsort unique2 _unique2 cummax"
+    "cumprod cumsum_ logcumsumexp sort topk atan2 erfinv logsumexp argsort unique2 _unique2 cummax "
+    # On a processor they take four times as long as the norms of rows.
+    "native_batch_norm _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm"
 )
-_NORMALIZED = _named(
-    "native_layer_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update native_group_norm _softmax "
-    "_log_softmax _fused_rms_norm _safe_softmax cudnn_batch_norm"
-)
+_NORMALIZED = _named("native_layer_norm native_group_norm _softmax _log_softmax _fused_rms_norm _safe_softmax")
 _NORMALIZED_BACKWARD = _named(
     "native_layer_norm_backward native_batch_norm_backward batch_norm_backward native_group_norm_backward "
     "_softmax_backward_data _log_softmax_backward_data _fused_rms_norm_backward cudnn_batch_norm_backward"
@@ -59,9 +60,14 @@ _REDUCED = _named("sum mean var var_mean std amax amin max min argmax argmin pro
 _GATHERED = _named(
     "embedding embedding_dense_backward index index_select index_put index_put_ _index_put_impl_ gather scatter "
     "scatter_ scatter_add scatter_add_ index_add index_add_ nll_loss_forward nll_loss_backward masked_select nonzero "
-    "max_pool2d_with_indices max_pool2d_with_indices_backward upsample_bilinear2d upsample_nearest2d masked_scatter "
-    "index_copy index_copy_ repeat_interleave col2im im2col"
+    "max_pool2d_with_indices_backward masked_scatter index_copy index_copy_ repeat_interleave col2im im2col"
 )
+# Windows of each: an average is no search, and takes a quarter of the time of a maximum.
+_POOLED = {"max_pool2d_with_indices": 1.0, "max_pool3d_with_indices": 1.0, "avg_pool2d": 0.25, "avg_pool3d": 0.25}
+_POOLED |= {f"{name}_backward": share for name, share in _POOLED.items() if name.startswith("avg")}
+# By element of the larger side.
+_RESIZED = {"upsample_bilinear2d": 1.0, "upsample_bicubic2d": 4.0, "upsample_nearest2d": 0.5}
+_RESIZED |= {f"{name}_backward": share for name, share in _RESIZED.items()}
 _DRAWN = _named(
     "native_dropout bernoulli bernoulli_ normal_ uniform_ rand randn rand_like randn_like randint randint_like randperm "
     "exponential_ multinomial normal"
@@ -99,15 +105,16 @@ def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
         amounts[_flops_kind(packet, name, args, read)] = float(flops)
         return as_work(amounts)
     is_by_tanh = "tanh" in [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-    kind, amount = _amount(name, args, read, made, is_by_tanh=is_by_tanh)
+    kind, amount = _amount(func, args, read, made, is_by_tanh=is_by_tanh)
     amounts[kind] = float(amount)
     return as_work(amounts)
 
 
 def _amount(
-    name: str, args: Sequence[Any], read: Sequence[torch.Tensor], made: Sequence[torch.Tensor], *, is_by_tanh: bool
+    func: Any, args: Sequence[Any], read: Sequence[torch.Tensor], made: Sequence[torch.Tensor], *, is_by_tanh: bool
 ) -> tuple[WorkKind, int]:
     """Class and amount of an operation that is no product."""
+    name = func._overloadpacket.__name__
     elements = max((t.numel() for t in (*read, *made)), default=0)
     kind = WorkKind.SLOW_FUNCTIONS if is_by_tanh or _is_odd_power(name, args) else _BY_ELEMENT.get(name)
     if kind is not None:
@@ -117,6 +124,13 @@ def _amount(
         return WorkKind.GATHERED, sum(map(_bytes, made)) + min(map(_bytes, (*read, *made)), default=0)
     is_overwritten = name in _OVERWRITES and bool(read)
     nbytes = sum(map(_bytes, read[1:] if is_overwritten else read)) + sum(map(_bytes, made))
+    if name in _POOLED:
+        pooled = min((t.numel() for t in (*read, *made)), default=0)
+        return WorkKind.WINDOWED, int(_POOLED[name] * pooled * _window(args[2 if name.endswith("backward") else 1]))
+    if name in _RESIZED:
+        return WorkKind.WINDOWED, int(_RESIZED[name] * elements)
+    if runs_across(func, args):
+        return WorkKind.SLOW_FUNCTIONS, elements
     if name in _REDUCED:
         return WorkKind.REDUCED, nbytes
     if name in _COPIES and _is_transposed(read, made):
@@ -150,6 +164,11 @@ def _convolution_kind(weight: torch.Tensor, *, is_backward: bool, is_half: bool)
     if is_half:
         return WorkKind.HALF_CONVOLUTION
     return WorkKind.CONVOLUTION_BACKWARD if is_backward else WorkKind.CONVOLUTION
+
+
+def _window(sizes: Sequence[int]) -> int:
+    """Elements of a window of two dimensions; one size is that of both."""
+    return sizes[0] ** 2 if len(sizes) == 1 else math.prod(sizes)
 
 
 def _is_odd_power(name: str, args: Sequence[Any]) -> bool:

@@ -16,7 +16,7 @@ from memfit.core.leaving import leaves
 from memfit.core.numbered_names import split_number
 from memfit.core.profile import CallProfile, HeldResults, StorageProfile, TraceProfile
 from memfit.core.saved_policies import Saved
-from memfit.core.work_kinds import Work, as_work, summed
+from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 
@@ -67,7 +67,7 @@ def summarize(
         largest_saved=_largest_saved(step),
         untiled_attention=step.attention.untiled(),
         prologue_work=_work(step.forward, -1),
-        seed_work=_work(step.backward, -1),
+        seed_work=_backward_work(step.backward, -1),
         kernel_bytes=step.kernels.nbytes,
     )
 
@@ -125,12 +125,19 @@ def _call(
         forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
         backward_flops=sum(s.flops for s in step.backward if s.call == call.index),
         forward_work=_work(step.forward, call.index),
-        backward_work=_work(step.backward, call.index),
+        backward_work=_backward_work(step.backward, call.index),
     )
 
 
 def _work(segments: Iterable[SegmentRecord], call: int) -> Work:
     return summed((as_work(segment.work), 1.0) for segment in segments if segment.call == call)
+
+
+def _backward_work(segments: Iterable[SegmentRecord], call: int) -> Work:
+    """Amounts of a backward, whose operations autograd calls."""
+    amounts = dict(_work(segments, call))
+    amounts[WorkKind.NODES] = amounts.pop(WorkKind.OPERATIONS, 0.0)
+    return as_work(amounts)
 
 
 _SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.ARRIVED: 0}

@@ -46,7 +46,7 @@ from memfit.core.shape import StepShape, describe_step
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
-from memfit.core.work_kinds import summed
+from memfit.core.work_kinds import WorkKind, summed
 from memfit.scheduling.activation_bytes import ActivationBytes
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.known_facts import KnownFacts
@@ -358,12 +358,15 @@ class _Lowering:
             self._draft.adds_to = self._loose
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
-            self._draft.work = summed([(self._facts.trace.seed_work, float(len(microbatches)))])
+            # It enters autograd as a call is entered.
+            seed = summed([(self._facts.trace.seed_work, 1.0), (((WorkKind.CALLS, 1.0),), 1.0)])
+            self._draft.work = summed([(seed, float(len(microbatches)))])
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
         is_adding = False
         if isinstance(action, Start):
-            self._draft.work = self._facts.trace.prologue_work
+            steps = ((WorkKind.STEPS, 1.0),) if action.microbatch == 0 else ()
+            self._draft.work = summed([(self._facts.trace.prologue_work, 1.0), (steps, 1.0)])
         if isinstance(action, Backward):
             segment = self._segment[action.first]
             self._tail_left -= self._activations.is_of_tail(action)
@@ -387,11 +390,13 @@ class _Lowering:
         draft.waits = [token for b in draft.needs for token in self._waits(_FETCH, b)]
         if is_backward:
             draft.waits = [*draft.waits, *self._given_only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
-        key = (segment, is_backward, is_adding)
+        is_switch = self._schedule.is_interleaved and not is_backward
+        key = (segment, is_backward, is_adding, is_switch)
         if key not in self._facts.work:
             work = segment_work(self._facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
             sums = adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
-            self._facts.work[key] = summed([(work, 1.0), (sums, 1.0)])
+            switches = ((WorkKind.SWITCHES, 1.0),) if is_switch else ()
+            self._facts.work[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
         draft.work = self._facts.work[key]
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = self._take_leaving()

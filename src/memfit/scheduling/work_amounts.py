@@ -24,13 +24,15 @@ def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int
     calls = trace.calls[first : last + 1]
     saved = plan.call(first).saved
     policy = saved.policy
-    watched = sum(amount for c in calls for kind, amount in c.forward_work if kind is WorkKind.OPERATIONS)
+    operations = sum(amount for c in calls for kind, amount in c.forward_work if kind is WorkKind.OPERATIONS)
+    # In the forward, and once more where that is run again.
+    is_watched = not policy.keeps_all and (policy.recomputes or not is_backward)
     entries: Work = as_work(
         {
             WorkKind.CALLS: float(last - first + 1),
             WorkKind.FRAMES: 0.0 if policy.keeps_all else 1.0,
-            # Of the forward, and once more of its replay.
-            WorkKind.WATCHED: watched if policy.kept_operators else 0.0,
+            WorkKind.WATCHED: operations if is_watched else 0.0,
+            WorkKind.SELECTED: operations if policy.kept_operators else 0.0,
         }
     )
     if not is_backward:

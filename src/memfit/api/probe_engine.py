@@ -1,0 +1,168 @@
+"""Rates of what Python and memfit's engine spend on a step, whatever it computes.
+
+In: a machine's description. Out: a `Rate` for each class that counts operations, calls and pieces.
+
+[Note: layers of no work]
+Blocks of 16 x 16 with few and with many operations run under the engine, under each policy. An
+action's seconds are taken as a constant and a multiple of its operations: two lengths give both,
+and the differences between policies, and from two microbatches, give what each of them adds. Seconds are the least of many
+steps, since other work can only slow one down. The processor does this on any machine: beside an
+accelerator too, Python runs there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memfit.api.fit import fit
+from memfit.core.hardware import Hardware
+from memfit.core.plan import CallPlan, Plan
+from memfit.core.rates import Rate
+from memfit.core.saved_policies import Saved
+from memfit.core.timeline import Timeline
+from memfit.core.work_kinds import WorkKind
+
+_WIDTH = 16
+_FEW, _MANY = 1, 6
+_BLOCKS = 6
+_STEPS = 24
+_POLICIES = (Saved.KEEP, Saved.RECOMPUTE, Saved.SELECT)
+_LEAST_S = 1e-7
+_LEAST_SPREAD = 0.1
+
+
+class _Unit(nn.Module):
+    """As many kinds of operations as a transformer's layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.silu(self.up(self.norm(x)))
+        heads = y.view(-1, 2, _WIDTH // 2).transpose(0, 1)
+        return x + heads.transpose(0, 1).reshape(-1, _WIDTH) * 0.5
+
+
+class _Block(nn.Sequential):
+    """Some units, called as one."""
+
+
+class _Seconds(NamedTuple):
+    """Of one action of one block; of a step beside its actions; and of a piece's update."""
+
+    forward: float
+    backward: float
+    rest: float
+    piece: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """Seconds of an action as a constant and a multiple of its operations."""
+
+    constant: float
+    slope: float
+
+    @classmethod
+    def through(cls, few: tuple[float, float], many: tuple[float, float]) -> _Line:
+        """The line through two points (operations, seconds)."""
+        slope = max(_LEAST_S, (many[1] - few[1]) / (many[0] - few[0]))
+        return cls(constant=max(_LEAST_S, few[1] - slope * few[0]), slope=slope)
+
+
+def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
+    """Measures what the engine and Python take on this machine's processor; some seconds. See
+    [Note: layers of no work].
+
+    Args:
+        hardware: a description, of links above all, so that `fit` measures nothing itself.
+    """
+    forward: dict[Saved, _Line] = {}
+    backward: dict[Saved, _Line] = {}
+    rest: list[float] = []
+    piece: list[float] = []
+    spread = _LEAST_SPREAD
+    for saved in _POLICIES:
+        points: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        for units in (_FEW, _MANY):
+            seconds, operations, found = _measure(hardware, saved, units)
+            points.append(((operations[0], seconds.forward), (operations[1], seconds.backward)))
+            rest.append(seconds.rest)
+            piece.append(seconds.piece)
+            spread = max(spread, found)
+        forward[saved] = _Line.through(points[0][0], points[1][0])
+        backward[saved] = _Line.through(points[0][1], points[1][1])
+    keep, again, select = (forward[saved] for saved in _POLICIES)
+    by_turns, operations, found = _measure(hardware, Saved.KEEP, _FEW, microbatches=2)
+    spread = max(spread, found)
+    seconds_of = {
+        WorkKind.OPERATIONS: keep.slope,
+        WorkKind.NODES: backward[Saved.KEEP].slope,
+        WorkKind.WATCHED: again.slope - keep.slope,
+        WorkKind.SELECTED: select.slope - again.slope,
+        WorkKind.CALLS: (keep.constant + backward[Saved.KEEP].constant) / 2,
+        WorkKind.FRAMES: again.constant - keep.constant,
+        WorkKind.SWITCHES: by_turns.forward - keep.constant - keep.slope * operations[0],
+        WorkKind.STEPS: min(rest),
+        WorkKind.PIECES: min(piece),
+    }
+    return {kind: Rate(1 / max(s, _LEAST_S), round(spread, 3)) for kind, s in seconds_of.items()}
+
+
+def _measure(
+    hardware: Hardware, saved: Saved, units: int, *, microbatches: int = 1
+) -> tuple[_Seconds, tuple[float, float], float]:
+    """Seconds under a policy, operations of a block's forward and backward, and by which share two
+    halves of the measurement differ.
+    """
+    model = nn.Sequential(*(_Block(*(_Unit() for _ in range(units))) for _ in range(_BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(4, _WIDTH)
+    plan = Plan(microbatches=microbatches, calls=tuple(CallPlan(saved=saved) for _ in range(_BLOCKS)))
+    timelines: list[Timeline] = []
+    totals: list[float] = []
+    with fit(model, optimizer, _loss, batch, plan=plan, hardware=hardware, enforce=False) as job:
+        trace = next(iter(job.profile.traces.values()))
+        middle = trace.calls[_BLOCKS // 2]
+        operations = (
+            dict(middle.forward_work)[WorkKind.OPERATIONS],
+            dict(middle.backward_work)[WorkKind.NODES],
+        )
+        for _ in range(_STEPS):
+            totals.append(job.step(batch).seconds)
+            measured = job._runner.measured  # noqa: SLF001, nothing public gives timelines
+            assert measured is not None, "each step of a processor's job is measured"
+            timelines.append(measured.timeline)
+        job.close(restore=False)
+    pieces = len(list(model.parameters()))
+    # The first steps make states and warm caches.
+    found = _least(timelines[4:], totals[4:], pieces)
+    halves = min(totals[4::2]), min(totals[5::2])
+    return found, operations, min(1.0, max(halves) / min(halves) - 1)
+
+
+def _least(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seconds:
+    least: dict[str, float] = {}
+    for timeline in timelines:
+        for moment in timeline.moments:
+            least[moment.action] = min(moment.end_s - moment.start_s, least.get(moment.action, float("inf")))
+    kinds: dict[str, list[float]] = {}
+    for action, seconds in least.items():
+        kinds.setdefault(action.split()[0], []).append(seconds)
+    # The first call and the last do other things besides.
+    forward, backward = (statistics.median(kinds[kind]) for kind in ("forward", "backward"))
+    updates = sum(kinds["update"])
+    rest = min(totals) - sum(kinds["forward"]) - sum(kinds["backward"]) - updates
+    return _Seconds(forward, backward, rest, updates / pieces)
+
+
+def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean()
