@@ -4,10 +4,12 @@
     .venv/bin/python benchmarks/clock.py --seed 3 --count 30 --hardware mine.json --out clock.json
 
 Each case is a process of its own: a given plan, random weights and data, seven steps. Measured are seconds of the processor where a step computes
-and of the clock where it waits for a disk: the larger of the processor seconds of all threads and those of the main thread with its waits, the
-least of the steps behind the third. Raw: the prediction with the machine's file. Calibrated: the same with factors by group of classes, fitted
-to the second and third step's actions. Beside them the old way: products divided by one rate, of the same file. A product of 512 x 512 is timed
-between steps ("reference", beside what it took when the file was made): where it is above 1, the machine was slower than when it was probed.
+and of the clock where it waits for a disk: the larger of the processor seconds of the main thread and of updates beside it, and those of the main
+thread with its waits, the least of the steps behind the third. Raw: the prediction with the machine's file. Calibrated: the same with factors by
+group of classes, fitted to the second and third step's actions. Beside them the old way: products divided by one rate, of the same file.
+
+Between steps anchors of plain PyTorch are timed: a product, a sum of large tensors, a forward and a backward of small layers. "load" is what they
+took around the measured steps beside their least in the whole run: where it is above 1, others slowed the machine, processor seconds included.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -71,6 +74,7 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(f"{case['name']} failed:\n{done.stderr[-3000:]}")
             found.append({**case, **json.loads(done.stdout.splitlines()[-1])})
+            _note_load(found)
             print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(_table(found))
     print(_summary(found))
@@ -96,7 +100,7 @@ def draw_case(rng: random.Random, index: int) -> dict[str, Any]:
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> str:
-    headers = ["case", "plan", "measured s", "raw", "error", "calibrated", "error", "products alone", "reference"]
+    headers = ["case", "plan", "measured s", "raw", "error", "calibrated", "error", "products alone", "load"]
     rows = [
         [
             one["name"],
@@ -108,7 +112,7 @@ def _table(found: Sequence[Mapping[str, Any]]) -> str:
             f"{one['calibrated_s']:.3f}",
             f"{_error(one, 'calibrated_s'):+.0%}",
             f"{_error(one, 'products_s'):+.0%}",
-            f"{one['reference']:.2f}",
+            f"{one['load']:.2f}",
         ]
         for one in found
     ]
@@ -117,6 +121,13 @@ def _table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _error(one: Mapping[str, Any], key: str) -> float:
     return one[key] / one["measured_s"] - 1
+
+
+def _note_load(found: Sequence[dict[str, Any]]) -> None:
+    """Sets each case's load: the mean over anchors of their seconds beside the least of all cases."""
+    least = [min(one["anchors_s"][index][0] for one in found) for index in range(len(found[0]["anchors_s"]))]
+    for one in found:
+        one["load"] = statistics.fmean(around / best for (_, around), best in zip(one["anchors_s"], least, strict=True))
 
 
 def _summary(found: Sequence[Mapping[str, Any]]) -> str:
@@ -151,7 +162,6 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     import memfit
     from memfit.allocator import install
     from memfit.core.machines import read_hardware
-    from memfit.core.rates import rates_of
     from memfit.core.work_kinds import PRODUCT_KINDS
     from memfit.job.saved_hardware import load_saved
     from memfit.prediction import predict
@@ -175,47 +185,51 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
     ) as job:
         step = lower(job.schedule, plan, job.profile, device="cpu")
         predicted = predict(step, machine)
-        taken, timelines, references = [], [], []
+        taken, timelines, anchors = [], [], [_anchors()]
         for index in range(STEPS):
-            references.append(_reference())
             seconds, timeline = _one_step(job, batch, is_recorded=index in CALIBRATED_ON)
             taken.append(seconds)
             timelines += [timeline] if timeline is not None else []
+            anchors.append(_anchors())
         job.close(restore=False)
     factors = [fit_factors(step, timeline, machine) for timeline in timelines]
     # Of two recorded steps the faster says what the machine can do.
     best = min(factors, key=lambda one: sum(one.values()))
     again = predict(step, calibrated(machine, best))
     products = sum(a for o in step for kind, a in o.work if kind in PRODUCT_KINDS) / machine.flops_per_s
-    expected = 2.0 * 512**3 / rates_of(machine)[_wide()].per_s
+    fastest = min(range(WARM, STEPS), key=taken.__getitem__)
+    around = [(min(column), statistics.fmean(column[fastest : fastest + 2])) for column in zip(*anchors, strict=True)]
     assert predicted.interval_s is not None
     print(
         json.dumps({
             "measured_s": min(taken[WARM:]), "steps_s": taken, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
             "products_s": products, "fast_s": predicted.interval_s[0], "slow_s": predicted.interval_s[1], "factors": best,
-            "stalls_s": dict(predicted.stalls_s), "reference": min(references) / expected,
+            "stalls_s": dict(predicted.stalls_s), "anchors_s": around,
             "deviations": [[d.action, d.predicted_s, d.measured_s] for d in largest_deviations(predicted, timelines[-1], most=4)],
         })
     )  # fmt: skip
 
 
-def _wide() -> Any:
-    from memfit.core.work_kinds import WorkKind
-
-    return WorkKind.PRODUCTS_64
-
-
-def _reference() -> float:
+def _anchors() -> list[float]:
+    """Processor seconds of work that has nothing to do with memfit, each the least of some."""
     import torch
 
-    a = torch.full((512, 512), 0.5)
-    torch.mm(a, a)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        torch.mm(a, a)
-        best = min(best, time.perf_counter() - began)
-    return best
+    a, large = torch.full((512, 512), 0.5), torch.full((1 << 22,), 0.5)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+
+    def least(call: Any) -> float:
+        best = float("inf")
+        for _ in range(4):
+            began = time.thread_time()
+            call()
+            best = min(best, time.thread_time() - began)
+        return best
+
+    return [
+        least(lambda: torch.mm(a, a)),
+        least(lambda: large + large),
+        least(lambda: layers(a[:2, :8]).sum().backward()),
+    ]
 
 
 def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
@@ -225,12 +239,18 @@ def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
     waits = StepRecorder()
     recorder = StepRecorder(clock=time.thread_time)
     engine = job._assembly.engine  # noqa: SLF001, the engine records where nothing public does yet
-    process, thread = time.process_time(), time.thread_time()
+    updates, thread = _updates_s(), time.thread_time()
     with engine.recording(recorder if is_recorded else waits):
         job.step(batch)
-    process, thread = time.process_time() - process, time.thread_time() - thread
+    updates, thread = _updates_s() - updates, time.thread_time() - thread
     stalls = 0.0 if is_recorded else sum(waits.timeline().stalls_s.values())
-    return max(process, thread + stalls), recorder.timeline() if is_recorded else None
+    return thread + max(updates, stalls), recorder.timeline() if is_recorded else None
+
+
+def _updates_s() -> float:
+    """Processor seconds of the thread that makes updates beside the main one."""
+    own = [thread.ident for thread in threading.enumerate() if thread.name == "memfit-update"]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in own if ident is not None)
 
 
 def _loss(model: Any, batch: Mapping[str, Any]) -> Any:

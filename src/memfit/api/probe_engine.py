@@ -5,9 +5,9 @@ In: a machine's description. Out: a `Rate` for each class that counts operations
 [Note: layers of no work]
 Blocks of 16 x 16 with few and with many operations run under the engine, under each policy. An
 action's seconds are taken as a constant and a multiple of its operations: two lengths give both,
-and the differences between policies, and from two microbatches, give what each of them adds. Seconds are the least of many
-steps, since other work can only slow one down. The processor does this on any machine: beside an
-accelerator too, Python runs there.
+and the differences between policies, and from two microbatches, give what each of them adds.
+Seconds are the least of many steps, since other work can only slow one down. The processor does
+this on any machine: beside an accelerator too, Python runs there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Block(nn.Sequential):
 
 
 class _Seconds(NamedTuple):
-    """Of one action of one block; of a step beside its actions; and of a piece's update."""
+    """Seconds of an action of one block, of a step beside its actions, of a piece's update."""
 
     forward: float
     backward: float
@@ -69,13 +69,13 @@ class _Line:
     """Seconds of an action as a constant and a multiple of its operations."""
 
     constant: float
-    slope: float
+    per_operation: float
 
     @classmethod
     def through(cls, few: tuple[float, float], many: tuple[float, float]) -> _Line:
         """The line through two points (operations, seconds)."""
-        slope = max(_LEAST_S, (many[1] - few[1]) / (many[0] - few[0]))
-        return cls(constant=max(_LEAST_S, few[1] - slope * few[0]), slope=slope)
+        per_operation = max(_LEAST_S, (many[1] - few[1]) / (many[0] - few[0]))
+        return cls(constant=max(_LEAST_S, few[1] - per_operation * few[0]), per_operation=per_operation)
 
 
 def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
@@ -104,13 +104,13 @@ def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
     by_turns, operations, found = _measure(hardware, Saved.KEEP, _FEW, microbatches=2)
     spread = max(spread, found)
     seconds_of = {
-        WorkKind.OPERATIONS: keep.slope,
-        WorkKind.NODES: backward[Saved.KEEP].slope,
-        WorkKind.WATCHED: again.slope - keep.slope,
-        WorkKind.SELECTED: select.slope - again.slope,
+        WorkKind.OPERATIONS: keep.per_operation,
+        WorkKind.NODES: backward[Saved.KEEP].per_operation,
+        WorkKind.WATCHED: again.per_operation - keep.per_operation,
+        WorkKind.SELECTED: select.per_operation - again.per_operation,
         WorkKind.CALLS: (keep.constant + backward[Saved.KEEP].constant) / 2,
         WorkKind.FRAMES: again.constant - keep.constant,
-        WorkKind.SWITCHES: by_turns.forward - keep.constant - keep.slope * operations[0],
+        WorkKind.SWITCHES: by_turns.forward - keep.constant - keep.per_operation * operations[0],
         WorkKind.STEPS: min(rest),
         WorkKind.PIECES: min(piece),
     }

@@ -1,4 +1,4 @@
-"""Readers of small, untrusted JSON files: plans, manifests, headers, indices.
+"""Readers of small, untrusted JSON files (plans, manifests, headers, indices), and a writer.
 
 In: a path, or text. Out: plain Python values, or an error that says what is wrong. Reading takes at
 most the file's own size and a stated number of bytes, and never blocks on a pipe.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -66,6 +67,30 @@ def read_document(path: Path, *, limit_bytes: int) -> bytes:
                 f"it has {format_bytes(found.st_size)}, more than the {format_bytes(limit_bytes)} that such a file may have"
             )
         return file.read(found.st_size)
+
+
+def write_document(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all; directories above it are made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(text)
+            file.flush()
+            # Before the name changes: after a crash the name would stand for an empty file.
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def parse_json(

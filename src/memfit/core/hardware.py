@@ -28,6 +28,10 @@ _SLOWEST, _FASTEST = 1e-6, 1e24
 """Accepted range of rates a second: outside of it, predicted seconds would be infinite or zero.
 """
 _LEAST_SHARE = 0.01
+STEP_SPREAD = 0.2
+"""`Hardware.step_spread` where no runs say it: what `benchmarks/clock.py` found, whose cases were
+drawn apart from those that the classes of work were made with.
+"""
 _LONGEST_NAME = 200
 _LONGEST_SOURCE = 1000
 
@@ -119,6 +123,8 @@ class Hardware:
         datasheet: peaks that the rates were made from; None where they were measured.
         rates: of classes of work on the device, as measured; a class that is missing has a derived
             one (`core.rates`).
+        step_spread: share by which nine of ten steps were nearer to their predicted seconds than,
+            beside the spreads of rates.
         origin: what was measured, when and with what, where it was: for people, and by which a
             saved file is known to be this machine's.
         sources: where each figure comes from, by the name of its field in a file.
@@ -134,6 +140,7 @@ class Hardware:
     bf16_flops_per_s: float | None = None
     datasheet: DataSheet | None = None
     rates: Mapping[WorkKind, Rate] = field(default_factory=dict[WorkKind, Rate])
+    step_spread: float = STEP_SPREAD
     origin: Mapping[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -221,6 +228,8 @@ class Hardware:
                 values[key] = _sources(f"{key!r} of the hardware file", value)
             elif key == "rates":
                 values[key] = _rates(value)
+            elif key == "step_spread":
+                values[key] = _share(key, value)
             else:
                 values[key] = None if value is None and key == "bf16_flops_per_s" else _rate(key, value)
         return cls(**values, tiers={tier: spec for name in sorted(tiers) for tier, spec in _tier(name, raw)})

@@ -50,6 +50,7 @@ class Moment:
         peak_bytes: most device bytes alive while it runs.
         after_bytes: device bytes alive when it is done.
         start_s, end_s: seconds since the step began.
+        busy_s: seconds of them that the main thread was on a processor; None: predicted.
         by_category: device bytes at the peak by category: "weight", "gradient", "state",
             "activation", "transient", "staging".
     """
@@ -59,6 +60,7 @@ class Moment:
     after_bytes: int
     start_s: float = 0.0
     end_s: float = 0.0
+    busy_s: float | None = None
     by_category: Mapping[str, int]
 
 

@@ -6,6 +6,7 @@ In: operations as they begin and end, seconds that were waited. Out: `Timeline`,
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -77,6 +78,8 @@ class BothRecorders:
 class _Open:
     action: str
     start_s: float
+    busy_from_s: float
+    thread: int
 
 
 class StepRecorder:
@@ -113,7 +116,7 @@ class StepRecorder:
     def begin(self, action: Action) -> None:
         """Begins an operation, and ends the one before it if it was not ended."""
         self.end()
-        self._open = _Open(str(action), self._now_s())
+        self._open = _Open(str(action), self._now_s(), time.thread_time(), threading.get_ident())
 
     def end(self) -> None:
         """Ends the operation that began last, if it was not ended."""
@@ -128,6 +131,8 @@ class StepRecorder:
                 after_bytes=after,
                 start_s=done.start_s,
                 end_s=self._now_s(),
+                # An action may end in autograd's thread, whose time is another one.
+                busy_s=time.thread_time() - done.busy_from_s if threading.get_ident() == done.thread else None,
                 by_category={},
             )
         )

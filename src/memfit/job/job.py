@@ -14,6 +14,7 @@ from memfit.core.units import format_bytes, parse_bytes
 from memfit.homes.weights import check_untouched
 from memfit.job import clipping
 from memfit.job.assembly import Assembly
+from memfit.job.comparing import StepComparison
 from memfit.job.forward_passes import evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
@@ -206,6 +207,13 @@ class Job(JobFacts):
                 block.release()
             assembly.checkpointer.note_positions()
 
+    @property
+    def comparison(self) -> StepComparison | None:
+        """The first steps beside their prediction: seconds, and the actions that are farthest
+        apart. None until five steps were made, and where steps are not measured.
+        """
+        return self._runner.compared.result()
+
     # --- commits ---------------------------------------------------------------------------------
 
     def register(self, name: str, thing: Any, *, is_new: bool = False) -> None:
@@ -381,6 +389,7 @@ class Job(JobFacts):
         _refuse_lines(assembly, "the job is closed")
         if restore is None and not assembly.has_ended:
             self._check_restorable(assembly)
+        self._runner.compared.keep()
         if commit and not self._is_closed and assembly.has_started and assembly.torn is None:
             self._commit_last(assembly)
         self._was_closed = True

@@ -196,7 +196,7 @@ class JobFacts:
         """
         planned = self._assembly.planned
         name = type(planned.setup.problem.model).__name__ if title is None else title
-        subject = subject_of_job(planned, self._runner.measured, title=name)
+        subject = subject_of_job(planned, self._runner.measured, title=name, comparison=self._runner.compared.result())
         write_report(path, render_page(subject))
         if perfetto is not None:
             write_report(perfetto, render_perfetto(subject))

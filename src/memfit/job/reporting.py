@@ -16,6 +16,7 @@ from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
+from memfit.job.comparing import StepComparison
 from memfit.job.measured_steps import MeasuredStep
 from memfit.job.plan_increments import points_from_plain
 from memfit.job.setup import Planned
@@ -44,6 +45,7 @@ def report_subject(
     measured: Timeline | None = None,
     step: int | None = None,
     front: Sequence[PlanPoint] = (),
+    compared: str | None = None,
 ) -> ReportSubject:
     """Puts together what a report says of a step.
 
@@ -61,6 +63,7 @@ def report_subject(
         measured: a run of the schedule.
         step: number of the measured step.
         front: plans beside this one.
+        compared: says how far the job's first steps were from their prediction.
     """
     # Named by the calls that made them, which is slower: for reports only.
     lowered = lower(schedule, plan, profile, adds_apart=adds_apart, device=hardware.device, is_itemized=True)
@@ -80,17 +83,23 @@ def report_subject(
         tiers={tier: tuple(each.peak_bytes for each in follow_tier(lowered, tier)) for tier in tiers},
         from_plain=points_from_plain(plan, profile, hardware, clips_norm=clips_norm),
         front=tuple(front),
-        facts=_facts(predicted, budget, hardware, measured, step),
+        facts=(
+            *_facts(predicted, budget, hardware, measured, step),
+            *([] if compared is None else [("first steps", compared)]),
+        ),
     )
 
 
-def subject_of_job(planned: Planned, measured: MeasuredStep | None, *, title: str) -> ReportSubject:
+def subject_of_job(
+    planned: Planned, measured: MeasuredStep | None, *, title: str, comparison: StepComparison | None = None
+) -> ReportSubject:
     """Puts together what a report says of a job's step.
 
     Args:
         planned: the job's.
         measured: a step of it; its shapes are reported on. None: those of the sample are.
         title: of the report.
+        comparison: of the job's first steps with their prediction.
     """
     prepared = planned.prepared if measured is None else measured.prepared
     hardware = in_dtype(planned.setup.hardware(), prepared.plan.compute_dtype)
@@ -107,6 +116,7 @@ def subject_of_job(planned: Planned, measured: MeasuredStep | None, *, title: st
         adds_apart=planned.adds_apart,
         measured=None if measured is None else measured.timeline,
         step=None if measured is None else measured.step,
+        compared=None if comparison is None else comparison.sentence(),
     )
 
 

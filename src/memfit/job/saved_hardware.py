@@ -3,7 +3,7 @@
 In: a device. Out: a file in the user's cache directory (`$MEMFIT_HARDWARE_CACHE`, or
 `$XDG_CACHE_HOME/memfit/hardware`, or `~/.cache/memfit/hardware`), by the identity of what it
 describes: another processor, another number of threads or another torch has rates of its own, and
-finds no file.
+finds no file. Beside it stands what runs have taught (`job.corrections`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +18,12 @@ from pathlib import Path
 import torch
 
 from memfit import devices
-from memfit.core.documents import read_document
+from memfit.core.documents import read_document, write_document
 from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES, Hardware
+from memfit.job.corrections import correction_path, corrections_are_on, load_correction
 
-_PROBE_VERSION = "1"  # another way of measuring gives other figures
+_PROBE_VERSION = "2"  # another way of measuring gives other figures
 
 
 def identity_of(device: torch.device) -> Mapping[str, str]:
@@ -48,9 +48,17 @@ def saved_path(identity: Mapping[str, str]) -> Path:
 
 
 def load_saved(device: torch.device) -> Hardware | None:
-    """Reads the file of this device, if there is one. One that cannot be read is told by a warning
-    and not used.
+    """Reads the file of this device, if there is one, with what runs have taught since; see
+    `job.corrections`. A file that cannot be read is told by a warning and not used.
     """
+    found = load_measured(device)
+    if found is None or not corrections_are_on():
+        return found
+    return load_correction(found, correction_path(saved_path(identity_of(device)))).applied(found)
+
+
+def load_measured(device: torch.device) -> Hardware | None:
+    """Reads the file of this device as it was measured."""
     identity = identity_of(device)
     path = saved_path(identity)
     if not path.is_file():
@@ -75,10 +83,7 @@ def save(hardware: Hardware, path: Path) -> None:
         UsageError: it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(hardware.to_json() + "\n")
-        Path(file.name).replace(path)
+        write_document(path, hardware.to_json() + "\n")
     except OSError as error:
         raise UsageError(f"the hardware file cannot be written to {path}: {error.strerror}; name another") from error
 

@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from memfit.allocator import Allocator
 from memfit.checkpoints.run_state import give_random, take_random
 from memfit.core.errors import LimitBreachError, MemfitWarning, PeerError, UnsupportedError
 from memfit.engine.loss_scaling import LossScaler
 from memfit.engine.measured_step import StepRecorder
 from memfit.job.assembly import Assembly, assemble
 from memfit.job.breaches import TRIES, BreachReport, assemble_fitting, assemble_tighter
+from memfit.job.comparing import ComparedSteps
 from memfit.job.forward_passes import check_first, check_hooks
 from memfit.job.interrupts import Interrupts
 from memfit.job.measured_steps import MeasuredStep, step_recorder
@@ -46,6 +48,7 @@ class StepRunner:
         has_ended: exchanging a plan failed, and nothing is left to go on with.
         owner: the job; a callback that holds it is a cycle.
         measured: the last step that was measured; None before it.
+        compared: the first steps beside their prediction.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class StepRunner:
         self.owner: Callable[[], object] = lambda: None
         self._census = Census(self.machine.meter)
         self.measured: MeasuredStep | None = None
+        self.compared = ComparedSteps(assembly.setup)
         self._steps_here = 0
         self._has_told_passed = False
 
@@ -186,6 +190,9 @@ class StepRunner:
         timeline = None if recorder is None else recorder.timeline()
         if timeline is not None and timeline.moments:
             self.measured = MeasuredStep(prepared=prepared, timeline=timeline, step=self.assembly.steps)
+            # With another allocator recording itself takes too long.
+            if isinstance(self.machine.allocator, Allocator):
+                self.compared.note(prepared, timeline, self._steps_here)
 
     def _tell_passed(self, peak_bytes: int) -> None:
         """Warns, once, of a limit that was passed without an allocation that could be refused."""

@@ -24,20 +24,20 @@ from memfit.core.timeline import Moment, Timeline
 from memfit.core.work_kinds import PRODUCT_KINDS, Work, WorkKind
 from memfit.prediction.clock import work_seconds
 
-_SMALLEST, _LARGEST = 0.25, 4.0
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
 _PULL = 0.001
 _UPDATES = frozenset({WorkKind.PIECES, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED})
 _OVERHEAD = frozenset({
     WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
-    WorkKind.SWITCHES, WorkKind.STEPS,
+    WorkKind.SWITCHES,
 })  # fmt: skip
 GROUPS: Mapping[str, frozenset[WorkKind]] = {
     "products": PRODUCT_KINDS,
-    "memory and functions": frozenset(WorkKind) - PRODUCT_KINDS - _UPDATES - _OVERHEAD,
+    "memory and functions": frozenset(WorkKind) - PRODUCT_KINDS - _UPDATES - _OVERHEAD - {WorkKind.STEPS},
     "overhead": _OVERHEAD,
     "updates": _UPDATES,
 }
-"""Classes that share a factor.
+"""Classes that share a factor. What a step takes beside its actions is in none.
 """
 
 
@@ -79,16 +79,26 @@ def fit_factors(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[s
     total = sum(map(sum, rows))
     if not total or not sum(seconds):
         return dict.fromkeys(groups, 1.0)
-    factors = [min(max(f, _SMALLEST), _LARGEST) for f in _ridge(rows, seconds, total)]
+    factors = [min(max(f, SMALLEST_FACTOR), LARGEST_FACTOR) for f in _ridge(rows, seconds, total)]
     again = sum(seconds) / sum(f * x for row in rows for f, x in zip(factors, row, strict=True))
     in_step = [any(row[g] for row in rows) for g in range(len(groups))]
     return {name: f * again if known else 1.0 for name, f, known in zip(groups, factors, in_step, strict=True)}
 
 
+def group_seconds(step: Step, hardware: Hardware) -> Mapping[str, float]:
+    """Returns the predicted seconds of each group in what the main thread computes: what its factor
+    rests on.
+    """
+    works = [o.work for o in step if o.update_place in (None, UpdatePlace.AT_ONCE)]
+    return {
+        name: sum(work_seconds(_of_group(work, kinds), hardware) for work in works) for name, kinds in GROUPS.items()
+    }
+
+
 def calibrated(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
     """Returns a machine whose classes take `factors` times as long, by group."""
     by_kind = {kind: factors.get(name, 1.0) for name, kinds in GROUPS.items() for kind in kinds}
-    rates = {kind: Rate(rate.per_s / by_kind[kind], rate.spread) for kind, rate in rates_of(hardware).items()}
+    rates = {kind: Rate(rate.per_s / by_kind.get(kind, 1.0), rate.spread) for kind, rate in rates_of(hardware).items()}
     return replace(hardware, rates=rates)
 
 

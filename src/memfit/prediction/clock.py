@@ -20,7 +20,9 @@ waits before it begins a transfer (`Operation.after`), the cost of a first step.
 
 [Note: the interval]
 Each rate has a spread, the share by which its measurements differed. All rates slow by theirs gives
-one end of a prediction's interval, all fast the other: errors that do not cancel.
+one end of what rates leave open, all fast the other: errors that do not cancel. Besides, a step is
+not its model: nine of ten steps were nearer to their prediction than `Hardware.step_spread`, which
+`benchmarks/clock.py` and a machine's own runs tell. Both are taken as independent.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ In: `Step`, `Hardware`. Out: `Timeline` (`predict`), or its sums (`appraise`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -72,8 +73,18 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         stalls_s=dict(clock.stalls_s),
         commit_s=clock.commit_seconds(step),
         intervals=tuple(clock.intervals),
-        interval_s=None if hardware is None else (_seconds(step, hardware, 1), _seconds(step, hardware, -1)),
+        interval_s=None if hardware is None else _interval(step, hardware),
     )
+
+
+def _interval(step: Step, hardware: Hardware) -> tuple[float, float]:
+    """See [Note: the interval] in `prediction.clock`."""
+    fast, expected, slow = (_seconds(step, hardware, sign) for sign in (1, 0, -1))
+    if not expected:
+        return 0.0, 0.0
+    below = math.hypot(expected / fast - 1, hardware.step_spread)
+    above = math.hypot(slow / expected - 1, hardware.step_spread)
+    return expected / (1 + below), expected * (1 + above)
 
 
 def _seconds(step: Step, hardware: Hardware, sign: int) -> float:
