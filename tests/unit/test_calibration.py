@@ -9,6 +9,7 @@ import pytest
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile
+from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
@@ -27,6 +28,8 @@ MACHINE = Hardware(
         Tier.DEVICE: TierSpec(nbytes=1 << 40),
         Tier.DISK: TierSpec(nbytes=1 << 40, link=Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)),
     },
+    # Beside the actions, where no factor counts.
+    rates={WorkKind.STEPS: Rate(1e24)},
 )
 TRUE = {"products": 1.3, "memory and functions": 0.8, "overhead": 1.0, "updates": 1.0}
 
@@ -87,7 +90,7 @@ def test_a_step_without_seconds_changes_nothing() -> None:
 
 def test_groups_part_the_classes() -> None:
     every = [kind for kinds in GROUPS.values() for kind in kinds]
-    assert sorted(every) == sorted(WorkKind)
+    assert sorted([*every, WorkKind.STEPS]) == sorted(WorkKind)
 
 
 def test_the_largest_deviations_come_first_with_microbatches_in_one() -> None:

@@ -76,7 +76,7 @@ def test_where_accumulation_alone_fits_nothing_is_recomputed_unless_that_is_fast
     assert not recomputes or choice.timeline.seconds < alone.seconds
     assert choice.timeline.seconds <= alone.seconds
     # With activations that cost nothing to compute again it is the other way round.
-    slow_to_enter = replace(machine(), flops_per_s=1e18)
+    slow_to_enter = replace(machine(), flops_per_s=1e18, rates={WorkKind.FRAMES: Rate(1e3)})
     other = choose_plan(profile, limit(alone.peak_bytes), slow_to_enter, tiers=(), staging_bytes=0)
     # Accumulation regroups sums, so that a plan that does not may take a little longer.
     accumulated = lower(build_step(accumulation, profile, clips_norm=False), accumulation, profile)

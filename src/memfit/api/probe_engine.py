@@ -6,13 +6,14 @@ In: a machine's description. Out: a `Rate` for each class that counts operations
 Blocks of 16 x 16 with few and with many operations run under the engine, under each policy. An
 action's seconds are taken as a constant and a multiple of its operations: two lengths give both,
 and the differences between policies, and from two microbatches, give what each of them adds.
-Seconds are the least of many steps, since other work can only slow one down. The processor does
-this on any machine: beside an accelerator too, Python runs there.
+Seconds are those of the thread on a processor, the least of many steps, since other work can only
+slow one down. The processor does this on any machine: beside an accelerator too, Python runs there.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -137,7 +138,9 @@ def _measure(
             dict(middle.backward_work)[WorkKind.NODES],
         )
         for _ in range(_STEPS):
-            totals.append(job.step(batch).seconds)
+            began = time.thread_time()
+            job.step(batch)
+            totals.append(time.thread_time() - began)
             measured = job._runner.measured  # noqa: SLF001, nothing public gives timelines
             assert measured is not None, "each step of a processor's job is measured"
             timelines.append(measured.timeline)
@@ -153,7 +156,8 @@ def _least(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seco
     least: dict[str, float] = {}
     for timeline in timelines:
         for moment in timeline.moments:
-            least[moment.action] = min(moment.end_s - moment.start_s, least.get(moment.action, float("inf")))
+            assert moment.busy_s is not None, "backward runs in the thread that asks for it"
+            least[moment.action] = min(moment.busy_s, least.get(moment.action, float("inf")))
     kinds: dict[str, list[float]] = {}
     for action, seconds in least.items():
         kinds.setdefault(action.split()[0], []).append(seconds)

@@ -6,5 +6,6 @@ what torch has no generic interface for is one small class a backend (`cuda.py`)
 """
 
 from memfit.devices.accelerator import Accelerator, initialized, is_accelerator, of
+from memfit.devices.clocks import clock_of
 
-__all__ = ["Accelerator", "initialized", "is_accelerator", "of"]
+__all__ = ["Accelerator", "clock_of", "initialized", "is_accelerator", "of"]

@@ -4,11 +4,12 @@ In: a device. Out: a `Rate` by `WorkKind`.
 
 [Note: measuring a rate]
 Operations run as a step runs them: fresh results, from torch's allocator as it is installed;
-backward by autograd. All classes take turns in rounds, so that work of others, which comes and
-goes, does not fall on one class alone. An operation's time is its best over the rounds, since
-other work can only slow it down; a class's rate is the mean over its operations of seconds for an
-amount. Its spread is the larger of two: how much the operations of a class differ (the class is
-then a rough one), and how much the rounds do (the machine is then not quiet).
+backward by autograd. Where one thread computes, its seconds on a processor are taken, which others
+lengthen less than those of the clock. All classes take turns in rounds, so that work of others,
+which comes and goes, does not fall on one class alone. An operation's time is its best over the
+rounds, since other work can only slow it down; a class's rate is the mean over its operations of
+seconds for an amount. Its spread is the larger of two: how much the operations of a class differ
+(the class is then a rough one), and how much the rounds do (the machine is then not quiet).
 """
 
 from __future__ import annotations
@@ -97,13 +98,14 @@ def _rate(group: list[_Times]) -> Rate:
 
 def _best_of_turn(call: Trial, device: torch.device, seconds: float) -> float:
     call()
+    clock = devices.clock_of(device)
     best, began, count = float("inf"), time.perf_counter(), 0
     while count < 2 or time.perf_counter() - began < seconds:
         _finish(device)
-        start = time.perf_counter()
+        start = clock()
         call()
         _finish(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
         count += 1
     return best
 

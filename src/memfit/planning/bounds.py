@@ -35,7 +35,7 @@ from memfit.scheduling.sizes import (
     trace_of,
     uses_disk,
 )
-from memfit.scheduling.work_amounts import segment_work, update_work
+from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, segment_work, update_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +152,13 @@ def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
 
 def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware: Hardware) -> float:
     """Seconds of pure compute of a training step: a lower bound of any schedule's time."""
-    works = [trace.prologue_work, trace.seed_work]
+    works = [trace.prologue_work, trace.seed_work, SEED_ENTRY]
     for segment, has_backward in enumerate(shape.has_backward):
         works.append(segment_work(trace, plan, shape, segment, is_backward=False))
         if has_backward:
             works.append(segment_work(trace, plan, shape, segment, is_backward=True))
-    return plan.microbatches * work_seconds(summed((work, 1.0) for work in works), hardware)
+    a_microbatch = work_seconds(summed((work, 1.0) for work in works), hardware)
+    return plan.microbatches * a_microbatch + work_seconds(STEP_ITSELF, hardware)
 
 
 def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> tuple[float, float]:

@@ -66,7 +66,7 @@ from memfit.scheduling.sizes import (
     uses_disk,
     weight_home_bytes,
 )
-from memfit.scheduling.work_amounts import adding_work, segment_work, update_work
+from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, adding_work, segment_work, update_work
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
@@ -358,15 +358,14 @@ class _Lowering:
             self._draft.adds_to = self._loose
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
-            # It enters autograd as a call is entered.
-            seed = summed([(self._facts.trace.seed_work, 1.0), (((WorkKind.CALLS, 1.0),), 1.0)])
+            seed = summed([(self._facts.trace.seed_work, 1.0), (SEED_ENTRY, 1.0)])
             self._draft.work = summed([(seed, float(len(microbatches)))])
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
         is_adding = False
         if isinstance(action, Start):
-            steps = ((WorkKind.STEPS, 1.0),) if action.microbatch == 0 else ()
-            self._draft.work = summed([(self._facts.trace.prologue_work, 1.0), (steps, 1.0)])
+            own = STEP_ITSELF if action.microbatch == 0 else ()
+            self._draft.work = summed([(self._facts.trace.prologue_work, 1.0), (own, 1.0)])
         if isinstance(action, Backward):
             segment = self._segment[action.first]
             self._tail_left -= self._activations.is_of_tail(action)

@@ -15,6 +15,13 @@ from memfit.core.shape import StepShape
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.scheduling.sizes import update_share
 
+STEP_ITSELF: Work = ((WorkKind.STEPS, 1.0),)
+"""Work of a step beside its actions.
+"""
+SEED_ENTRY: Work = ((WorkKind.CALLS, 1.0),)
+"""Work of a seed beside the backward of the loss: autograd is entered as a call is.
+"""
+
 
 def segment_work(trace: TraceProfile, plan: Plan, shape: StepShape, segment: int, *, is_backward: bool) -> Work:
     """Counts the work of a segment for one microbatch, replay and the entries of its calls
