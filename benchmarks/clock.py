@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -192,9 +193,8 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
             timelines += [timeline] if timeline is not None else []
             anchors.append(_anchors())
         job.close(restore=False)
-    factors = [fit_factors(step, timeline, machine) for timeline in timelines]
-    # Of two recorded steps the faster says what the machine can do.
-    best = min(factors, key=lambda one: sum(one.values()))
+    recorded = _least(timelines)
+    best = fit_factors(step, recorded, machine)
     again = predict(step, calibrated(machine, best))
     products = sum(a for o in step for kind, a in o.work if kind in PRODUCT_KINDS) / machine.flops_per_s
     fastest = min(range(WARM, STEPS), key=taken.__getitem__)
@@ -205,7 +205,7 @@ def _work(case: dict[str, Any], hardware: Path | None, directory: Path) -> None:
             "measured_s": min(taken[WARM:]), "steps_s": taken, "raw_s": predicted.seconds, "calibrated_s": again.seconds,
             "products_s": products, "fast_s": predicted.interval_s[0], "slow_s": predicted.interval_s[1], "factors": best,
             "stalls_s": dict(predicted.stalls_s), "anchors_s": around,
-            "deviations": [[d.action, d.predicted_s, d.measured_s] for d in largest_deviations(predicted, timelines[-1], most=4)],
+            "deviations": [[d.action, d.predicted_s, d.measured_s] for d in largest_deviations(predicted, recorded, most=4)],
         })
     )  # fmt: skip
 
@@ -245,6 +245,16 @@ def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
     updates, thread = _updates_s() - updates, time.thread_time() - thread
     stalls = 0.0 if is_recorded else sum(waits.timeline().stalls_s.values())
     return thread + max(updates, stalls), recorder.timeline() if is_recorded else None
+
+
+def _least(timelines: Sequence[Any]) -> Any:
+    """The least seconds of each action, since other work can only slow one down."""
+    at, moments = 0.0, []
+    for alike in zip(*(timeline.moments for timeline in timelines), strict=True):
+        seconds = min(moment.end_s - moment.start_s for moment in alike)
+        moments.append(replace(alike[0], start_s=at, end_s=at + seconds))
+        at += seconds
+    return replace(timelines[-1], moments=tuple(moments))
 
 
 def _updates_s() -> float:

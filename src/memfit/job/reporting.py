@@ -21,11 +21,14 @@ from memfit.job.measured_steps import MeasuredStep
 from memfit.job.plan_increments import points_from_plain
 from memfit.job.setup import Planned
 from memfit.prediction.bytes import follow_tier
+from memfit.prediction.clock import work_seconds
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import residents_at
+from memfit.report.memory_tables import trace_of
 from memfit.report.subject import PeakHolder, PlanPoint, ReportSubject
 from memfit.report.timeline_data import peak_index
 from memfit.scheduling.lower import lower
+from memfit.scheduling.work_amounts import recomputing_work
 
 _MOST_HOLDERS = 60
 
@@ -69,7 +72,7 @@ def report_subject(
     lowered = lower(schedule, plan, profile, adds_apart=adds_apart, device=hardware.device, is_itemized=True)
     holders = residents_at(lowered, peak_index(predicted))
     tiers = [tier for tier in predicted.peaks if not tier.traits.is_device]
-    return ReportSubject(
+    subject = ReportSubject(
         title=title,
         reason=reason,
         plan=plan,
@@ -88,6 +91,8 @@ def report_subject(
             *([] if compared is None else [("first steps", compared)]),
         ),
     )
+    calls = trace_of(subject).calls
+    return replace(subject, recompute_s=tuple(work_seconds(recomputing_work(call), hardware) for call in calls))
 
 
 def subject_of_job(

@@ -8,6 +8,12 @@ What a call saves is used until forward leaves the call that uses it last, and a
 backward of the call that saved it. In between it is idle: kept, it takes its bytes for those
 seconds; recomputed it is gone; offloaded it is away. Idle byte-seconds of what is kept are what a
 plan can win.
+
+[Note: break-even]
+To keep a storage costs its bytes for its idle seconds. To send it away and back takes its bytes
+twice over a link, hidden where it is idle for longer. To make it again takes its share, by bytes,
+of what recomputing the call that saves it takes. So there is a speed of a link at which the two
+cost the same: a faster link moves it sooner than the device makes it again.
 """
 
 from __future__ import annotations
@@ -30,8 +36,10 @@ def lifetime_data(subject: ReportSubject) -> dict[str, Any]:
     Returns:
         "calls": for each call with a backward, in forward order: its site, policy, bytes that it
         saves beyond its arguments, bytes of its arguments, [begin, end] of its forward and of its
-        backward in seconds, and their actions' indices. "storages": the ones with the most idle
-        byte-seconds.
+        backward in seconds, their actions' indices, and the seconds that recomputing it takes more
+        than keeping what it saves (null: not known). "storages": the ones with the most idle
+        byte-seconds, with what moving one by each link, or making it again, takes; see [Note:
+        break-even].
     """
     trace, plan = trace_of(subject), subject.plan
     spans = _Spans(subject.schedule, subject.predicted)
@@ -51,6 +59,7 @@ def lifetime_data(subject: ReportSubject) -> dict[str, Any]:
                 "backward": backward,
                 "forward_s": spans.seconds(forward),
                 "backward_s": spans.seconds(backward),
+                "recompute_s": _recompute_s(subject, call.index),
             }
         )
     return {"calls": calls, "storages": _idlest(trace, subject, spans)}
@@ -73,6 +82,28 @@ class _Spans:
         """Returns begin and end of an action."""
         moment = self._moments[action]
         return [moment.start_s, moment.end_s]
+
+
+def _recompute_s(subject: ReportSubject, call: int) -> float | None:
+    return subject.recompute_s[call] if subject.recompute_s else None
+
+
+def _break_even(trace: TraceProfile, subject: ReportSubject, saver: int, nbytes: int) -> dict[str, Any]:
+    """Seconds of moving a storage away and back, by tier, and of making it again; bytes a second of
+    a link at which both take the same. See [Note: break-even].
+    """
+    away = {} if subject.hardware is None else subject.hardware.away
+    links = {tier: spec.link for tier, spec in away.items() if spec.link is not None}
+    reload_s = {
+        str(tier): nbytes / link.write_bytes_per_s + nbytes / link.read_bytes_per_s for tier, link in links.items()
+    }
+    whole_s, saved = _recompute_s(subject, saver), trace.saved_bytes(saver)
+    again_s = None if whole_s is None or not saved else whole_s * min(1.0, nbytes / saved)
+    return {
+        "reload_s": reload_s,
+        "recompute_s": again_s,
+        "break_even_bytes_per_s": 2 * nbytes / again_s if again_s else None,
+    }
 
 
 def _idlest(trace: TraceProfile, subject: ReportSubject, spans: _Spans) -> list[dict[str, Any]]:
@@ -103,6 +134,7 @@ def _idlest(trace: TraceProfile, subject: ReportSubject, spans: _Spans) -> list[
                 "used_s": last_used_s,
                 "again_s": again_s,
                 "idle_byte_s": 0.0,
+                **_break_even(trace, subject, min(savers), storage.nbytes),
             },
         )
         row["count"] += 1

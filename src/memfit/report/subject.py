@@ -58,6 +58,8 @@ class ReportSubject:
         hardware: that seconds were predicted for; None: they were not.
         holders: of the device at the predicted peak, largest first.
         tiers: bytes of tiers beside the device, by action.
+        recompute_s: for each call of the trace, seconds that recomputing it takes more than keeping
+            what it saves; empty: not known.
         from_plain: plain training, then one decision of the plan more at a time.
         front: plans beside the chosen one, from the fastest to the leanest.
         facts: further lines for the head of the page, as (name, text).
@@ -74,6 +76,7 @@ class ReportSubject:
     hardware: Hardware | None = None
     holders: tuple[PeakHolder, ...] = ()
     tiers: Mapping[Tier, tuple[int, ...]] = field(default_factory=dict[Tier, tuple[int, ...]])
+    recompute_s: tuple[float, ...] = ()
     from_plain: tuple[PlanPoint, ...] = ()
     front: tuple[PlanPoint, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()

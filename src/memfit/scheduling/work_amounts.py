@@ -54,6 +54,13 @@ def replayed_work(call: CallProfile, saved: Saved) -> Work:
     return summed(_replay(call, saved))
 
 
+def recomputing_work(call: CallProfile) -> Work:
+    """Counts what it takes more to recompute a call than to keep what it saves."""
+    operations = sum(amount for kind, amount in call.forward_work if kind is WorkKind.OPERATIONS)
+    beside = as_work({WorkKind.WATCHED: 2 * operations, WorkKind.FRAMES: 2.0})
+    return summed([(replayed_work(call, Saved.RECOMPUTE), 1.0), (beside, 1.0)])
+
+
 def _forward(call: CallProfile) -> Work:
     return call.forward_work or ((WorkKind.FLOPS, float(call.forward_flops)),)
 

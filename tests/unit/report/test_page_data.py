@@ -8,8 +8,9 @@ from itertools import accumulate
 
 import pytest
 
-from memfit.core.plan import Plan, UpdateTime
+from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile, UntiledAttention
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Interval, Moment, Timeline
 from memfit.prediction import predict
@@ -173,6 +174,29 @@ def test_idle_time_is_from_the_last_use_in_forward_to_the_backward_that_needs_it
     idle = sum(times[f"backward C{c} m0"][0] - times[f"forward C{c} m0"][1] for c in range(1, 5))
     assert inside["idle_byte_s"] == pytest.approx(8 * U * idle)
     assert inside is lifetimes["storages"][0]
+
+
+def test_keeping_moving_and_making_again_have_a_break_even() -> None:
+    plain, again = subject_of(Plan()), subject_of(recomputing_all())
+    lifetimes = page_data(plain)["lifetimes"]
+    # A step that recomputes a layer takes longer by what the layer's row says.
+    layers = [call for call in lifetimes["calls"] if call["site"].startswith("h.")]
+    more = again.predicted.seconds - plain.predicted.seconds
+    assert sum(call["recompute_s"] for call in layers) == pytest.approx(more)
+    row = lifetimes["storages"][0]
+    assert row["reload_s"] == {"disk": pytest.approx(2 * row["nbytes"] / 1e7)}
+    saved = layers[0]["saved_bytes"]
+    assert row["recompute_s"] == pytest.approx(layers[0]["recompute_s"] * row["nbytes"] / saved)
+    # Over a link of that speed, away and back take as long as making it again.
+    assert 2 * row["nbytes"] / row["break_even_bytes_per_s"] == pytest.approx(row["recompute_s"])
+    unknown = page_data(replace(plain, hardware=None, recompute_s=()))["lifetimes"]["storages"][0]
+    assert (unknown["reload_s"], unknown["recompute_s"], unknown["break_even_bytes_per_s"]) == ({}, None, None)
+
+
+def recomputing_all() -> Plan:
+    return Plan(
+        calls=tuple(CallPlan(saved=Saved.RECOMPUTE if 1 <= c <= LAYERS else Saved.KEEP) for c in range(LAYERS + 3))
+    )
 
 
 def test_the_way_from_plain_training_ends_at_the_plan() -> None:
