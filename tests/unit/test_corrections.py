@@ -200,7 +200,7 @@ def run(steps: int, **more: Any) -> Any:
     with memfit.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), squared, batch, enforce=False, **more) as job:
         for _ in range(steps):
             job.step(batch)
-        return job.comparison
+        return job.compared.result()
 
 
 def test_a_job_compares_its_first_steps_and_the_next_one_predicts_better(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from memfit.core.units import format_bytes, parse_bytes
 from memfit.homes.weights import check_untouched
 from memfit.job import clipping
 from memfit.job.assembly import Assembly
-from memfit.job.comparing import StepComparison
 from memfit.job.forward_passes import evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
@@ -206,13 +205,6 @@ class Job(JobFacts):
             for block in fetched:
                 block.release()
             assembly.checkpointer.note_positions()
-
-    @property
-    def comparison(self) -> StepComparison | None:
-        """The first steps beside their prediction: seconds, and the actions that are farthest
-        apart. None until five steps were made, and where steps are not measured.
-        """
-        return self._runner.compared.result()
 
     # --- commits ---------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class JobFacts:
     def __init__(self, runner: StepRunner) -> None:
         self.loss_scaler = runner.scaler
         self.breaches = runner.breaches
+        self.compared = runner.compared
         self._runner = runner
         self._machine = runner.machine
         self._was_closed = False

@@ -4,17 +4,20 @@ In: a device. Out: a `Rate` by `WorkKind`.
 
 [Note: measuring a rate]
 Operations run as a step runs them: fresh results, from torch's allocator as it is installed;
-backward by autograd. Where one thread computes, its seconds on a processor are taken, which others
-lengthen less than those of the clock. All classes take turns in rounds, so that work of others,
-which comes and goes, does not fall on one class alone. An operation's time is its best over the
-rounds, since other work can only slow it down; a class's rate is the mean over its operations of
-seconds for an amount. Its spread is the larger of two: how much the operations of a class differ
-(the class is then a rough one), and how much the rounds do (the machine is then not quiet).
+backward by autograd; weights of products cold. Where one thread computes, its seconds on a
+processor are taken, which others lengthen less than those of the clock. All classes take turns in
+rounds, so that work of others, which comes and goes, does not fall on one class alone. An
+operation's time is that of its best round, since other work can only slow it down, and in that
+round its median, since a step is the sum of many operations and not of the luckiest ones. A class's
+rate is the mean over its operations of seconds for an amount. Its spread is the larger of two: how
+much the operations of a class differ (the class is then a rough one), and how much the rounds do
+(the machine is then not quiet).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import statistics
 import time
@@ -31,9 +34,11 @@ from memfit.core.work_kinds import WorkKind, product_kind
 
 _ROUNDS = 4
 _TURN_S = 0.012
+_FEWEST_CALLS = 3
 _SMALL = 1 << 20  # elements of an operation whose operands caches hold in part
 _LARGE = 1 << 23
 _FRESH_BYTES = 16 << 20
+_COLD = 10 << 20  # elements that no cache of a core holds
 _HALF = torch.bfloat16
 _FP32 = torch.float32
 
@@ -57,7 +62,7 @@ class _Operation:
 
 @dataclass
 class _Times:
-    """Seconds of an operation: the best of each round."""
+    """Seconds of an operation: the median of each round."""
 
     operation: _Operation
     rounds: list[float] = field(default_factory=list[float])
@@ -77,7 +82,7 @@ def measure_rates(
     found = [_Times(one) for one in _operations(device) if has_half or not _is_half(one.kind)]
     for _ in range(rounds):
         for times in found:
-            times.rounds.append(_best_of_turn(times.operation.make(), device, seconds))
+            times.rounds.append(_middle_of_turn(times.operation.make(), device, seconds))
     by_kind: dict[WorkKind, list[_Times]] = {}
     for times in found:
         by_kind.setdefault(times.operation.kind, []).append(times)
@@ -96,18 +101,18 @@ def _rate(group: list[_Times]) -> Rate:
     return Rate(1 / mean, round(min(1.0, max(among, over_time)), 3))
 
 
-def _best_of_turn(call: Trial, device: torch.device, seconds: float) -> float:
+def _middle_of_turn(call: Trial, device: torch.device, seconds: float) -> float:
     call()
     clock = devices.clock_of(device)
-    best, began, count = float("inf"), time.perf_counter(), 0
-    while count < 2 or time.perf_counter() - began < seconds:
+    found: list[float] = []
+    began = time.perf_counter()
+    while len(found) < _FEWEST_CALLS or time.perf_counter() - began < seconds:
         _finish(device)
         start = clock()
         call()
         _finish(device)
-        best = min(best, clock() - start)
-        count += 1
-    return best
+        found.append(clock() - start)
+    return statistics.median(found)
 
 
 def _finish(device: torch.device) -> None:
@@ -150,8 +155,8 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[
         yield _Operation(
             kind=product_kind(min(m, k, n), name),
             amount=2.0 * m * k * n,
-            make=lambda m=m, k=k, n=n: _product(
-                _tensor(m, k, device=device, dtype=dtype), _tensor(n, k, device=device, dtype=dtype).t()
+            make=lambda m=m, k=k, n=n: _product_by_cold(
+                _tensor(m, k, device=device, dtype=dtype), _tensor(_cold(n * k), n, k, device=device, dtype=dtype)
             ),
         )
     if dtype is torch.float16:
@@ -165,6 +170,16 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[
                 _tensor(c, m, k, device=device, dtype=dtype), _tensor(c, n, k, device=device, dtype=dtype).mT
             ),
         )
+
+
+def _cold(elements: int) -> int:
+    """Returns how many matrices of as many elements caches do not hold."""
+    return max(2, _COLD // elements)
+
+
+def _product_by_cold(left: torch.Tensor, weights: torch.Tensor) -> Trial:
+    turns = itertools.cycle(weights)
+    return lambda: left @ next(turns).t()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Trial:
@@ -195,7 +210,8 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
         if dtype is _HALF
         else (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
     )
-    for rows, places, is_causal in ((4 * scale, 256, True), (4 * scale, 256, False), (8 * scale, 128, True)):
+    shapes = ((4 * scale, 256, True), (4 * scale, 256, False), (8 * scale, 128, True), (8 * scale, 64, False))
+    for rows, places, is_causal in shapes:
 
         def make(rows: int = rows, places: int = places, is_causal: bool = is_causal) -> Any:  # noqa: FBT001, a loop's
             q, k, v = (_tensor(rows, 4, places, 64, device=device, dtype=dtype, grad=True) for _ in range(3))
@@ -208,14 +224,14 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
 def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
     half = (WorkKind.HALF_CONVOLUTION, WorkKind.HALF_CONVOLUTION)
     full = (WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD)
-    for channels, size in ((64, 32), (128, 16)):
+    for channels, size, kernel in ((64, 32, 3), (128, 16, 3), (24, 32, 3), (96, 16, 1)):
 
-        def make(channels: int = channels, size: int = size) -> Any:
+        def make(channels: int = channels, size: int = size, kernel: int = kernel) -> Any:
             x = _tensor(4 * scale, channels, size, size, device=device, dtype=dtype, grad=True)
-            weight = _tensor(channels, channels, 3, 3, device=device, dtype=dtype, grad=True)
-            return lambda: functional.conv2d(x, weight, padding=1), (x, weight)
+            weight = _tensor(channels, channels, kernel, kernel, device=device, dtype=dtype, grad=True)
+            return lambda: functional.conv2d(x, weight, padding=kernel // 2), (x, weight)
 
-        flops = 2.0 * 4 * scale * channels * channels * 9 * size * size
+        flops = 2.0 * 4 * scale * channels * channels * kernel**2 * size * size
         yield from _both(half if dtype is _HALF else full, (flops, 2 * flops), make)
     if dtype is _HALF:
         return
@@ -284,7 +300,8 @@ def _elements(device: torch.device) -> Iterator[_Operation]:
     fast, slow = WorkKind.FUNCTIONS, WorkKind.SLOW_FUNCTIONS
 
     def pair(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        x = _tensor(elements // 512, 512, device=device, grad=True)
+        # Functions of one value only would be foretold.
+        x = torch.linspace(-3.0, 3.0, elements, device=device).view(-1, 512).requires_grad_()
         return lambda: function(x), (x,)
 
     for function in (functional.gelu, functional.silu):

@@ -79,6 +79,7 @@ _BY_ELEMENT = {
     **dict.fromkeys(_NORMALIZED_BACKWARD, WorkKind.NORMALIZED_BACKWARD),
     **dict.fromkeys(_DRAWN, WorkKind.DRAWN),
 }
+_ELEMENT_KINDS = frozenset(_BY_ELEMENT.values()) - {WorkKind.DRAWN}
 _COPIES = _named("clone copy_ _to_copy _reshape_copy contiguous cat stack copy")
 # They write without having read what they write to.
 _OVERWRITES = _named("copy_ fill_ zero_")
@@ -107,6 +108,10 @@ def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
     is_by_tanh = "tanh" in [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
     kind, amount = _amount(func, args, read, made, is_by_tanh=is_by_tanh)
     amounts[kind] = float(amount)
+    nbytes = sum(map(_bytes, (*read, *made)))
+    if kind in _ELEMENT_KINDS and nbytes >= LARGE_BYTES:
+        # Beyond caches the bytes are waited for as well.
+        amounts[WorkKind.STREAMED_LARGE] = float(nbytes)
     return as_work(amounts)
 
 
@@ -147,7 +152,8 @@ def _flops_kind(packet: Any, name: str, args: Sequence[Any], read: Sequence[torc
     if name.startswith(_ATTENTION):
         return _IN_DTYPE["attention-backward" if is_backward else "attention", is_half]
     if "conv" in name:
-        return _convolution_kind(args[2] if is_backward else args[1], is_backward=is_backward, is_half=is_half)
+        weight, groups = (args[2], args[9]) if is_backward else (args[1], args[8] if len(args) > 8 else 1)
+        return _convolution_kind(weight, groups, is_backward=is_backward, is_half=is_half)
     if packet in _BATCHED:
         return _IN_DTYPE["batched-products", is_half]
     at = _FACTORS.get(packet)
@@ -157,9 +163,9 @@ def _flops_kind(packet: Any, name: str, args: Sequence[Any], read: Sequence[torc
     return product_kind(min(*left.shape[-2:], *right.shape[-2:], *([1] if right.dim() == 1 else [])), dtype)
 
 
-def _convolution_kind(weight: torch.Tensor, *, is_backward: bool, is_half: bool) -> WorkKind:
+def _convolution_kind(weight: torch.Tensor, groups: int, *, is_backward: bool, is_half: bool) -> WorkKind:
     """Class of a convolution by its weight: (output channels, input channels a group, sizes)."""
-    if weight.shape[1:].numel() < _FEW_FACTORS:
+    if groups > 1 and weight.shape[1:].numel() < _FEW_FACTORS:
         return WorkKind.GROUPED_CONVOLUTION
     if is_half:
         return WorkKind.HALF_CONVOLUTION

@@ -66,7 +66,7 @@ from memfit.scheduling.sizes import (
     uses_disk,
     weight_home_bytes,
 )
-from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, adding_work, segment_work, update_work
+from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, TAIL_ENTRY, adding_work, segment_work, update_work
 
 # What was not written of a new version is copied by as much at a time (`homes.disk`).
 _COMPLETING_BYTES = 4 * MIB
@@ -358,7 +358,8 @@ class _Lowering:
             self._draft.adds_to = self._loose
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
-            seed = summed([(self._facts.trace.seed_work, 1.0), (SEED_ENTRY, 1.0)])
+            tail = () if self._schedule.tail is None or self._schedule.microbatches == 1 else TAIL_ENTRY
+            seed = summed([(self._facts.trace.seed_work, 1.0), (SEED_ENTRY, 1.0), (tail, 1.0)])
             self._draft.work = summed([(seed, float(len(microbatches)))])
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
