@@ -38,6 +38,8 @@ class JobFacts:
         loss_scaler: the dynamic loss scale of a plan that computes in fp16; part of every commit.
             None for other plans.
         breaches: plans that were exchanged under `on_breach="replan"`, with their causes.
+        compared: the first steps beside their prediction: `compared.result()` is None until five
+            steps were made, and where steps are not measured.
     """
 
     def __init__(self, runner: StepRunner) -> None:
