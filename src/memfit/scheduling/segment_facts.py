@@ -60,9 +60,9 @@ class SegmentFacts(SegmentStorages):
         return {}
 
     @cached_property
-    def work(self) -> dict[tuple[int, bool, bool], Work]:
-        """Work by segment, whether it is a backward, and whether that adds to gradients
-        (`scheduling.lower`).
+    def work(self) -> dict[tuple[int, bool, bool, bool], Work]:
+        """Work by segment, whether it is a backward, whether that adds to gradients, and whether
+        microbatches take turns at it (`scheduling.lower`).
         """
         return {}
 
