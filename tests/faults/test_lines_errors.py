@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,8 +118,6 @@ def test_an_error_leaves_the_weights_of_before_and_no_patch(
 
 
 def memfit_lines(job: memfit.Job | None) -> Any:
-    import contextlib
-
     return contextlib.nullcontext() if job is None else job.lines()
 
 
@@ -257,6 +256,40 @@ def test_what_lines_cannot_do_is_told_in_words(name: str, recwarn: pytest.Warnin
         run.optimizer.zero_grad()
         with job.lines():
             step(run, 0)
+
+
+def test_a_part_of_the_model_is_called_inside_of_a_forward_that_says_so(recwarn: pytest.WarningsRecorder) -> None:
+    """As `training_step` of Lightning's modules does; one of them fails, and is tried again."""
+    theirs, ours = Run.new(), Run.new()
+
+    def parts(run: Run, index: int) -> None:
+        words = batch(index)
+        hidden: Any = run.model.get_submodule("embedding")(words)
+        for name in BLOCKS:
+            hidden = run.model.get_submodule(name)(hidden)
+            if index == 1 and name == BLOCKS[1]:
+                raise _Odd
+        logits = run.model.get_submodule("head")(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+        run.log.append(loss.item())
+        run.losses = [loss]  # type: ignore[attr-defined]
+
+    def loop(run: Run, forward: Callable[[], Any]) -> None:
+        torch.manual_seed(5)
+        for index in range(4):
+            try:
+                with forward():
+                    parts(run, index)
+            except _Odd:
+                continue
+            run.losses.pop().backward()  # type: ignore[attr-defined]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    loop(theirs, contextlib.nullcontext)
+    with fitted(ours) as job, job.lines() as lines:
+        loop(ours, lines.forward)
+    check_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

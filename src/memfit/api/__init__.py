@@ -10,6 +10,18 @@ from memfit.api.fit import fit, profile
 from memfit.api.loader import ResumableLoader
 from memfit.job.inference import Inference, infer
 from memfit.job.job import Job
+from memfit.job.lines import Lines
 from memfit.job.results import EvaluateResult, StepResult
 
-__all__ = ["EvaluateResult", "Inference", "Job", "ResumableLoader", "StepResult", "empty", "fit", "infer", "profile"]
+__all__ = [
+    "EvaluateResult",
+    "Inference",
+    "Job",
+    "Lines",
+    "ResumableLoader",
+    "StepResult",
+    "empty",
+    "fit",
+    "infer",
+    "profile",
+]

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,6 +70,7 @@ class Lines:
         self._is_busy = False
         self._has_raised = False
         self._is_inside = False
+        self._is_scoped = False
         self._outputs: list[tuple[torch.Tensor, int]] = []
 
     # --- the context -----------------------------------------------------------------------------
@@ -135,8 +136,27 @@ class Lines:
 
     # --- forward ---------------------------------------------------------------------------------
 
+    @contextmanager
+    def forward(self, *given: Any) -> Iterator[None]:
+        """Context of a forward that does not call the model, but parts of it, as Lightning's
+        `training_step` does.
+
+        Args:
+            given: what it gets; tensors among it stay where they are.
+        """
+        model = self._assembly.model
+        self._enter_model(model, given, {})
+        self._is_scoped = True
+        is_whole = False
+        try:
+            yield
+            is_whole = True
+        finally:
+            self._is_scoped = False
+            self._leave_model(model, (), {}, () if is_whole else None)
+
     def _enter_model(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._may_begin():
+        if self._is_scoped or not self._may_begin():
             return
         run = self._run
         # Entered and never left: a Ctrl-C that the lines have caught.
@@ -152,7 +172,7 @@ class Lines:
 
     def _leave_model(self, _module: torch.nn.Module, _args: object, _kwargs: object, output: Any) -> None:
         run = self._run
-        if run is None or threading.get_ident() != self._thread or self._is_busy:
+        if run is None or self._is_scoped or threading.get_ident() != self._thread or self._is_busy:
             return
         run.end_watch()
         self._is_inside = False
@@ -171,7 +191,8 @@ class Lines:
             self._give_up()
             raise UnsupportedError(
                 "these lines call a part of the model, not the model, and the plan does not simply keep what its calls save: changes in place between the "
-                "calls could not be seen. Call the model itself, or plan saved='keep' for all calls"
+                "calls could not be seen. Call the model itself, put `with lines.forward():` around these calls (lines is what job.lines() gives), or plan "
+                "saved='keep' for all calls"
             )
 
     def _may_begin(self) -> bool:

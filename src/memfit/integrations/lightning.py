@@ -1,0 +1,188 @@
+"""Lightning's `Trainer` inside a memory limit.
+
+In: a `LightningModule` with automatic optimization and one optimizer, and what `memfit.fit` shall
+do. Out: the same training, bit for bit, every hook in its place.
+
+[Note: where a batch is first seen]
+`training_step` is no `forward`, and what it calls are parts of the module. So the strategy says
+where a forward begins and ends (`Lines.forward`), and the model moves home when the first training
+batch reaches the device, before Lightning's closure begins. Checkpoints are directories, as those
+of Lightning's sharded strategies: a save of memfit's, and `lightning.ckpt` with all that is neither
+a weight nor a state of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # pyright: ignore[reportMissingImports]
+
+from memfit.api import Job, Lines, fit
+from memfit.core.errors import UnsupportedError, UsageError
+
+_OWN = ("lines", "max_grad_norm", "store", "resume", "durability", "scheme", "on_breach", "weights", "weight", "split")
+_REST = "lightning.ckpt"
+
+
+class MemfitStrategy(SingleDeviceStrategy):
+    """Strategy of a `Trainer` inside a memory limit.
+
+        trainer = L.Trainer(strategy=MemfitStrategy(limit="8GiB"), ...)
+
+    Losses, hooks and weights are those of Lightning, bit for bit.
+
+    Args:
+        device: of the model.
+        options: keyword arguments of `memfit.fit`. `sample` may be the largest batch that will
+            come; by default it is the first.
+
+    Attributes:
+        job: from the first training batch to the end of `fit`; None else.
+    """
+
+    strategy_name = "memfit"
+
+    def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
+        super().__init__(device=torch.device(device))
+        refused = [name for name in options if name in _OWN]
+        if refused:
+            raise UsageError(
+                f"MemfitStrategy({refused[0]}=...): the trainer decides that (gradient_clip_val, callbacks, ckpt_path); leave it out"
+            )
+        self.job: Job | None = None
+        self._options = options
+        self._lines: Lines | None = None
+        self._training = ExitStack()
+        self._forward_only = ExitStack()
+        self._saved: Path | None = None
+
+    # --- training --------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """See `Strategy`. With the first training batch the model moves home."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        module: Any = self.lightning_module
+        if self.job is None and module.trainer.training:
+            self._begin(module, batch)
+        return batch
+
+    def _begin(self, module: Any, batch: Any) -> None:
+        if not module.automatic_optimization or len(self.optimizers) != 1:
+            raise UnsupportedError(
+                "MemfitStrategy serves automatic_optimization=True with one optimizer: for your own calls of backward and step, write the loop with job.lines()"
+            )
+        if module.trainer.precision.startswith("16"):
+            raise UnsupportedError('precision="16-mixed" reads gradients that may rest elsewhere: use "bf16-mixed"')
+        options = dict(self._options)
+        sample = options.pop("sample", batch)
+        with _without_logs(module):
+            self.job = fit(module, self.optimizers[0], _loss, sample, lines=True, **options)
+        if self._saved is not None:
+            self.job.load(self._saved, restore_random=False)  # the trainer restores its own
+            self._saved = None
+        self._lines = self._training.enter_context(self.job.lines())
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Strategy`: a forward of the user's own lines."""
+        if self._lines is None:
+            return super().training_step(*args, **kwargs)
+        with self._lines.forward(args, kwargs):
+            return super().training_step(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """See `Strategy`. Model and optimizer are ordinary and complete again."""
+        self._end()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See `Strategy`."""
+        self._end(exception)
+        super().on_exception(exception)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._forward_only.close()
+        self._lines = None
+        self._training.__exit__(None if error is None else type(error), error, None)
+        if self.job is not None:
+            self.job.close()
+            self.job = None
+
+    # --- forward only ----------------------------------------------------------------------------
+
+    def _stream(self) -> None:
+        if self.job is not None:
+            self._forward_only.enter_context(self.job.inference())
+
+    def on_validation_start(self) -> None:
+        """See `Strategy`: weights are streamed from here on."""
+        self._stream()
+
+    def on_validation_end(self) -> None:
+        """See `Strategy`."""
+        self._forward_only.close()
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns nothing while weights rest at home: `save_checkpoint` writes them."""
+        return {} if self.job is not None else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns nothing while states rest at home: `save_checkpoint` writes them."""
+        return {} if self.job is not None else super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a directory. See [Note: where a batch is first seen]."""
+        if self.job is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self.job.save(filepath)
+        torch.save(checkpoint, Path(filepath) / _REST)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """Reads a directory that `save_checkpoint` wrote, or a file of Lightning's."""
+        path = Path(checkpoint_path)
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if not (path / _REST).is_file():
+            raise UsageError(
+                f"the checkpoint {path} has no {_REST}: it was not written to its end, or not by MemfitStrategy"
+            )
+        self._saved = path
+        # Written by this trainer: callbacks keep objects of their own classes in it.
+        return torch.load(path / _REST, weights_only=bool(weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002, Lightning's signature
+        """Loads weights, unless they come when the model moves home."""
+        if self._saved is None:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads states, unless they come when the model moves home."""
+        if self._saved is None:
+            super().load_optimizer_state_dict(checkpoint)
+
+
+def _loss(module: Any, batch: Any) -> torch.Tensor:
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    found = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+    return found["loss"] if isinstance(found, Mapping) else found
+
+
+@contextmanager
+def _without_logs(module: Any) -> Iterator[None]:
+    """Context in which the module logs nothing: planning runs its `training_step`."""
+
+    def nothing(*_: object, **__: object) -> None:
+        return
+
+    module.log = module.log_dict = nothing
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict

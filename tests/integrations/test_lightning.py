@@ -1,0 +1,189 @@
+"""Lightning's `Trainer` with `MemfitStrategy` beside itself: losses, hooks and weights, bit for bit. `make test-hosts` installs it."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memfit.core.errors import AwayError, UnsupportedError, UsageError
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.tiers import Tier
+
+L: Any = pytest.importorskip("lightning", reason="memfit[lightning] is not installed: make test-hosts installs it")
+
+# Of the number of workers, of checkpoints that are there, of older interfaces of libraries.
+pytestmark = pytest.mark.filterwarnings("ignore")
+WIDTH, ROWS = 16, 4
+DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+PLAN = Plan(blocks={f"model.{index}": DISK for index in range(3)}, update=UpdateTime.AFTER_BACKWARD)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.dropout(self.down(torch.tanh(self.up(values))))
+
+
+def module_of(*, automatic: bool = True, optimizers: int = 1) -> Any:
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(*(Layer() for _ in range(3)))
+            self.automatic_optimization = automatic
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = (self.model(batch[0]) - batch[1]).square().mean()
+            self.log("train_loss", loss)
+            return {"loss": loss, "rows": len(batch[0])}
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", (self.model(batch[0]) - batch[1]).square().mean())
+
+        def on_after_backward(self) -> None:
+            self.seen.append("after backward")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(("before step", optimizer.param_groups[0]["lr"]))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            self.seen.append((float(outputs["loss"]), self.trainer.global_step))
+
+        def configure_optimizers(self) -> Any:
+            made = [torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(optimizers)]
+            scheduler = torch.optim.lr_scheduler.LambdaLR(made[0], lambda step: min(1.0, (step + 1) / 4))
+            return (
+                made
+                if optimizers > 1
+                else {"optimizer": made[0], "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            )
+
+    torch.manual_seed(0)
+    return Module()
+
+
+def loader(count: int, **options: Any) -> Any:
+    drawn = torch.Generator().manual_seed(1)
+    rows = [(torch.randn(WIDTH, generator=drawn), torch.randn(WIDTH, generator=drawn)) for _ in range(count)]
+    return torch.utils.data.DataLoader(rows, batch_size=ROWS, **options)  # type: ignore[arg-type]
+
+
+def train(
+    directory: Path, *, ours: bool, module: Any = None, resume: Path | None = None, steps: int = 6, **given: Any
+) -> Any:
+    if ours:
+        from memfit.integrations.lightning import MemfitStrategy
+
+        given["strategy"] = MemfitStrategy(plan=PLAN)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} | given
+    module = module_of() if module is None else module
+    checkpoint = L.pytorch.callbacks.ModelCheckpoint(
+        dirpath=directory, every_n_train_steps=2, save_top_k=-1, filename="{step}"
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, logger=False, callbacks=[checkpoint], enable_progress_bar=False,
+        enable_model_summary=False, val_check_interval=4, check_val_every_n_epoch=None, num_sanity_val_steps=1, **options,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    data = loader(22, shuffle=True, generator=torch.Generator().manual_seed(3))
+    trainer.fit(module, data, loader(8), ckpt_path=resume, weights_only=None if resume is None else False)
+    return module, trainer
+
+
+def check_equal(ours: Any, theirs: Any) -> None:
+    (module, trainer), (plain, plain_trainer) = ours, theirs
+    assert module.seen == plain.seen
+    assert trainer.global_step == plain_trainer.global_step
+    assert float(trainer.callback_metrics["val_loss"]) == float(plain_trainer.callback_metrics["val_loss"])
+    for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"accumulate_grad_batches": 1, "gradient_clip_val": None}, {"accumulate_grad_batches": 4}, {"precision": "bf16-mixed"}],
+    ids=["two backwards, clipped", "one, not clipped", "four", "bf16-mixed"],
+)  # fmt: skip
+def test_a_trainer_is_bitwise_itself_with_every_hook_in_its_place(given: dict[str, Any], tmp_path: Path) -> None:
+    theirs = train(tmp_path / "plain", ours=False, **given)
+    check_equal(train(tmp_path / "ours", ours=True, **given), theirs)
+
+
+def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    train(tmp_path / "first", ours=False, steps=4)
+    train(tmp_path / "ours", ours=True, steps=4)
+    theirs = train(tmp_path / "then", ours=False, resume=tmp_path / "first" / "step=2.ckpt")
+    assert (tmp_path / "ours" / "step=2.ckpt" / "model.safetensors").is_file()
+    check_equal(train(tmp_path / "again", ours=True, resume=tmp_path / "ours" / "step=2.ckpt"), theirs)
+    # Each goes on from plain Lightning's file; a directory is no file to plain Lightning, and never half a checkpoint.
+    check_equal(train(tmp_path / "other", ours=True, resume=tmp_path / "first" / "step=2.ckpt"), theirs)
+    with pytest.raises((IsADirectoryError, OSError, RuntimeError)):
+        train(tmp_path / "refused", ours=False, resume=tmp_path / "ours" / "step=2.ckpt")
+    (tmp_path / "ours" / "step=2.ckpt" / "lightning.ckpt").unlink()
+    with pytest.raises(UsageError, match="not written to its end"):
+        train(tmp_path / "refused", ours=True, resume=tmp_path / "ours" / "step=2.ckpt")
+
+
+def test_what_is_not_served_is_named(tmp_path: Path) -> None:
+    from memfit.integrations.lightning import MemfitStrategy
+
+    with pytest.raises(UsageError, match="max_grad_norm"):
+        MemfitStrategy(max_grad_norm=1.0)
+    for module in (module_of(automatic=False), module_of(optimizers=2)):
+        clip = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+        with pytest.raises((UnsupportedError, RuntimeError), match="automatic_optimization=True|multiple optimizers"):
+            train(tmp_path, ours=True, module=module, **clip)
+    with pytest.raises(AwayError, match="gradient_home='device'"):
+        train(tmp_path, ours=True, gradient_clip_algorithm="value")
+
+
+def test_an_error_in_the_module_gives_the_model_back(tmp_path: Path) -> None:
+    module = module_of()
+    plain_step = module.training_step
+    calls: list[int] = []
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        calls.append(batch_idx)
+        if len(calls) > 5:
+            raise ArithmeticError("of the user's")
+        return plain_step(batch, batch_idx)
+
+    module.training_step = training_step
+    with pytest.raises(ArithmeticError):
+        train(tmp_path, ours=True, module=module)
+    assert all(p.numel() == p.detach().clone().numel() for p in module.parameters())
+
+
+def test_the_methods_that_are_relied_upon_have_their_signatures() -> None:
+    """A release of Lightning that changes one of these needs a look at `memfit.integrations.lightning`."""
+    found = {
+        name: list(inspect.signature(getattr(L.pytorch.strategies.SingleDeviceStrategy, name)).parameters)[1:]
+        for name in (
+            "batch_to_device", "training_step", "teardown", "on_exception", "on_validation_start", "on_validation_end",
+            "lightning_module_state_dict", "optimizer_state", "save_checkpoint", "load_checkpoint", "load_model_state_dict",
+            "load_optimizer_state_dict",
+        )
+    }  # fmt: skip
+    assert found == {
+        "batch_to_device": ["batch", "device", "dataloader_idx"],
+        "training_step": ["args", "kwargs"],
+        "teardown": [],
+        "on_exception": ["exception"],
+        "on_validation_start": [],
+        "on_validation_end": [],
+        "lightning_module_state_dict": [],
+        "optimizer_state": ["optimizer"],
+        "save_checkpoint": ["checkpoint", "filepath", "storage_options"],
+        "load_checkpoint": ["checkpoint_path", "weights_only"],
+        "load_model_state_dict": ["checkpoint", "strict"],
+        "load_optimizer_state_dict": ["checkpoint"],
+    }
