@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memfit.api.given_plans import read_given
 from memfit.core.errors import DoesNotFitError, UsageError
@@ -137,3 +139,21 @@ def test_plans_are_given_as_files_or_by_name(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(Plan(prefetch=3).to_json(), encoding="utf-8")
     assert read_given(str(path)).plan == read_given(path).plan == Plan(prefetch=3)
+
+
+@settings(max_examples=8)
+@given(parts=st.tuples(st.floats(0.05, 1.1), st.floats(0.05, 1.1)), more=st.booleans())
+def test_more_room_and_more_tiers_are_never_slower(parts: tuple[float, float], more: bool) -> None:
+    """Of uniform plans and techniques, which are looked at whole: pairs of limits, and of tiers."""
+    profile, hardware = profile_of(layers=2), card(flops=1e12)
+    plain = 150 << 20
+    smaller, larger = sorted(round(plain * part) for part in parts)
+    tiers = (TIERS, TIERS) if not more else ((Tier.DISK,), TIERS)
+
+    def seconds(limit: int, among: tuple[Tier, ...]) -> float:
+        try:
+            return choose_plan(profile, Budget(limit_bytes=limit), hardware, tiers=among).weighed_s
+        except DoesNotFitError:
+            return float("inf")
+
+    assert seconds(larger, tiers[1]) <= seconds(smaller, tiers[0])

@@ -77,6 +77,9 @@ def test_plan_writes_a_plan_that_reads_back_and_report_prices_it(tmp_path: Path)
     assert plan.microbatches == 1
     assert "chosen" in text and "limit" in text and "8.00 GiB" in text
     assert "forward" in text and "update" in text
+    assert "Techniques of the field" in text and "checkpoint-every-block" in text
+    priced = run("plan", *RECIPE, "--plan", str(path))
+    assert "given by the user" in priced
     report = run("report", *RECIPE, "--plan", str(path), "--largest", "3")
     assert "given by the user" in report
     assert "Largest moments" in report and "Predicted peak, at" in report

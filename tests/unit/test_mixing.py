@@ -26,6 +26,7 @@ from memfit.planning.slot_prices import Judge, uniform
 from memfit.prediction.bytes import AT_THE_END, peaks_by_slot
 from memfit.prediction.predict import appraise, predict
 from memfit.scheduling.build import build_step
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lower import lower
 from unit.checking import check_schedule
 from unit.profiles import gpt_profile
@@ -229,13 +230,17 @@ def regret_against_all(*, layers: int, prefetch: int, limits: int, worst: float,
     homes = (BlockPlan(), BlockPlan(state_home=Tier.HOST), BlockPlan(weight_home=Tier.HOST, state_home=Tier.HOST))
     units = find_units(profile)
     found: list[tuple[int, float]] = []
+    known = KnownFacts()
     for options in itertools.product(itertools.product(policies, homes), repeat=layers):
         mixture = Mixture(
             policies=tuple(p for p, _ in options), homes=tuple(h for _, h in options), ends=(BlockPlan(),) * 2
         )
         plan = mixed_plan(Plan(prefetch=prefetch), profile, units, mixture)
         cost = appraise(
-            lower(build_step(plan, profile, clips_norm=False), plan, profile, device="card", staging_bytes=0), hardware
+            lower(
+                build_step(plan, profile, clips_norm=False), plan, profile, device="card", staging_bytes=0, known=known
+            ),
+            hardware,
         )
         found.append((cost.peak_bytes, cost.seconds))
     least, most = min(found)[0], max(found)[0]

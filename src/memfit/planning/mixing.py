@@ -42,7 +42,7 @@ class ByteRoom:
 
     device: int | None
     slack: Mapping[Slot, float]
-    tiers: Mapping[Tier, int]
+    tiers: Mapping[Tier, float]
 
 
 @dataclass(frozen=True, kw_only=True)

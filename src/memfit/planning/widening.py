@@ -7,9 +7,11 @@ For each frame (microbatches, order, fetching ahead) prices of options are probe
 program (`planning.mixing`) gives shares. They are rounded to whole units, spread evenly, and judged
 as any other plan: by the timeline of the lowered schedule. Where the judge finds more bytes at a
 slot than there is room, the slot's room is taken to be so much smaller, and the program is solved
-again. Around the best mixture that fits, units are then moved from one option to another, one
-group or two at a time, as long as the judge says that it gains. The numbers of frames, rounds and
-judged plans are bounded, and nothing depends on the clock: the same question has the same answer.
+again. It is solved for all of the room and for parts of it, with the disk and without, so that
+there are several mixtures to begin from. Around each, units are moved from one option to another,
+one group or two at a time, as long as the judge says that it gains; the best is polished unit by
+unit (`planning.polish`). The numbers of frames, rounds and judged plans are bounded, and nothing
+depends on the clock: the same question has the same answer.
 
 [Note: when it is looked for them]
 Where weights are small, a plan's schedule takes about as long to price as a step that it could
@@ -20,11 +22,12 @@ and only where the best uniform plan takes longer than computing alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from memfit.core.plan import BlockPlan, Plan
-from memfit.core.tiers import is_processor
+from memfit.core.tiers import Tier, is_processor
 from memfit.core.units import MIB
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, spread, whole_counts
@@ -32,16 +35,21 @@ from memfit.planning.mixing import ByteRoom, Shares, best_shares
 from memfit.planning.polish import polish
 from memfit.planning.price_table import PriceTable
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion
-from memfit.planning.slot_prices import Judge, Judged, OptionPrices
+from memfit.planning.slot_prices import Judge, Judged, OptionPrices, Row
 from memfit.prediction.bytes import Slot
 
 LEAST_WEIGHT_BYTES = 64 * MIB
 _FRAMES = 3
+# Frames that are refined: so many, if their best takes less than so many times the best of all.
+_REFINED = 2
+_NEAR_BEST = 1.1
 _PREFETCH = 2
 _BUFFERS_AHEAD = (2, 1, 3, 4)
 _ROUNDS = 4
 _STALL_WEIGHTS = (0.5, 1.0)
-_MOST_MOVES = 60
+_ROOM_PARTS = (1.0, 0.8, 0.6)
+_STARTS = 5
+_MOST_MOVES = 40
 _MOST_AROUND = 12
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
@@ -92,10 +100,10 @@ def search_mixed(built: Sequence[BuiltCandidate], question: PlanQuestion, first_
         found += [judged.built for judged in judge.judged.values()]
         seconds: list[float] = [b.weighed_s for b in found if b.fits and question.allows(b.priced)]
         best_s = min([best_s, *seconds])
-    promising = [search for search in searches if search.best_s is not None]
-    if promising:
-        fastest = min(promising, key=lambda search: search.best_s or math.inf)
-        found += fastest.refine(first_index + len(found))
+    promising = sorted((search for search in searches if search.best_s is not None), key=lambda s: s.best_s or 0.0)
+    for search in promising[:_REFINED]:
+        if (search.best_s or 0.0) < best_s * _NEAR_BEST:
+            found += search.refine(first_index + len(found))
     return MixedPlans(
         built=tuple(built for built in found if question.allows(built.priced)),
         bound_s=min((search.bound_s for search in searches), default=None),
@@ -150,6 +158,7 @@ class _FrameSearch:
         room = ByteRoom(device=question.budget.tensor_bytes, slack={}, tiers=question.limits)
         self._table = PriceTable(self._prices, room)
         self._best: tuple[float, _Counts] | None = None
+        self._starts: dict[_Counts, float] = {}
 
     def run(self, seed: Plan) -> None:
         """Rounds the program's solutions, then moves units from option to option.
@@ -157,11 +166,17 @@ class _FrameSearch:
         Args:
             seed: the best uniform plan of the frame, which is tried as well.
         """
-        if (counts := self._counts_of(seed)) is not None:
-            self._try(counts)
-        for weight in _STALL_WEIGHTS:
-            self._solve(weight)
-        self._move()
+        if (counts := self._counts_of(seed)) is not None and (judged := self._try(counts)).built.fits:
+            self._starts[counts] = judged.built.weighed_s
+        # First without the disk: what is slow alone hides its waits in its own slowness.
+        files = [tier for tier in self._question.tiers if tier.traits.is_files]
+        near = {tier: self._prices.reference.amount(Row("tier", tier=tier)) for tier in files}
+        for tiers in (near, {}) if files and len(self._question.tiers) > 1 else ({},):
+            for weight, part in product(_STALL_WEIGHTS, _ROOM_PARTS):
+                self._solve(weight, part, {**self._question.limits, **tiers})
+        # Waits are what prices say least of: from each of several starts another end is reached.
+        for start in sorted(self._starts, key=lambda counts: self._starts[counts])[:_STARTS]:
+            self._move(start)
 
     @property
     def best_s(self) -> float | None:
@@ -171,7 +186,7 @@ class _FrameSearch:
     @property
     def bound_s(self) -> float:
         """Seconds that no mixture of shares takes less than; infinite: none fits."""
-        shares = self._shares({}, 0.0, None)
+        shares = self._shares({}, 0.0, None, self._question.limits)
         return math.inf if shares is None else shares.seconds
 
     def refine(self, first_index: int) -> list[BuiltCandidate]:
@@ -212,18 +227,25 @@ class _FrameSearch:
             ends=tuple(known_homes.index(value) for value in ends),
         )
 
-    def _solve(self, stall_weight: float) -> None:
-        """Solves and rounds, with less room where it did not fit."""
-        slack: dict[Slot, float] = {}
+    def _solve(self, stall_weight: float, part: float, tiers: Mapping[Tier, float]) -> None:
+        """Solves and rounds, with less room where it did not fit.
+
+        Args:
+            stall_weight: of the program.
+            part: of the device's room that is looked at: a leaner mixture may wait less.
+            tiers: bytes that may be taken beside the device.
+        """
+        limit = self._question.budget.tensor_bytes or 0
+        slack: dict[Slot, float] = dict.fromkeys(self._prices.reference.slots, (1 - part) * limit)
         ends: tuple[int, ...] | None = None
         for _ in range(_ROUNDS):
-            shares = self._shares(slack, stall_weight, ends)
+            shares = self._shares(slack, stall_weight, ends, tiers)
             if shares is None or shares.seconds >= self._best_s * _HOPELESS:
                 return
             if ends is None:
                 # A group of ends is one: what has the most of it has all.
                 ends = tuple(max(range(len(group)), key=group.__getitem__) for group in shares.ends)
-                shares = self._shares(slack, stall_weight, ends) or shares
+                shares = self._shares(slack, stall_weight, ends, tiers) or shares
             count = len(self._judge.units.calls)
             counts = _Counts(
                 policies=tuple(whole_counts(shares.policies, count)),
@@ -232,19 +254,22 @@ class _FrameSearch:
             )
             judged = self._try(counts)
             if judged.built.fits:
+                self._starts[counts] = judged.built.weighed_s
                 return
-            limit = self._question.budget.tensor_bytes
-            over = {
-                slot: nbytes - limit for slot, nbytes in judged.slots.items() if limit is not None and nbytes > limit
-            }
+            over = {slot: nbytes - limit for slot, nbytes in judged.slots.items() if nbytes > limit}
             if not over:
                 return  # the room beside the device, which prices say exactly
             for slot, nbytes in over.items():
                 slack[slot] = slack.get(slot, 0.0) + nbytes
 
-    def _shares(self, slack: dict[Slot, float], stall_weight: float, ends: tuple[int, ...] | None) -> Shares | None:
-        question = self._question
-        room = ByteRoom(device=question.budget.tensor_bytes, slack=slack, tiers=question.limits)
+    def _shares(
+        self,
+        slack: Mapping[Slot, float],
+        stall_weight: float,
+        ends: tuple[int, ...] | None,
+        tiers: Mapping[Tier, float],
+    ) -> Shares | None:
+        room = ByteRoom(device=self._question.budget.tensor_bytes, slack=slack, tiers=tiers)
         return best_shares(self._prices, room, stall_weight=stall_weight, ends=ends)
 
     def _try(self, counts: _Counts) -> Judged:
@@ -266,19 +291,20 @@ class _FrameSearch:
             ends=tuple(group[i].value for group, i in zip(prices.ends, counts.ends, strict=True)),
         )
 
-    def _move(self) -> None:
+    def _move(self, start: _Counts) -> None:
         """Moves units between options while that gains: what promises most is judged first."""
+        counts, known = start, self._judge(self._mixture(start))
         tried = 0
-        while self._best is not None and tried < _MOST_MOVES:
-            before_s, counts = self._best
-            known = self._judge(self._mixture(counts))
+        improved = True
+        while improved and tried < _MOST_MOVES:
+            improved = False
             for other in self._promising(counts, known):
                 tried += 1
-                self._try(other)
-                if self._best[0] < before_s:
+                found = self._try(other)
+                is_better = found.built.weighed_s < known.built.weighed_s * (1 - _GAIN)
+                if is_better and found.built.fits and self._question.allows(found.built.priced):
+                    counts, known, improved = other, found, True
                     break
-            if self._best[0] >= before_s:
-                return
 
     def _promising(self, counts: _Counts, known: Judged) -> list[_Counts]:
         """Returns neighbours that fit and are faster by their prices, corrected by what the judge
