@@ -33,7 +33,7 @@ help:
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
-	@echo "make test-hosts the trainers of other libraries (installs Lightning)"
+	@echo "make test-hosts the trainers of other libraries (installs Lightning and TRL)"
 	@echo "make zoo-device the zoo and 300 random modules on it, in ways drawn from seeds, with a table (a quarter of an hour)"
 	@echo "make mutations  each ordering of the accelerator path taken out once: a test must notice"
 	@echo "make lint       ruff and pyright only"
@@ -81,7 +81,7 @@ test-compiled: install
 
 # Trainers of other libraries, at the pinned versions: what `make install` leaves out of them is installed here.
 test-hosts: install
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,lightning]"
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,lightning,trl]"
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal tests/integrations $(TEST_ARGS)
 
 # The accelerator path, on CUDA or else on a device made for tests: it is registered with torch for good, so in processes of its own.

@@ -146,7 +146,12 @@ class MemfitMixin:
         if self.job is None:
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         with self.job.inference():
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            modes = [(module, module.training) for module in self.model.modules()]
+        # As the loop left them, in evaluation mode: TRL tells by it what its next log is of.
+        for module, is_training in modes:
+            module.training = is_training
+        return found
 
     # --- checkpoints -----------------------------------------------------------------------------
 

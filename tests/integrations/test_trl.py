@@ -1,0 +1,111 @@
+"""TRL's trainers with `MemfitMixin` beside themselves: all that they log, and weights, bit for bit. `make test-hosts` installs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from memfit.core.errors import UnsupportedError
+from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.tiers import Tier
+from memfit.integrations.transformers import MemfitMixin
+
+trl: Any = pytest.importorskip("trl", reason="memfit[trl] is not installed: make test-hosts installs it")
+datasets: Any = pytest.importorskip("datasets")
+peft: Any = pytest.importorskip("peft")
+
+# Of defaults that change, of the machine, and of libraries' older interfaces.
+pytestmark = pytest.mark.filterwarnings("ignore")
+WORDS = [f"w{index}" for index in range(28)]
+MODEL: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+NOT_TOLD = ("runtime", "per_second", "flos")
+
+
+def tokenizer() -> Any:
+    names = {name: index for index, name in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(names, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def text(index: int, words: int = 6) -> str:
+    drawn = torch.randint(0, 28, (words + index % 3,), generator=torch.Generator().manual_seed(index))
+    return " ".join(WORDS[int(one)] for one in drawn)
+
+
+def texts() -> Any:
+    return datasets.Dataset.from_dict({"text": [text(index) for index in range(12)]})
+
+
+def preferences() -> Any:
+    columns = {"prompt": (0, 3), "chosen": (50, 6), "rejected": (90, 6)}
+    return datasets.Dataset.from_dict(
+        {name: [" " + text(first + index, words) for index in range(12)] for name, (first, words) in columns.items()}
+    )
+
+
+def adapter() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+CASES: dict[str, tuple[str, Any, Any, bool]] = {
+    "SFT": ("SFT", LlamaForCausalLM, texts, False),
+    "SFT of an adapter": ("SFT", LlamaForCausalLM, texts, True),
+    "DPO of an adapter": ("DPO", LlamaForCausalLM, preferences, True),
+    "reward": ("Reward", LlamaForSequenceClassification, preferences, False),
+}
+
+
+def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    kind, model, data, is_adapted = CASES[name]
+    host, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    given = {
+        "output_dir": str(directory), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
+        "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
+    }  # fmt: skip
+    options: dict[str, Any] = {"peft_config": adapter()} if is_adapted else {}
+    if ours:
+        prefix = "base_model.model." if is_adapted else ""
+        plan = Plan(blocks={f"{prefix}model.layers.{i}": DISK for i in range(2)}, update=UpdateTime.AFTER_BACKWARD)
+        options["memfit"] = {"plan": plan}
+        host = type("Ours", (MemfitMixin, host), {})
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"num_labels": 1} if kind == "Reward" else {}
+    rows = data()
+    trainer: Any = host(
+        model=model(LlamaConfig(**MODEL, **more)), args=config(**(given | changed)), train_dataset=rows,
+        eval_dataset=rows.select(range(4)), processing_class=tokenizer(), **options,
+    )  # fmt: skip
+    trainer.train()
+    if ours:
+        assert any(not tier.traits.is_device for tier in trainer.job.plan.tiers)
+        trainer.close()
+    log = [
+        {key: value for key, value in entry.items() if not any(word in key for word in NOT_TOLD)}
+        for entry in trainer.state.log_history
+    ]
+    return log, [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trainer_of_trl_is_bitwise_itself(name: str, tmp_path: Path) -> None:
+    log, weights = train(name, tmp_path, ours=True)
+    expected_log, expected = train(name, tmp_path, ours=False)
+    assert log == expected_log
+    assert len(log[0]) > 5  # what TRL itself counts is there
+    assert all(map(torch.equal, weights, expected))
+
+
+def test_the_default_of_trl_that_does_not_go_with_a_limit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="gradient_checkpointing=True"):
+        train("SFT", tmp_path, ours=True, gradient_checkpointing=True)
