@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import memfit
 from equivalence import plans, zoo
 from equivalence.compare import assert_equal_training
 from equivalence.plain import adamw, sgd
 from equivalence.with_memfit import fit_with, profile_by_name
 from memfit.activations import Offloader
 from memfit.allocator import Allocator, install
+from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
+from memfit.planning.planner import choose_plan
+from unit.test_mixing import card
 
 HOST, DISK, DEVICE = Tier.HOST, Tier.DISK, Tier.DEVICE
 
@@ -116,3 +123,37 @@ def test_what_rests_on_the_host_is_counted_there_and_not_on_the_device(tmp_path:
     job.close()
     del job, house
     assert allocator.stats("host").live_bytes == before
+
+
+def test_a_mixed_plan_as_the_planner_finds_it_gives_the_bits_and_stays_below_its_peak(tmp_path: Path) -> None:
+    """Layers of 9 MiB, planned for a card on which links are slow: they get unlike homes and policies."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        torch.manual_seed(5)
+        layers = [nn.Sequential(nn.Linear(1536, 1536, bias=False), nn.Tanh()) for _ in range(8)]
+        model = nn.Sequential(*layers)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randn(512, 1536)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).square().mean()
+
+    plain, optimizer, rows = made()
+    expected: list[float] = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        found = loss(plain, rows)
+        found.backward()
+        optimizer.step()
+        expected.append(found.item())
+    model, own, rows = made()
+    profile = replace(memfit.profile(model, own, loss, rows), agrees_on_host=True)
+    hardware = card(flops=1e12, host=1e10, disk=2e9)
+    budget = Budget(limit_bytes=round(0.75 * (4 * profile.weight_bytes)))
+    choice = choose_plan(profile, budget, hardware, tiers=(HOST, DISK), splits_allowed=False)
+    assert " x " in choice.name
+    with memfit.fit(model, own, loss, rows, plan=choice.plan, emulate_device=True, directory=tmp_path) as job:
+        results = [job.step(rows) for _ in range(2)]
+        assert [result.loss for result in results] == expected
+        assert all(result.peak_bytes <= job.predicted_peak_bytes for result in results)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

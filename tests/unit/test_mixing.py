@@ -210,6 +210,14 @@ def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones(limit: float)
     assert appraise(step, hardware).peak_bytes == mixed.timeline.peak_bytes <= limit * GIB
 
 
+def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:
+    profile = gpt_profile(layers=4, width=2048, tokens=2048, batch_rows=4, rows=(4,), vocabulary=16)
+    assert find_units(profile).ends == ()
+    choice = choose_plan(profile, Budget(limit_bytes=4 * GIB), card(), tiers=TIERS)
+    assert choice.bound_s is not None
+    check_schedule(choice.schedule, choice.plan, profile)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_the_search_is_near_brute_force_on_four_layers(prefetch: int) -> None:

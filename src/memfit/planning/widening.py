@@ -319,7 +319,9 @@ class _FrameSearch:
         ends = [counts.ends, *_other_ends(counts.ends, [len(group) for group in prices.ends])]
         by_policies = (np.array(policies) - np.array(counts.policies)) @ table.more[:first] / total
         by_homes = (np.array(homes) - np.array(counts.homes)) @ table.more[first : table.first_ends[0]] / total
-        rows = np.array(ends, dtype=int).reshape(len(ends), -1) + table.first_ends[:-1]
+        # A model may have no ends.
+        begins = np.array(table.first_ends[:-1], dtype=int)
+        rows = np.array(ends, dtype=int).reshape(len(ends), len(begins)) + begins
         by_ends = table.more[rows].sum(1) - table.more[rows[0]].sum(0)
         # Policies with homes, and ends with homes; not all three: an array of all would be large.
         worth = [
