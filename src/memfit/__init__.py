@@ -15,7 +15,7 @@ from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
     from memfit import arena, communicator, losses
-    from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile
+    from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile, verify
     from memfit.core.errors import (
         AwayError,
         DoesNotFitError,
@@ -61,6 +61,7 @@ _ORIGINS = {
     "is_planning": "memfit.core.planning_state",
     "microbatch_streams": "memfit.tensors.random_streams",
     "profile": "memfit.api",
+    "verify": "memfit.api",
 }
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "losses",
     "microbatch_streams",
     "profile",
+    "verify",
 ]
 
 

@@ -6,6 +6,7 @@ weights (`empty`); forward passes with weights that stream (`infer`).
 """
 
 from memfit.api.empty_model import empty
+from memfit.api.equivalence import Equivalence, verify
 from memfit.api.fit import fit, profile
 from memfit.api.loader import ResumableLoader
 from memfit.job.inference import Inference, infer
@@ -14,6 +15,7 @@ from memfit.job.lines import Lines
 from memfit.job.results import EvaluateResult, StepResult
 
 __all__ = [
+    "Equivalence",
     "EvaluateResult",
     "Inference",
     "Job",
@@ -24,4 +26,5 @@ __all__ = [
     "fit",
     "infer",
     "profile",
+    "verify",
 ]
