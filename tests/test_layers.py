@@ -60,7 +60,7 @@ ARROWS: dict[str, frozenset[str]] = {
         "integrations": "core api tensors",
         "losses": "core huggingface",
         "arena": "core",
-        "distributed": "core devices homes tensors",
+        "distributed": "core devices homes optimizers tensors",
         "communicator": "distributed",
         "memfit": "core api arena communicator losses tensors",
         "cli": "core host formats api job report recipes",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +76,91 @@ def test_a_rank_that_is_killed_in_a_step_is_named(ranks: Ranks) -> None:
         assert is_good, answer
         assert answer["raised"].startswith("PeerError: rank 1 was lost")
         assert answer["after"].startswith("PeerError: the job is over on all ranks")
+
+
+AGAINST = "distributed.training:against"
+IN_BF16: dict[str, Any] = {"allow": {"bf16"}, "plan": {"compute_dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "name", "optimizer", "stage", "tier", "k", "options"),
+    [
+        ("ddp", "tower", "adamw", 0, "device", 1, {}),
+        ("zero redundancy optimizer", "tower", "adamw", 1, "device", 1, {}),
+        ("fsdp", "tower", "adamw", 3, "device", 3, {}),
+        ("fsdp", "llama", "adamw", 3, "disk", 3, {}),
+        ("fsdp", "gpt2", "sgd", 3, "disk", 1, {}),
+        ("fsdp in bf16", "llama", "adamw", 3, "disk", 3, IN_BF16),
+        ("fsdp in bf16", "llama", "adamw", 2, "device", 1, IN_BF16),
+    ],
+)
+def test_weights_are_those_of_torchs_own_ways_on_two_ranks(
+    ranks: Ranks, reference: str, name: str, optimizer: str, stage: int, tier: str, k: int, options: dict[str, Any]
+) -> None:
+    assert ranks.run(
+        2, "distributed.test_training:call", AGAINST, (reference, name, optimizer, stage, tier, k), options
+    ) == [[], []]
+
+
+def call(rank: int, size: int, function: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Calls a function on a rank, with keywords."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(rank, size, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "stage", "tier"),
+    [(2, "muon", 3, "disk"), (3, "muon", 1, "device"), (2, "int8", 3, "disk"), (2, "host", 3, "host")],
+)
+def test_whole_parameters_few_bits_and_a_host_are_as_on_one_process(
+    ranks: Ranks, size: int, kind: str, stage: int, tier: str
+) -> None:
+    assert ranks.run(size, "distributed.training:like_one_job", kind, stage, tier) == [[]] * size
+
+
+@pytest.mark.parametrize(("size", "stage", "tier"), [(2, 3, "disk"), (3, 1, "device")])
+def test_ranks_have_other_numbers_of_rows_and_the_loss_is_of_all(
+    ranks: Ranks, size: int, stage: int, tier: str
+) -> None:
+    found = ranks.run(size, "distributed.training:uneven", stage, tier)
+    assert [told for told, _ in found] == [[]] * size
+    assert all(losses == found[0][1] for _, losses in found)
+
+
+@pytest.mark.parametrize("tail", [None, 5])
+def test_a_loss_that_counts_is_divided_by_the_counts_of_all_ranks(ranks: Ranks, tail: int | None) -> None:
+    assert ranks.run(2, "distributed.training:counted", tail) == [[], []]
+
+
+def test_models_that_differ_are_refused_with_the_name_of_a_weight(ranks: Ranks) -> None:
+    for text in ranks.run(2, "distributed.training:other_weights"):
+        assert text.startswith("UsageError")
+        assert "weight 'embed.weight': checksum" in text
+
+
+def test_a_save_is_one_set_of_files_that_any_number_of_ranks_goes_on_from(ranks: Ranks, tmp_path: Path) -> None:
+    def go(size: int, to: str, source: str | None, steps: int, stage: int, tier: str) -> list[int]:
+        found = None if source is None else str(tmp_path / source)
+        return ranks.run(size, "distributed.training:elastic", str(tmp_path / to), found, steps, stage, tier)
+
+    assert go(4, "a", None, 2, 3, "disk") == [2] * 4
+    assert go(2, "b", "a", 0, 1, "device") == [2] * 2
+    assert go(3, "c", "b", 0, 3, "disk") == [2] * 3
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first = (tmp_path / "a" / name).read_bytes()
+        assert (tmp_path / "b" / name).read_bytes() == first
+        assert (tmp_path / "c" / name).read_bytes() == first
+
+
+def test_a_save_holds_what_closing_gives_back(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(2, "distributed.training:save_after", str(tmp_path / "a"), "adamw", 2, 3, "disk")
+    assert found == [[], []]
+
+
+def test_calls_that_differ_are_refused_on_all_ranks_and_the_job_goes_on(ranks: Ranks) -> None:
+    first, second = ranks.run(2, HINDERED, "a save on one rank", timeout_s=LONG_S)
+    for rank in (first, second):
+        assert rank["raised"].startswith(
+            "UsageError: the ranks have called different things (rank 0: step; rank 1: job.save)"
+        )
+        assert rank["after"] == "2 losses"

@@ -6,9 +6,11 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import memfit
@@ -24,11 +26,15 @@ WIDTH = 72
 class Tower(nn.Module):
     """Layers of widths that no number of ranks divides, with a weight that is read twice if tied."""
 
-    def __init__(self, layers: int = 4, *, ties: bool = False) -> None:
+    def __init__(self, layers: int = 4, *, ties: bool = False, has_biases: bool = True) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Tanh(), nn.Linear(2 * WIDTH + 1, WIDTH))
+            nn.Sequential(
+                nn.Linear(WIDTH, 2 * WIDTH + 1, bias=has_biases),
+                nn.Tanh(),
+                nn.Linear(2 * WIDTH + 1, WIDTH, bias=has_biases),
+            )
             for _ in range(layers)
         )
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -49,6 +55,8 @@ def build(name: str) -> nn.Module:
         return Tower()
     if name == "tied":
         return Tower(ties=True)
+    if name == "matrices":
+        return Tower(has_biases=False)
     if name == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -236,3 +244,250 @@ def hindered(rank: int, size: int, how: str, stage: int = 3, tier: str = "disk")
         again = f"{len(job.step(batch_of(name, 0, rank)).losses)} losses"
         job.close()
     return {"raised": raised, "after": after, "again": again}
+
+
+def save_after(
+    rank: int, size: int, directory: str, optimizer: str, steps: int, stage: int, tier: str, source: str | None = None
+) -> list[str]:
+    """Trains some steps, on from a save if there is one, and saves; returns what differs from one process that did all steps on two ranks' rows."""
+    model = build("tower")
+    optimizer_ = OPTIMIZERS[optimizer](model.parameters())
+    plan = plan_for(model, size, stage, tier, 1)
+    job = memfit.fit(model, optimizer_, loss, _rows_of(rank, size, 0), plan=plan, enforce=False, resume=source)
+    for step in range(job.steps, job.steps + steps):
+        job.step(_rows_of(rank, size, step))
+    done = job.steps
+    job.save(directory)
+    job.close()
+    expected = Tower()
+    expected.load_state_dict(model.state_dict())
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{directory}/model.safetensors")
+    moments = load_file(f"{directory}/optimizer.safetensors")
+    told = same({name: saved[name] for name in dict(model.named_parameters())}, weights_of(model))
+    own = {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer_.state[p].items()
+        if value.dim()
+    }
+    return [*told, *same(moments, own), *([] if done == job.steps else ["steps"])]
+
+
+def _rows_of(rank: int, size: int, step: int) -> torch.Tensor:
+    """This rank's part of twelve rows, however many ranks there are."""
+    return batch_of("tower", step, 0, 12).tensor_split(size)[rank]
+
+
+def against(
+    rank: int,
+    size: int,
+    reference: str,
+    name: str,
+    optimizer: str,
+    stage: int,
+    tier: str,
+    k: int,
+    steps: int = 2,
+    **options: Any,
+) -> list[str]:
+    """Trains as `train` does; returns what differs from one of torch's own ways to train on these ranks."""
+    model = build(name)
+    plan = plan_for(model, size, stage, tier, k, **options.pop("plan", {}))
+    optimizer_ = OPTIMIZERS[optimizer](model.parameters())
+    job = memfit.fit(model, optimizer_, loss, batch_of(name, 0, rank), plan=plan, enforce=False, **options)
+    for step in range(steps):
+        job.step(batch_of(name, step, rank))
+    job.close()
+    expected = REFERENCES[reference](rank, name, optimizer, k, steps)
+    return same(weights_of(model), expected)
+
+
+def _by_fsdp(rank: int, name: str, optimizer: str, k: int, steps: int, policy: Any = None) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model: Any = build(name)
+    policy = MixedPrecisionPolicy() if policy is None else policy
+    layers: Any = (
+        model.layers if isinstance(model, Tower) else model.transformer.h if name == "gpt2" else model.model.layers
+    )
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer_ = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        for index, part in enumerate(batch_of(name, step, rank).tensor_split(k)):
+            cast("Any", model).set_requires_gradient_sync(index == k - 1)
+            (loss_of_fsdp(name)(model, part) * torch.tensor(len(part) / ROWS)).backward()
+        optimizer_.step()
+        optimizer_.zero_grad()
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.named_parameters()}
+
+
+def loss_of_fsdp(name: str) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """The loss; FSDP2 makes a class of its own of each model's."""
+    return (lambda model, batch: ((model(batch) - 0.3) ** 2).mean()) if name in ("tower", "tied") else loss
+
+
+def _by_fsdp_in_bf16(rank: int, name: str, optimizer: str, k: int, steps: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return _by_fsdp(rank, name, optimizer, k, steps, policy)
+
+
+def _by_ddp(rank: int, name: str, optimizer: str, k: int, steps: int, *, zero: bool = False) -> dict[str, torch.Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert k == 1
+    model = build(name)
+    wrapped = DistributedDataParallel(model)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    if zero:
+        settings = {key: value for key, value in chosen.param_groups[0].items() if key in ("lr", "foreach", "momentum")}
+        chosen = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=type(chosen), **settings)
+    for step in range(steps):
+        wrapped.zero_grad()
+        own = batch_of(name, step, rank)
+        out = (
+            ((wrapped(own) - 0.3) ** 2).mean()
+            if name == "tower"
+            else wrapped(input_ids=own, labels=own, use_cache=False).loss
+        )
+        out.backward()
+        chosen.step()
+    return weights_of(model)
+
+
+REFERENCES: Mapping[str, Callable[..., dict[str, torch.Tensor]]] = {
+    "fsdp": _by_fsdp,
+    "fsdp in bf16": _by_fsdp_in_bf16,
+    "ddp": _by_ddp,
+    "zero redundancy optimizer": partial(_by_ddp, zero=True),
+}
+
+
+def other_weights(rank: int, size: int) -> str:
+    """Begins with another model on each rank; returns the error."""
+    torch.manual_seed(rank)
+    model = Tower()
+    try:
+        memfit.fit(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            loss,
+            batch_of("tower", 0, rank),
+            plan=plan_for(model, size, 3, "device", 1),
+            enforce=False,
+        )
+    except memfit.MemfitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def like_one_job(rank: int, size: int, kind: str, stage: int, tier: str) -> list[str]:
+    """Trains on ranks and on one process by memfit itself, on the same rows: an optimizer that needs whole parameters, or states in few bits."""
+    allow = {"int8-state"} if kind == "int8" else set[str]()
+    options: dict[str, Any] = {"state_format": "int8"} if kind == "int8" else {}
+    if kind == "host":
+        tier = "host"
+
+    def make(job_ranks: int) -> tuple[nn.Module, Any]:
+        model = build("matrices" if kind == "muon" else "tower")
+        plan = plan_for(model, job_ranks, stage if job_ranks > 1 else 0, tier, 1 if job_ranks > 1 else size, **options)
+        whole = torch.cat([batch_of("tower", 0, r) for r in range(size)])
+        sample = batch_of("tower", 0, rank) if job_ranks > 1 else whole
+        optimizer = OPTIMIZERS["muon" if kind == "muon" else "adamw"](model.parameters())
+        job = memfit.fit(
+            model, optimizer, loss, sample, plan=plan, enforce=False, allow=allow, emulate_device=kind == "host"
+        )
+        for step in range(3):
+            rows = [batch_of("tower", step, r) for r in range(size)]
+            job.step(rows[rank] if job_ranks > 1 else torch.cat(rows))
+        job.close()
+        return model, optimizer
+
+    model, optimizer = make(size)
+    dist.destroy_process_group()
+    expected, optimizer_of_one = make(1)
+    states = [
+        f"{name}.{key}"
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True)
+        for key, value in optimizer_of_one.state[q].items()
+        if not torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value))
+    ]
+    return same(weights_of(model), weights_of(expected)) + states
+
+
+def uneven(rank: int, size: int, stage: int, tier: str) -> list[Any]:
+    """Rows that no number of ranks divides, other ones in each step; a loss that counts; an evaluation over ranks."""
+    rows = lambda step, r: (5, 7, 3, 8)[(step + r) % 4]  # noqa: E731, a table
+    model = build("tower")
+    job = memfit.fit(
+        model,
+        OPTIMIZERS["adamw"](model.parameters()),
+        loss,
+        batch_of("tower", 0, rank, 5),
+        plan=plan_for(model, size, stage, tier, 1),
+        enforce=False,
+    )
+    losses = [job.step(batch_of("tower", step, rank, rows(step, rank))).loss for step in range(3)]
+    evaluated = job.evaluate(batch_of("tower", 9, rank, rows(9, rank))).loss
+    with job.weights("layers.1"):
+        gathered = model.get_parameter("layers.1.0.weight").detach().clone()
+    job.close()
+    whole = torch.cat([batch_of("tower", 9, r, rows(9, r)) for r in range(size)])
+    told = same(weights_of(model), accumulated("tower", "adamw", size, 1, 3, rows=rows))
+    told += [] if torch.equal(gathered, model.get_parameter("layers.1.0.weight")) else ["job.weights"]
+    told += [] if abs(evaluated - loss(model, whole).item()) < 1e-5 else [f"evaluate {evaluated}"]
+    return [told, losses]
+
+
+def counted(rank: int, size: int, tail: int | None) -> list[str]:
+    """A loss that returns (sum, count), other counts on each rank: the mean is over the counts of all."""
+
+    def sums(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return (((model(batch) - 0.3) ** 2) * (batch[:, :1] > 0)).sum(), float((batch[:, 0] > 0).sum()) * WIDTH
+
+    model = build("tower")
+    plan = plan_for(model, size, 3, "disk", 2, tail=tail)
+    job = memfit.fit(
+        model, OPTIMIZERS["sgd"](model.parameters()), sums, batch_of("tower", 0, rank), plan=plan, enforce=False
+    )
+    found = job.step(batch_of("tower", 0, rank)).loss
+    job.close()
+    expected = build("tower")
+    whole = torch.cat([batch_of("tower", 0, r) for r in range(size)])
+    total, count = sums(expected, whole)
+    optimizer = OPTIMIZERS["sgd"](expected.parameters())
+    (total / count).backward()
+    optimizer.step()
+    wrong = [
+        n
+        for (n, p), q in zip(model.named_parameters(), expected.parameters(), strict=True)
+        if not torch.allclose(p, q, atol=1e-6)
+    ]
+    return wrong + ([] if abs(found - total.item() / count) < 1e-5 else [f"loss {found}"])
+
+
+def elastic(rank: int, size: int, directory: str, source: str | None, steps: int, stage: int, tier: str) -> int:
+    """Goes on from a save on any number of ranks, makes some steps, and saves."""
+    model = build("tower")
+    job = memfit.fit(
+        model,
+        OPTIMIZERS["adamw"](model.parameters()),
+        loss,
+        _rows_of(rank, size, 0),
+        plan=plan_for(model, size, stage, tier, 1),
+        enforce=False,
+        resume=source,
+    )
+    for step in range(steps):
+        job.step(_rows_of(rank, size, step))
+    job.save(directory)
+    done = job.steps
+    job.close()
+    return done

@@ -17,16 +17,18 @@ import torch
 from memfit.core.layout import ALIGNMENT_BYTES
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.shares import BlockCut, Share
+from memfit.core.tiers import Tier
 from memfit.distributed.agreement import optional_texts
 from memfit.distributed.gradient_exchange import RankExchange
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.rank_homes import SharedHome, SpreadHome
 from memfit.distributed.transport import gather_in_place
 from memfit.homes.factories import HomeRequest
-from memfit.homes.home import ByteHome
+from memfit.homes.home import DONE, ByteHome, TransferHandle
 from memfit.homes.optimizer_states import StateRanks
 from memfit.homes.sharing import Sharing
 from memfit.homes.weights import BlockWeights, ParameterSlot
+from memfit.optimizers import StateTensor
 
 
 class RankSharing(Sharing):
@@ -115,17 +117,42 @@ class _GatheredStates(StateRanks):
         is_like: bool,
     ) -> torch.Tensor:
         """See `StateRanks.assemble`."""
-        index = block.slots.index(slot)
-        cut, size, rank = self._cuts[block.index], self._group.size, self._group.rank
-        held = [len(cut.held(other)[index]) for other in range(size)]
-        if not is_like:
-            held = [numel if each else 0 for each in held]
-        borders = [0, *accumulate(held)]
+        rank, borders = self._group.rank, self._borders(block, slot, numel, is_like=is_like)
         whole = torch.empty(numel, dtype=dtype, device=slot.parameter.device)
         if own is not None and own.numel():
             whole[borders[rank] : borders[rank + 1]] = own
         self._group.submit(lambda group: gather_in_place(group, whole, borders)).wait()
         return whole
+
+    def home(self, local: ByteHome | None, tensor: StateTensor, block: BlockWeights, slot: ParameterSlot) -> ByteHome:
+        """See `StateRanks.home`."""
+        size = (tensor.dtype or torch.float32).itemsize
+        borders = self._borders(block, slot, tensor.numel, is_like=tensor.shape_kind == "like")
+        name, own = f"{slot.name}.{tensor.key}", local or _NoBytes()
+        return SharedHome(name, tensor.numel * size, own, self._group, [border * size for border in borders])
+
+    def _borders(self, block: BlockWeights, slot: ParameterSlot, numel: int, *, is_like: bool) -> list[int]:
+        """Returns the elements at which each rank's part of a state tensor begins, and the end."""
+        index, cut = block.slots.index(slot), self._cuts[block.index]
+        held = [len(cut.held(rank)[index]) for rank in range(self._group.size)]
+        return [0, *accumulate(held if is_like else [numel if each else 0 for each in held])]
+
+
+class _NoBytes(ByteHome):
+    """A home of nothing, on a rank that has no part of a tensor."""
+
+    tier = Tier.DEVICE
+    nbytes = 0
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read`."""
+        assert not nbytes
+        return DONE
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.write`."""
+        assert not nbytes
+        return DONE
 
 
 def _written(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from memfit import devices
@@ -136,7 +137,17 @@ def optimizer_file(blocks: Sequence[BlockWeights], states: Mapping[int, BlockSta
     """The file of all state tensors; it holds none before the first step."""
     sources: dict[str, TensorSource] = {}
     for own, slot in trained_slots(blocks, states):
-        for state in own.slots[slot.name]:
+        whole = own.whole_homes(slot)
+        for tensor, home in whole or ():
+            is_like = tensor.shape_kind == "like"
+            sources[f"{slot.name}.{tensor.key}"] = HomeSource(
+                home,
+                0,
+                dtype=tensor.dtype or torch.float32,
+                shape=slot.shape if is_like else tuple(tensor.shape),
+                stride=slot.stride if is_like else None,
+            )
+        for state in () if whole is not None else own.slots[slot.name]:
             assert own.home is not None
             if state.codec is not None:
                 decoded = DecodedState(own.home, state)

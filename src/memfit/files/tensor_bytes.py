@@ -90,7 +90,7 @@ class HomeSource:
         """See `TensorSource`."""
         size = self.dtype.itemsize
         if not self._slice_shape:
-            return self._home.read(self._offset_bytes + first * size, count * size, into, into_offset)
+            return self._home.gather(self._offset_bytes + first * size, count * size, into, into_offset)
         out = typed_view(into, into_offset, self.dtype, (count,))
         done = 0
         while done < count:
@@ -114,7 +114,7 @@ class HomeSource:
         begin = index * per_group * self._slice_numel
         end = min(math.prod(self.shape), begin + per_group * self._slice_numel)
         staged = new_storage((end - begin) * size)
-        self._home.read(self._offset_bytes + begin * size, (end - begin) * size, staged).wait()
+        self._home.gather(self._offset_bytes + begin * size, (end - begin) * size, staged).wait()
         slices = (end - begin) // self._slice_numel
         tensor = typed_view(
             staged, 0, self.dtype, (slices, *self._slice_shape), (self._slice_numel, *self._slice_stride)

@@ -77,6 +77,7 @@ def write_tensors(
     """
     handle = open_file(path, create=True, operations=operations)
     whole_blocks = round_up(header.file_bytes, ALIGNMENT_BYTES)
+    # In the order of `read_tensors`, which other ranks run meanwhile.
     filling = _Filling(header, sources)
     coming: TransferHandle = DONE
     try:
@@ -103,6 +104,18 @@ def write_tensors(
         raise explain(error, doing="write the file", path=path, needed_bytes=header.file_bytes) from error
     finally:
         handle.close()
+
+
+def read_tensors(header: Header, sources: Mapping[str, TensorSource], pieces: FilePieces) -> None:
+    """Reads all pieces of a file as `write_tensors` does, and writes none: on a rank that others
+    gather from while one of them writes.
+    """
+    filling = _Filling(header, sources)
+    coming = filling.begin(0, pieces.nbytes, *pieces.take())
+    for start in range(0, header.file_bytes, pieces.nbytes):
+        coming.wait()
+        if start + pieces.nbytes < header.file_bytes:
+            coming = filling.begin(start + pieces.nbytes, pieces.nbytes, *pieces.take())
 
 
 class _Filling:

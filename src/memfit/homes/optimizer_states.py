@@ -11,7 +11,7 @@ values are read and encoded when it is written; homes see bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,17 @@ class StateRanks:
     ) -> dict[str, Any] | None:
         """Returns the numbers of a parameter's state, of the first process that has any; None if
         none has.
+        """
+        raise NotImplementedError
+
+    def home(self, local: ByteHome | None, tensor: StateTensor, block: BlockWeights, slot: ParameterSlot) -> ByteHome:
+        """Returns a home of a whole state tensor, whose gathers are collective.
+
+        Args:
+            local: of the values that this process has; None if it has none.
+            tensor: of the state.
+            block: of the parameter.
+            slot: of the parameter.
         """
         raise NotImplementedError
 
@@ -360,6 +371,32 @@ class BlockStates:
                 )
         return values | dict(self.numbers[slot.name])
 
+    def learn_numbers(self) -> None:
+        """Learns the numbers of parameters of which only other processes have a share; collective.
+        Nothing, where this process has all states.
+        """
+        for slot in self.block.slots if self._ranks is not None else ():
+            known = self.numbers.get(slot.name) if slot.held or not slot.numel else None
+            numbers = self._ranks.first_known(known, self.block, slot) if self._ranks is not None else None
+            if numbers is not None and known is None:
+                self.numbers[slot.name] = numbers
+
+    def whole_homes(self, slot: ParameterSlot) -> Iterator[tuple[StateTensor, ByteHome]] | None:
+        """Yields a parameter's state tensors, each with a home of its decoded whole whose gathers
+        are collective; None where this process has all states.
+        """
+        return None if self._ranks is None else self._whole_homes(self._ranks, slot)
+
+    def _whole_homes(self, ranks: StateRanks, slot: ParameterSlot) -> Iterator[tuple[StateTensor, ByteHome]]:
+        own = {state.key: state for state in self.slots[slot.name]}
+        for t in self._layout.get(slot.name, ()):
+            state = own.get(t.key)
+            local: ByteHome | None = None
+            if state is not None and self.home is not None:
+                local = StateValues(self.home, state) if state.codec is None else DecodedState(self.home, state)
+            if t.shape_kind != "scalar":
+                yield t, ranks.home(local, t, self.block, slot)
+
     def put(self, slot: ParameterSlot, values: Mapping[str, Any]) -> None:
         """Writes a whole state (as `gather` returns it) home."""
         if not values:
@@ -408,6 +445,29 @@ class StatePiece:
         }
 
 
+class StateValues(ByteHome):
+    """Home of one state tensor that is not encoded: the part that this process has, from 0 on.
+
+    Args:
+        home: home of the block's states.
+        state: the state.
+    """
+
+    def __init__(self, home: ByteHome, state: StateSlot) -> None:
+        self.tier: Tier = home.tier
+        self.nbytes = state.numel * state.dtype.itemsize
+        self._home = home
+        self._offset = state.offset_bytes
+
+    def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read`."""
+        return self._home.read(self._offset + offset, nbytes, into, into_offset)
+
+    def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
+        """Not supported: states are written through `BlockStates`."""
+        raise NotImplementedError("a state is written through BlockStates")
+
+
 class DecodedState(ByteHome):
     """Home of one encoded state tensor, read as fp32 values, so that saves hold what the optimizer
     would.
@@ -430,7 +490,7 @@ class DecodedState(ByteHome):
         """See `ByteHome.read`; complete on return."""
         state, size = self._state, self._state.dtype.itemsize
         assert state.codec is not None
-        first, count = offset // size, nbytes // size
+        first, count = state.first + offset // size, nbytes // size
         skipped = first % state.codec.records.elements
         begin, length = state.span(first - skipped, skipped + count)
         staged = new_storage(length)

@@ -18,6 +18,7 @@ from memfit.checkpoints.checkpointer import Committed, RunCheckpointer, prepare_
 from memfit.checkpoints.schemes import scheme_of
 from memfit.core.errors import StoreError
 from memfit.core.precision import ComputeDtype
+from memfit.distributed.agreement import agree
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.rank_sharing import RankSharing
 from memfit.engine.call_frames import CallFrames
@@ -38,7 +39,7 @@ from memfit.job.journaling import StepJournal
 from memfit.job.preparing import PreparedShapes
 from memfit.job.setting import training_setting
 from memfit.job.setup import Planned, Setup
-from memfit.job.together import fail_together
+from memfit.job.together import WeightSums, fail_together
 from memfit.optimizers import OwnerCallbacks
 from memfit.scheduling.sizes import cut_of
 from memfit.tensors.noise import RoundingNoise
@@ -109,7 +110,11 @@ class Assembly(Contents):
         setup, driver = self.setup, self.driver
         resumed = self.run_checkpointer if setup.run is not None and setup.run.is_resumed else None
         if resumed is None:
-            self.house.move_in(setup.sources.bring, setup.sources.take_back)
+            sums = WeightSums(setup.sources.bring)
+            self.house.move_in(setup.sources.bring if setup.ranks is None else sums.bring, setup.sources.take_back)
+            if setup.ranks is not None:
+                names = {id(slot.parameter): slot.name for _, slot in self.place.values()}
+                agree(setup.ranks, "memfit.fit with these weights", digest=sums.text(names))
         else:
             resumed.restore_homes(setup.sources.forget)
         callbacks = OwnerCallbacks(

@@ -266,6 +266,9 @@ class Job(JobFacts):
 
         See `saving.save_job`.
 
+        On several ranks all call it with the same directory; rank 0 writes one set of files, of
+        pieces that it gathers.
+
         Memory: two pieces of 8 MiB.
 
         Args:
@@ -284,14 +287,20 @@ class Job(JobFacts):
             TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
-        _check_alone(assembly, "job.save")
         assembly.keep_changes()
         check_form(form, extra)
+        if form == "trainer":
+            _check_alone(assembly, 'job.save(form="trainer")')
         # Weights and states are those of the step that waits for its `job.step`, if one does.
         journal, scaler = assembly.journal, self.loss_scaler
         waiting = journal if journal is not None and journal.is_waiting else None
         # What a save works on is host memory.
-        with self._machine.phase("save"), self._machine.host_ledger():
+        ranks = assembly.setup.ranks
+        with (
+            together(ranks, "job.save", digest=str(directory)),
+            self._machine.phase("save"),
+            self._machine.host_ledger(),
+        ):
             saved = save_job(
                 directory,
                 model=assembly.model,
@@ -305,6 +314,7 @@ class Job(JobFacts):
                 max_shard_bytes=max_shard_bytes,
                 extra=extra,
                 has_states=form == "memfit",
+                writes=ranks is None or ranks.rank == 0,
             )
             if form == "trainer":
                 write_states(saved.directory / "optimizer.pt", assembly)

@@ -52,7 +52,7 @@ from memfit.files.trainer import (
     class_name,
     write_text,
 )
-from memfit.files.writer import FilePieces, write_tensors
+from memfit.files.writer import FilePieces, read_tensors, write_tensors
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights
 from memfit.huggingface.description import described
@@ -94,6 +94,7 @@ def save_job(
     extra: Mapping[str, Any] | None = None,
     has_states: bool = True,
     operations: FileOperations | None = None,
+    writes: bool = True,
 ) -> SaveResult:
     """Writes a job between two steps, a piece at a time.
 
@@ -118,6 +119,7 @@ def save_job(
             `state_dict()`, for example).
         has_states: False writes weights and configuration alone.
         operations: the system calls; tests make them fail.
+        writes: False on a rank that others gather from, while one of them writes.
 
     Raises:
         StoreError: the disk, with the bytes needed and free where it is full. UsageError: a
@@ -129,6 +131,8 @@ def save_job(
     used = FileOperations() if operations is None else operations
     target = Path(directory).expanduser().resolve()
     wait_for_updates(blocks)
+    for own in states.values():
+        own.learn_numbers()
     weights, index = weight_files(model, blocks, parse_bytes(max_shard_bytes))
     files, texts = [*weights], dict[str, str | bytes]()
     if has_states:
@@ -136,6 +140,11 @@ def save_job(
         texts[FILE_NAME] = write_text(
             _trainer_state(optimizer, blocks, states, steps, scaler, noise, random or take_random(), extra or {})
         )
+    if not writes:
+        pieces = FilePieces(max(f.header.file_bytes for f in files))
+        for file in files:
+            read_tensors(file.header, file.sources, pieces)
+        return SaveResult(directory=target, files={}, seconds=time.perf_counter() - began)
     if index is not None:
         texts[INDEX_NAME] = index
     check_other_model(target, _config_fields(model, blocks))

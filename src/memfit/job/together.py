@@ -13,7 +13,8 @@ over. What homes on other ranks hold cannot be reached any more then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -69,6 +70,34 @@ def fail_together(ranks: RankGroup, error: BaseException) -> None:
     """Tells all ranks of an error of this one, unless it came from them."""
     if not isinstance(error, PeerError):
         ranks.fail(error)
+
+
+class WeightSums:
+    """Checksums of weights on their way home, by which ranks see that they begin with the same.
+
+    Args:
+        bring: materializes parameters.
+    """
+
+    def __init__(self, bring: Callable[[Iterable[torch.nn.Parameter]], None]) -> None:
+        self._bring = bring
+        self._sums: dict[int, int] = {}
+
+    def bring(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Materializes parameters, and sums their bytes."""
+        parameters = list(parameters)
+        self._bring(parameters)
+        for parameter in parameters:
+            flat = parameter.detach().reshape(-1).view(torch.uint8)
+            self._sums[id(parameter)] = zlib.crc32(flat.numpy().data) if flat.numel() else 0
+
+    def text(self, names: Mapping[int, str]) -> str:
+        """Returns a line for each parameter.
+
+        Args:
+            names: by identity of the parameter.
+        """
+        return "\n".join(f"weight {names[key]!r}: checksum {total:08x}" for key, total in self._sums.items())
 
 
 def add_up(ranks: RankGroup, own: float) -> float:
