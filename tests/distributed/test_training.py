@@ -134,7 +134,7 @@ def test_a_loss_that_counts_is_divided_by_the_counts_of_all_ranks(ranks: Ranks, 
 
 def test_models_that_differ_are_refused_with_the_name_of_a_weight(ranks: Ranks) -> None:
     for text in ranks.run(2, "distributed.training:other_weights"):
-        assert text.startswith("UsageError")
+        assert text.startswith("DisagreementError: ranks")
         assert "weight 'embed.weight': checksum" in text
 
 
@@ -161,6 +161,11 @@ def test_calls_that_differ_are_refused_on_all_ranks_and_the_job_goes_on(ranks: R
     first, second = ranks.run(2, HINDERED, "a save on one rank", timeout_s=LONG_S)
     for rank in (first, second):
         assert rank["raised"].startswith(
-            "UsageError: the ranks have called different things (rank 0: step; rank 1: job.save)"
+            "DisagreementError: the ranks have called different things (rank 0: step; rank 1: job.save)"
         )
         assert rank["after"] == "2 losses"
+
+
+def test_an_error_of_one_ranks_loop_ends_the_others_next_call(ranks: Ranks) -> None:
+    found = ranks.run(2, "distributed.training:leaves_by_error", timeout_s=LONG_S)
+    assert found == ["PeerError: rank 1: LookupError: of the loop", "LookupError: of the loop"]

@@ -491,3 +491,25 @@ def elastic(rank: int, size: int, directory: str, source: str | None, steps: int
     done = job.steps
     job.close()
     return done
+
+
+def leaves_by_error(rank: int, size: int) -> str:
+    """Rank 1's own loop fails between two steps; returns what leaves the context on this rank."""
+    model = build("tower")
+    job = memfit.fit(
+        model,
+        OPTIMIZERS["sgd"](model.parameters()),
+        loss,
+        batch_of("tower", 0, rank),
+        plan=plan_for(model, size, 3, "disk", 1),
+        enforce=False,
+    )
+    try:
+        with job:
+            job.step(batch_of("tower", 0, rank))
+            if rank == 1:
+                raise LookupError("of the loop")
+            job.step(batch_of("tower", 1, rank))
+    except Exception as error:  # noqa: BLE001, told to the test
+        return f"{type(error).__name__}: {error}"
+    return ""

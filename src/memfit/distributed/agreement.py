@@ -25,6 +25,10 @@ _MOST_VALUES = 6
 _LONGEST = 2000
 
 
+class DisagreementError(UsageError):
+    """Ranks are about to do different things; raised by all of them, so that nobody need be told."""
+
+
 def agree(
     ranks: RankGroup, name: str, *, digest: str = "", values: Sequence[float] = (), problem: str | None = None
 ) -> list[list[float]]:
@@ -41,7 +45,7 @@ def agree(
         The values of each rank.
 
     Raises:
-        UsageError: the ranks are about to do different things.
+        DisagreementError: the ranks are about to do different things.
         PeerError: another rank cannot.
     """
     assert len(values) <= _MOST_VALUES
@@ -65,7 +69,7 @@ def _refuse(
         raise PeerError(f"rank {failed}: {told[failed]}")
     if len(set(names)) > 1:
         shown = "; ".join(f"rank {other}: {text.partition(':')[0]}" for other, text in enumerate(told))
-        raise UsageError(
+        raise DisagreementError(
             f"the ranks have called different things ({shown}): calls of a job on several ranks are made by all of them, in the same order. Nothing was moved"
         )
     other = next(r for r, digest in enumerate(digests) if digest != digests[rank])

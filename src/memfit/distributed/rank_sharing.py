@@ -25,8 +25,8 @@ from memfit.distributed.rank_homes import SharedHome, SpreadHome
 from memfit.distributed.transport import gather_in_place
 from memfit.homes.factories import HomeRequest
 from memfit.homes.home import DONE, ByteHome, TransferHandle
-from memfit.homes.optimizer_states import StateRanks
 from memfit.homes.sharing import Sharing
+from memfit.homes.state_ranks import StateRanks
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import StateTensor
 

@@ -23,6 +23,7 @@ from memfit.core.state_formats import StateFormat, StateMoment, moment_of, recor
 from memfit.core.tiers import Tier
 from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, write_tensor
 from memfit.homes.state_codecs import StateCodec, codec_of
+from memfit.homes.state_ranks import StateRanks
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import StateTensor
 from memfit.tensors.noise import RoundingNoise
@@ -123,51 +124,6 @@ def embedding_names(model: torch.nn.Module) -> frozenset[str]:
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     owned = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
     return frozenset(name for name, p in model.named_parameters() if id(p) in owned)
-
-
-class StateRanks:
-    """Processes that have shares of optimizer states; abstract. Its methods are collective."""
-
-    def first_known(
-        self, numbers: Mapping[str, Any] | None, block: BlockWeights, slot: ParameterSlot
-    ) -> dict[str, Any] | None:
-        """Returns the numbers of a parameter's state, of the first process that has any; None if
-        none has.
-        """
-        raise NotImplementedError
-
-    def home(self, local: ByteHome | None, tensor: StateTensor, block: BlockWeights, slot: ParameterSlot) -> ByteHome:
-        """Returns a home of a whole state tensor, whose gathers are collective.
-
-        Args:
-            local: of the values that this process has; None if it has none.
-            tensor: of the state.
-            block: of the parameter.
-            slot: of the parameter.
-        """
-        raise NotImplementedError
-
-    def assemble(
-        self,
-        own: torch.Tensor | None,
-        numel: int,
-        dtype: torch.dtype,
-        block: BlockWeights,
-        slot: ParameterSlot,
-        *,
-        is_like: bool,
-    ) -> torch.Tensor:
-        """Returns a whole state tensor, 1-D.
-
-        Args:
-            own: the values that this process has; None if it has none.
-            numel: of the whole.
-            dtype: of the whole.
-            block: of the parameter.
-            slot: of the parameter.
-            is_like: it is cut as the parameter is; else one process has all of it.
-        """
-        raise NotImplementedError
 
 
 class BlockStates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from memfit.homes.exchanged_gradients import GradientExchange
 from memfit.homes.factories import HomeRequest
 from memfit.homes.home import ByteHome
-from memfit.homes.optimizer_states import StateRanks
+from memfit.homes.state_ranks import StateRanks
 from memfit.homes.weights import BlockWeights
 
 

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UnsupportedError, UsageError
+from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UsageError
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.homes.weights import check_untouched
 from memfit.job import clipping
 from memfit.job.assembly import Assembly
+from memfit.job.ending import check_alone, end_job
 from memfit.job.forward_passes import evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
@@ -23,7 +24,7 @@ from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.results import EvaluateResult, StepResult
 from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_job
 from memfit.job.step_runner import StepRunner
-from memfit.job.together import together
+from memfit.job.together import fail_together, together
 from memfit.job.torch_states import write_states
 
 
@@ -109,7 +110,7 @@ class Job(JobFacts):
             UsageError: the job was not made for lines, or is closed.
             LimitBreachError: the limit was hit; nothing was updated.
         """
-        _check_alone(self._check_usable(), "job.lines()")
+        check_alone(self._check_usable(), "job.lines()")
         with Lines(self._runner, self._check_usable) as lines:
             yield lines
 
@@ -148,7 +149,7 @@ class Job(JobFacts):
             TornStepError: blocks hold weights of different steps.
         """
         assembly = self._check_usable()
-        _check_alone(assembly, "job.inference()")
+        check_alone(assembly, "job.inference()")
         assembly.keep_changes()
         sites, staying = assembly.engine.sites, {b.index for b in assembly.blocks if not b.travels}
         try:
@@ -290,7 +291,7 @@ class Job(JobFacts):
         assembly.keep_changes()
         check_form(form, extra)
         if form == "trainer":
-            _check_alone(assembly, 'job.save(form="trainer")')
+            check_alone(assembly, 'job.save(form="trainer")')
         # Weights and states are those of the step that waits for its `job.step`, if one does.
         journal, scaler = assembly.journal, self.loss_scaler
         waiting = journal if journal is not None and journal.is_waiting else None
@@ -399,7 +400,7 @@ class Job(JobFacts):
         for change in self._runner.take_back_changes():
             warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
         with self._runner.interrupts.held():
-            _end(assembly, restore=restore is not False)
+            end_job(assembly, restore=restore is not False)
 
     def _commit_last(self, assembly: Assembly) -> None:
         if assembly.setup.run is None:
@@ -435,6 +436,10 @@ class Job(JobFacts):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ranks = self._assembly.setup.ranks
+        if error is not None and ranks is not None:
+            # The other ranks wait for this one's next call, which does not come.
+            fail_together(ranks, error)
         try:
             self.close(commit=error is None)
         except DoesNotFitError as refusal:
@@ -480,31 +485,3 @@ class Job(JobFacts):
 def _refuse_lines(assembly: Assembly, what: str) -> None:
     if not assembly.has_ended and assembly.engine.before_call is not None:
         raise UsageError(f"job.lines() is still open where {what}. Leave its `with` first")
-
-
-def _check_alone(assembly: Assembly, call: str) -> None:
-    """Refuses on several ranks what reads weights as it goes, which would be collective."""
-    if assembly.setup.ranks is not None:
-        raise UnsupportedError(
-            f"{call} is for one process: on several ranks, close the job and use the model, which is whole again"
-        )
-
-
-def _end(assembly: Assembly, *, restore: bool) -> None:
-    ranks = assembly.setup.ranks
-    if ranks is None or assembly.has_ended:
-        assembly.end(restore=restore)
-        return
-    # A group that has failed brings nothing back: what other ranks hold cannot be reached.
-    is_whole = restore and ranks.failure is None
-    if is_whole:
-        with together(ranks, "job.close"):
-            assembly.end(restore=True)
-    # First the group: until it is gone, collectives may still write to this job's memory.
-    is_gone = ranks.close()
-    if not is_whole and is_gone:
-        for block in assembly.blocks:
-            block.release(forgets_arrival=True)
-        assembly.end(restore=False)
-    elif not is_gone:
-        assembly.machine.hard_limit.disarm()

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from memfit.core.errors import PeerError
-from memfit.distributed.agreement import agree
+from memfit.distributed.agreement import DisagreementError, agree
 from memfit.distributed.rank_group import RankGroup
 from memfit.distributed.transport import gather_small
 
@@ -67,8 +67,8 @@ def failing_together(ranks: RankGroup | None) -> Iterator[None]:
 
 
 def fail_together(ranks: RankGroup, error: BaseException) -> None:
-    """Tells all ranks of an error of this one, unless it came from them."""
-    if not isinstance(error, PeerError):
+    """Tells all ranks of an error of this one, unless they know."""
+    if not isinstance(error, PeerError | DisagreementError):
         ranks.fail(error)
 
 
