@@ -169,6 +169,15 @@ def test_microbatches_that_take_turns_switch_at_each_call_and_each_step_counts_o
     assert [amounts(WorkKind.STEPS, count) for count in (1, 2)] == [1, 1]
 
 
+def test_point_wise_work_in_bf16_counts_by_element() -> None:
+    model = nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), nn.ReLU())
+    trace = traced(model, torch.randn(ROWS, 16).bfloat16()).traces[ROWS]
+    forward = {k: a for call in trace.calls for k, a in call.forward_work}
+    # The function itself, the loss's square and its sum.
+    assert forward[WorkKind.HALF_ELEMENTS] == 3 * ROWS * 16
+    assert WorkKind.STREAMED not in forward
+
+
 def test_windows_count_what_they_look_at() -> None:
     def windows(model: nn.Module) -> float:
         trace = traced(nn.Sequential(nn.Conv2d(3, 4, 1), model), torch.randn(2, 3, 8, 8)).traces[2]

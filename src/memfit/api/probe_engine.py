@@ -5,7 +5,9 @@ In: a machine's description. Out: a `Rate` for each class that counts operations
 [Note: layers of no work]
 Blocks of 16 x 16 with few and with many operations run under the engine, under each policy. An
 action's seconds are taken as a constant and a multiple of its operations: two lengths give both,
-and the differences between policies, and from two microbatches, give what each of them adds.
+and the differences between policies, and from two microbatches, give what each of them adds. These
+differences are measured with cold caches, since the products of a layer leave none of Python's
+there.
 Seconds are those of the thread on a processor, the least of many steps, since other work can only
 slow one down. The processor does this on any machine: beside an accelerator too, Python runs there.
 """
@@ -30,6 +32,7 @@ from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
 
 _WIDTH = 16
+_LARGE = 1 << 19
 _FEW, _MANY = 1, 6
 _BLOCKS = 6
 _STEPS = 24
@@ -39,14 +42,21 @@ _LEAST_SPREAD = 0.1
 
 
 class _Unit(nn.Module):
-    """As many kinds of operations as a transformer's layer has."""
+    """As many kinds of operations as a transformer's layer has.
 
-    def __init__(self) -> None:
+    Args:
+        is_cold: it reads more than a core's cache holds first, as the products of a layer do.
+    """
+
+    def __init__(self, *, is_cold: bool) -> None:
         super().__init__()
+        self.large = torch.ones(_LARGE) if is_cold else None
         self.norm = nn.LayerNorm(_WIDTH)
         self.up = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.large is not None:
+            self.large.sum()
         y = torch.nn.functional.silu(self.up(self.norm(x)))
         heads = y.view(-1, 2, _WIDTH // 2).transpose(0, 1)
         return x + heads.transpose(0, 1).reshape(-1, _WIDTH) * 0.5
@@ -86,32 +96,32 @@ def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
     Args:
         hardware: a description, of links above all, so that `fit` measures nothing itself.
     """
-    forward: dict[Saved, _Line] = {}
-    backward: dict[Saved, _Line] = {}
+    forward: dict[Saved | None, _Line] = {}
+    backward: dict[Saved | None, _Line] = {}
     rest: list[float] = []
     piece: list[float] = []
     spread = _LEAST_SPREAD
-    for saved in _POLICIES:
+    for saved in (None, *_POLICIES):
         points: list[tuple[tuple[float, float], tuple[float, float]]] = []
         for units in (_FEW, _MANY):
-            seconds, operations, found = _measure(hardware, saved, units)
+            seconds, operations, found = _measure(hardware, saved or Saved.KEEP, units, is_cold=saved is not None)
             points.append(((operations[0], seconds.forward), (operations[1], seconds.backward)))
             rest.append(seconds.rest)
             piece.append(seconds.piece)
             spread = max(spread, found)
         forward[saved] = _Line.through(points[0][0], points[1][0])
         backward[saved] = _Line.through(points[0][1], points[1][1])
-    keep, again, select = (forward[saved] for saved in _POLICIES)
+    plain, keep, again, select = (forward[saved] for saved in (None, *_POLICIES))
     by_turns, operations, found = _measure(hardware, Saved.KEEP, _FEW, microbatches=2)
     spread = max(spread, found)
     seconds_of = {
-        WorkKind.OPERATIONS: keep.per_operation,
-        WorkKind.NODES: backward[Saved.KEEP].per_operation,
+        WorkKind.OPERATIONS: plain.per_operation,
+        WorkKind.NODES: backward[None].per_operation,
         WorkKind.WATCHED: again.per_operation - keep.per_operation,
         WorkKind.SELECTED: select.per_operation - again.per_operation,
-        WorkKind.CALLS: (keep.constant + backward[Saved.KEEP].constant) / 2,
+        WorkKind.CALLS: (plain.constant + backward[None].constant) / 2,
         WorkKind.FRAMES: again.constant - keep.constant,
-        WorkKind.SWITCHES: by_turns.forward - keep.constant - keep.per_operation * operations[0],
+        WorkKind.SWITCHES: by_turns.forward - plain.constant - plain.per_operation * operations[0],
         WorkKind.STEPS: min(rest),
         WorkKind.PIECES: min(piece),
     }
@@ -119,12 +129,12 @@ def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
 
 
 def _measure(
-    hardware: Hardware, saved: Saved, units: int, *, microbatches: int = 1
+    hardware: Hardware, saved: Saved, units: int, *, microbatches: int = 1, is_cold: bool = False
 ) -> tuple[_Seconds, tuple[float, float], float]:
     """Seconds under a policy, operations of a block's forward and backward, and by which share two
     halves of the measurement differ.
     """
-    model = nn.Sequential(*(_Block(*(_Unit() for _ in range(units))) for _ in range(_BLOCKS)))
+    model = nn.Sequential(*(_Block(*(_Unit(is_cold=is_cold) for _ in range(units))) for _ in range(_BLOCKS)))
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(4, _WIDTH)
     plan = Plan(microbatches=microbatches, calls=tuple(CallPlan(saved=saved) for _ in range(_BLOCKS)))

@@ -28,7 +28,7 @@ _SLOWEST, _FASTEST = 1e-6, 1e24
 """Accepted range of rates a second: outside of it, predicted seconds would be infinite or zero.
 """
 _LEAST_SHARE = 0.01
-STEP_SPREAD = 0.2
+STEP_SPREAD = 0.3
 """`Hardware.step_spread` where no runs say it: what `benchmarks/clock.py` found, whose cases were
 drawn apart from those that the classes of work were made with.
 """

@@ -33,6 +33,8 @@ class WorkKind(StrEnum):
     STREAMED: bytes read and written by point-wise operations and copies; STREAMED_LARGE: the same
     where an operation moves more than caches and pools hold. REDUCED: by sums. TRANSPOSED: by
     copies between different orders of dimensions. GATHERED: by indexed reads and writes.
+    HALF_ELEMENTS: elements through point-wise operations and sums in bf16 and fp16, for which a
+    processor converts each.
 
     FUNCTIONS, SLOW_FUNCTIONS: elements through exponentials and error functions; through hyperbolic
     ones, powers, logarithms, cumulative sums and sorting, norms that run across memory, and batch
@@ -78,6 +80,7 @@ class WorkKind(StrEnum):
     REDUCED = "reduced"
     TRANSPOSED = "transposed"
     GATHERED = "gathered"
+    HALF_ELEMENTS = "bf16-elements"
     FUNCTIONS = "functions"
     SLOW_FUNCTIONS = "slow-functions"
     NORMALIZED = "normalized"

@@ -147,7 +147,7 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[
     weight, and, for the weight's gradient, of a transposed factor.
     """
     name = str(dtype).removeprefix("torch.")
-    wide = [(512, 512, 1024), (1024, 256, 512), (128, 768, 768), (64, 512, 2048)]
+    wide = [(512, 512, 1024), (1024, 256, 512), (128, 768, 768), (64, 512, 2048), (128, 384, 384)]
     narrow = [(32, 768, 768), (768, 32, 768), (16, 512, 1024)]
     thin = [(8, 768, 768), (768, 8, 768), (4, 1024, 1024)]
     sizes = wide if dtype is torch.float16 else [*wide, *narrow, *thin, (1, 2048, 1024), (2, 1024, 1024)]
@@ -224,14 +224,20 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
 def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:
     half = (WorkKind.HALF_CONVOLUTION, WorkKind.HALF_CONVOLUTION)
     full = (WorkKind.CONVOLUTION, WorkKind.CONVOLUTION_BACKWARD)
-    for channels, size, kernel in ((64, 32, 3), (128, 16, 3), (24, 32, 3), (96, 16, 1)):
+    for channels, size, kernel, stride in (
+        (64, 32, 3, 1),
+        (128, 16, 3, 1),
+        (24, 32, 3, 1),
+        (96, 16, 1, 1),
+        (96, 32, 1, 2),
+    ):
 
-        def make(channels: int = channels, size: int = size, kernel: int = kernel) -> Any:
+        def make(channels: int = channels, size: int = size, kernel: int = kernel, stride: int = stride) -> Any:
             x = _tensor(4 * scale, channels, size, size, device=device, dtype=dtype, grad=True)
             weight = _tensor(channels, channels, kernel, kernel, device=device, dtype=dtype, grad=True)
-            return lambda: functional.conv2d(x, weight, padding=kernel // 2), (x, weight)
+            return lambda: functional.conv2d(x, weight, padding=kernel // 2, stride=stride), (x, weight)
 
-        flops = 2.0 * 4 * scale * channels * channels * kernel**2 * size * size
+        flops = 2.0 * 4 * scale * channels * channels * kernel**2 * (size // stride) ** 2
         yield from _both(half if dtype is _HALF else full, (flops, 2 * flops), make)
     if dtype is _HALF:
         return
@@ -262,6 +268,17 @@ def _memory(device: torch.device) -> Iterator[_Operation]:
                 amount=weight * nbytes,
                 make=lambda n=elements, c=count, f=function: _over_pairs(device, n, c, f),
             )
+    for function in (
+        lambda a, b: a + b,
+        lambda a, _: a * 0.5,
+        lambda a, _: a.view(-1, 512).sum(0),
+        lambda a, _: a.float(),
+    ):
+        yield _Operation(
+            kind=WorkKind.HALF_ELEMENTS,
+            amount=2.0 * _SMALL,
+            make=lambda f=function: _over_pairs(device, _SMALL // 4, 8, f, dtype=_HALF),
+        )
     nbytes = 4.0 * _SMALL * 8
     for function in (lambda a, _: a.view(-1, 512).sum(0), lambda a, _: a.view(-1, 512).mean(-1)):
         yield _Operation(
@@ -284,8 +301,13 @@ def _memory(device: torch.device) -> Iterator[_Operation]:
     yield from _both((WorkKind.GATHERED, WorkKind.GATHERED), (taken + small, whole + small), make)
 
 
-def _over_pairs(device: torch.device, elements: int, count: int, function: Callable[[Any, Any], object]) -> Trial:
-    pairs = [(_tensor(elements, device=device), _tensor(elements, device=device)) for _ in range(count)]
+def _over_pairs(
+    device: torch.device, elements: int, count: int, function: Callable[[Any, Any], object], dtype: torch.dtype = _FP32
+) -> Trial:
+    def tensor() -> torch.Tensor:
+        return _tensor(elements, device=device, dtype=dtype)
+
+    pairs = [(tensor(), tensor()) for _ in range(count)]
 
     def run() -> None:
         for a, b in pairs:
@@ -301,7 +323,7 @@ def _elements(device: torch.device) -> Iterator[_Operation]:
 
     def pair(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         # Functions of one value only would be foretold.
-        x = torch.linspace(-3.0, 3.0, elements, device=device).view(-1, 512).requires_grad_()
+        x = torch.randn(elements // 512, 512, device=device, requires_grad=True)
         return lambda: function(x), (x,)
 
     for function in (functional.gelu, functional.silu):

@@ -80,6 +80,7 @@ _BY_ELEMENT = {
     **dict.fromkeys(_DRAWN, WorkKind.DRAWN),
 }
 _ELEMENT_KINDS = frozenset(_BY_ELEMENT.values()) - {WorkKind.DRAWN}
+_HALF = frozenset({torch.bfloat16, torch.float16})
 _COPIES = _named("clone copy_ _to_copy _reshape_copy contiguous cat stack copy")
 # They write without having read what they write to.
 _OVERWRITES = _named("copy_ fill_ zero_")
@@ -129,13 +130,12 @@ def _amount(
         return WorkKind.GATHERED, sum(map(_bytes, made)) + min(map(_bytes, (*read, *made)), default=0)
     is_overwritten = name in _OVERWRITES and bool(read)
     nbytes = sum(map(_bytes, read[1:] if is_overwritten else read)) + sum(map(_bytes, made))
-    if name in _POOLED:
-        pooled = min((t.numel() for t in (*read, *made)), default=0)
-        return WorkKind.WINDOWED, int(_POOLED[name] * pooled * _window(args[2 if name.endswith("backward") else 1]))
-    if name in _RESIZED:
-        return WorkKind.WINDOWED, int(_RESIZED[name] * elements)
+    if name in _POOLED or name in _RESIZED:
+        return WorkKind.WINDOWED, _windowed(name, args, [t.numel() for t in (*read, *made)])
     if runs_across(func, args):
         return WorkKind.SLOW_FUNCTIONS, elements
+    if any(t.dtype in _HALF and t.dim() for t in (*read, *made)):
+        return WorkKind.HALF_ELEMENTS, elements
     if name in _REDUCED:
         return WorkKind.REDUCED, nbytes
     if name in _COPIES and _is_transposed(read, made):
@@ -170,6 +170,13 @@ def _convolution_kind(weight: torch.Tensor, groups: int, *, is_backward: bool, i
     if is_half:
         return WorkKind.HALF_CONVOLUTION
     return WorkKind.CONVOLUTION_BACKWARD if is_backward else WorkKind.CONVOLUTION
+
+
+def _windowed(name: str, args: Sequence[Any], elements: Sequence[int]) -> int:
+    """Elements that the windows of pooling or resizing look at."""
+    if name in _RESIZED:
+        return int(_RESIZED[name] * max(elements, default=0))
+    return int(_POOLED[name] * min(elements, default=0) * _window(args[2 if name.endswith("backward") else 1]))
 
 
 def _window(sizes: Sequence[int]) -> int:
