@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memfit.core.hardware import Hardware, Link, TierSpec
@@ -10,10 +12,12 @@ from memfit.core.tiers import Tier
 from memfit.core.units import MIB
 from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import Candidate, list_candidates
+from memfit.planning.pricing import price_all
 from memfit.prediction.predict import appraise
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 from unit.profiles import chain_profile, gpt_profile
+from unit.test_mixing import card, question
 
 LINK = Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9)
 MACHINE = Hardware(
@@ -51,3 +55,20 @@ def test_no_candidate_s_peak_is_below_its_bound(name: str, *, clips_norm: bool) 
         assert bound <= peak, candidate.name
         nearest = max(nearest, bound / peak)
     assert nearest > 0.9  # a bound of 0 would hold, too
+
+
+@pytest.mark.parametrize("clips_norm", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "tied"])
+def test_no_candidate_is_faster_than_its_bound_says(name: str, *, clips_norm: bool) -> None:
+    """On machines where links, computing or the host's cores decide; uniform plans and techniques."""
+    profile = replace(PROFILES[name], agrees_on_host=True)
+    nearest = 0.0
+    for host, disk, flops, host_updates in ((1e9, 1e8, 1e13, 1e9), (1e8, 1e9, 1e12, 1e10), (1e10, 1e10, 1e13, 1e7)):
+        hardware = card(host=host, disk=disk, flops=flops, host_updates=host_updates)
+        asked = replace(question(profile, hardware, None), clips_norm=clips_norm)
+        priced = price_all(asked)
+        for one in priced[:: max(1, len(priced) // 60)]:
+            seconds = asked.build(one).cost.seconds
+            assert one.seconds_bound <= seconds * (1 + 1e-9), one.candidate.name
+            nearest = max(nearest, one.seconds_bound / seconds)
+    assert nearest > 0.9

@@ -16,7 +16,7 @@ from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
 from memfit.core.numerics import Wish, regroups_sums, weighed_seconds
-from memfit.core.plan import Plan
+from memfit.core.plan import Order, Plan
 from memfit.core.precision import ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.shape import StepShape, describe_step
@@ -271,8 +271,8 @@ class Loads:
     Attributes:
         work_s: the device computes so long, updates of it included.
         host_s: the host's cores update so long beside an accelerator.
-        moved_s: each link is in use so long, by tier and direction; visits are counted once,
-            and gradients that leave.
+        moved_s: each link is in use so long, by tier and direction; visits are counted as often
+            as there are at least, and gradients that leave once.
         resident_bytes: rest on the device through the whole step.
     """
 
@@ -292,9 +292,8 @@ def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     moved_s: dict[tuple[Tier, str], float] = {}
     resident, host_s = 0, 0.0
     for block, profiled in enumerate(profile.blocks):
-        one = question.known.of_update(
-            plan, profiled.name, "loads", partial(_loads_of_block, plan, question, shape, block)
-        )
+        key = "loads", plan.microbatches, plan.order, plan.cut_tail
+        one = question.known.of_update(plan, profiled.name, key, partial(_loads_of_block, plan, question, shape, block))
         work_s, host_s, resident = work_s + one.work_s, host_s + one.host_s, resident + one.resident_bytes
         for queue, seconds in one.moved_s.items():
             moved_s[queue] = moved_s.get(queue, 0.0) + seconds
@@ -314,7 +313,7 @@ def _loads_of_block(plan: Plan, question: PlanQuestion, shape: StepShape, block:
     if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
         resident += profiled.gradient_bytes
     if block in shape.visiting:
-        _add(moved_s, hardware, homes.weight_home, "read", weight)
+        _add(moved_s, hardware, homes.weight_home, "read", weight * _least_visits(plan, shape, block))
     if block not in shape.trainable:
         return Loads(work_s=0.0, host_s=0.0, moved_s=moved_s, resident_bytes=resident)
     if homes.gradient_home is not Tier.DEVICE:
@@ -327,6 +326,20 @@ def _loads_of_block(plan: Plan, question: PlanQuestion, shape: StepShape, block:
     for (tier, _), nbytes in traffic.written.items():
         _add(moved_s, hardware, tier, "write", nbytes, reaches_device=goes_on)
     return Loads(work_s=work_s, host_s=host_s, moved_s=moved_s, resident_bytes=resident)
+
+
+def _least_visits(plan: Plan, shape: StepShape, block: int) -> int:
+    """Number of visits that a block's weights make at least.
+
+    A block of early calls alone is not there between its last forward and its first backward: other
+    forwards and backwards lie between. The last segment, and a tail, may keep theirs.
+    """
+    segments = [segment for segment, needs in enumerate(shape.needs) if block in needs]
+    last = min(shape.tail_segment, len(shape.segments) - 1)
+    if not segments or max(segments) >= last or not any(shape.has_backward[segment] for segment in segments):
+        return 1
+    # One microbatch's backward may be followed by the next one's forward.
+    return plan.microbatches + 1 if plan.order is Order.MICROBATCH_MAJOR else 2
 
 
 def _add(

@@ -50,6 +50,8 @@ _STALL_WEIGHTS = (0.5, 1.0)
 _ROOM_PARTS = (1.0, 0.8, 0.6)
 _STARTS = 5
 _MOST_MOVES = 40
+# A plan of many layers takes longer to judge: of more than so many, fewer moves are made.
+_FEW_UNITS = 16
 _MOST_AROUND = 12
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
@@ -175,8 +177,12 @@ class _FrameSearch:
             for weight, part in product(_STALL_WEIGHTS, _ROOM_PARTS):
                 self._solve(weight, part, {**self._question.limits, **tiers})
         # Waits are what prices say least of: from each of several starts another end is reached.
-        for start in sorted(self._starts, key=lambda counts: self._starts[counts])[:_STARTS]:
+        for start in sorted(self._starts, key=lambda counts: self._starts[counts])[: self._most_starts]:
             self._move(start)
+
+    @property
+    def _most_starts(self) -> int:
+        return _STARTS if len(self._judge.units.calls) <= 2 * _FEW_UNITS else 2
 
     @property
     def best_s(self) -> float | None:
@@ -296,7 +302,8 @@ class _FrameSearch:
         counts, known = start, self._judge(self._mixture(start))
         tried = 0
         improved = True
-        while improved and tried < _MOST_MOVES:
+        most = max(_MOST_AROUND, _MOST_MOVES * _FEW_UNITS // max(_FEW_UNITS, len(self._judge.units.calls)))
+        while improved and tried < most:
             improved = False
             for other in self._promising(counts, known):
                 tried += 1
