@@ -26,7 +26,7 @@ _LONGEST = 2000
 
 
 class DisagreementError(UsageError):
-    """Ranks are about to do different things; raised by all of them, so that nobody need be told."""
+    """Ranks are about to do different things: all of them raise it, and nobody need be told."""
 
 
 def agree(
@@ -73,7 +73,7 @@ def _refuse(
             f"the ranks have called different things ({shown}): calls of a job on several ranks are made by all of them, in the same order. Nothing was moved"
         )
     other = next(r for r, digest in enumerate(digests) if digest != digests[rank])
-    raise UsageError(
+    raise DisagreementError(
         f"ranks {rank} and {other} are about to do different things. {difference(told[rank], told[other])}"
     )
 
