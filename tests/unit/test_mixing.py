@@ -193,6 +193,7 @@ def test_small_models_get_no_mixed_plans() -> None:
     assert profile.weight_bytes < widening.LEAST_WEIGHT_BYTES
     assert not widening.mixes(question(profile, card(), 60 << 20))
     assert widening.mixes(question(large_profile(), card(), GIB))
+    assert not widening.mixes(question(large_profile(), replace(card(), device="cpu"), GIB))
 
 
 @pytest.mark.parametrize("limit", [4.0, 5.0, 7.0])

@@ -16,7 +16,9 @@ depends on the clock: the same question has the same answer.
 [Note: when it is looked for them]
 Where weights are small, a plan's schedule takes about as long to price as a step that it could
 shorten, and moving them gains little: only models of at least `LEAST_WEIGHT_BYTES` are looked at,
-and only where the best uniform plan takes longer than computing alone.
+and only where the best uniform plan takes longer than computing alone. Only for accelerators: where
+the processor is the device, the solver's libraries would stay in the process (some 30 MiB), beside
+a job that may have no room for them, and a fast disk beside slow cores leaves little to gain.
 """
 
 from __future__ import annotations
@@ -61,7 +63,13 @@ _GAIN = 1e-4
 def mixes(question: PlanQuestion) -> bool:
     """Tells whether mixed plans are looked for. See [Note: when it is looked for them]."""
     is_large = question.profile.weight_bytes >= LEAST_WEIGHT_BYTES
-    return is_large and question.scheme != "journal" and question.budget.tensor_bytes is not None
+    # On a processor, scipy would be counted against the limit of the job that is planned.
+    return (
+        is_large
+        and not is_processor(question.hardware.device)
+        and question.scheme != "journal"
+        and question.budget.tensor_bytes is not None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
