@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))}
-STARTED = ("empty_model", "three_lines")
+STARTED = ("empty_model", "sharded", "three_lines")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -37,3 +37,22 @@ def test_an_example_runs_here_without_arguments(
     told = capsys.readouterr()
     assert told.out.strip()
     assert not told.err.strip()
+
+
+@pytest.mark.slow
+def test_the_sharded_example_trains_the_same_model_on_two_ranks(tmp_path: Path) -> None:
+    told = []
+    for ranks in (1, 2):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            str(EXAMPLES["sharded"]),
+        ]
+        child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert child.returncode == 0, child.stderr
+        told.append(child.stdout.splitlines())
+    assert told[0][0].removeprefix("1 ranks") == told[1][0].removeprefix("2 ranks")
+    assert told[1][1].endswith("True")

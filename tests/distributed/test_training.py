@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed.processes import Ranks
+from distributed.processes import RankFailedError, Ranks
 
 TRAIN = "distributed.training:train"
 HINDERED = "distributed.training:hindered"
@@ -169,3 +169,14 @@ def test_calls_that_differ_are_refused_on_all_ranks_and_the_job_goes_on(ranks: R
 def test_an_error_of_one_ranks_loop_ends_the_others_next_call(ranks: Ranks) -> None:
     found = ranks.run(2, "distributed.training:leaves_by_error", timeout_s=LONG_S)
     assert found == ["PeerError: rank 1: LookupError: of the loop", "LookupError: of the loop"]
+
+
+def test_a_model_whose_training_state_fits_no_rank_is_trained_by_two(ranks: Ranks) -> None:
+    for found in ranks.run(2, "distributed.training:under_a_limit", 0.85):
+        assert found["over"] == {("device", "whole", "data")}
+        assert found["measured"] <= found["predicted"] <= found["limit"]
+
+
+def test_what_fits_no_rank_in_any_way_is_refused_on_all_with_the_smallest(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1: DoesNotFitError\('no plan fits the rank with the least room"):
+        ranks.run(2, "distributed.training:under_a_limit", 0.1)

@@ -513,3 +513,39 @@ def leaves_by_error(rank: int, size: int) -> str:
     except Exception as error:  # noqa: BLE001, told to the test
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def under_a_limit(rank: int, size: int, share: float) -> dict[str, Any]:
+    """Trains under a limit that is a share of what one process takes; returns the plan and what was measured."""
+    torch.manual_seed(0)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        return model, OPTIMIZERS["adamw"](model.parameters())
+
+    def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return ((model(batch) - 0.3) ** 2).mean()
+
+    rows = torch.randn(size * 8, 512, generator=torch.Generator().manual_seed(5)).tensor_split(size)
+    alone_bytes = 16 * sum(p.numel() for p in make()[0].parameters())
+    limit = int(share * alone_bytes)
+    model, optimizer = make()
+    job = memfit.fit(model, optimizer, mean, rows[rank], limit=limit, emulate_device=True)
+    results = [job.step(rows[rank]) for _ in range(3)]
+    plan, predicted = job.plan, job.predicted_peak_bytes
+    job.close()
+    expected, optimizer_ = make()
+    for _ in range(3):
+        optimizer_.zero_grad()
+        for part in rows:
+            (mean(expected, part) / size).backward()
+        optimizer_.step()
+    return {
+        "over": {(str(b.weight_home), str(b.weights_over), str(b.states_over)) for b in plan.blocks.values()},
+        "microbatches": plan.microbatches,
+        "limit": limit,
+        "predicted": predicted,
+        "measured": max(r.peak_bytes for r in results),
+        "differ": same(weights_of(model), weights_of(expected)) if plan.microbatches == 1 else [],
+    }
