@@ -25,12 +25,18 @@ from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.step import Step
 from memfit.core.timeline import Timeline
+from memfit.core.units import MIB
 from memfit.distributed.rank_group import RankGroup
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem, beside
 from memfit.job.weight_sources import WeightSources
 from memfit.scheduling.journal_actions import place_turns
 
+_LOOP_BYTES = 24 * MIB
+"""Kept free, where the limit is of the process, for what a loop of the user's own brings in.
+
+Transformers' Trainer grew by 8 MiB more in its first steps than `job.step` does.
+"""
 _TURNS = 8
 """Orders of a journal's blocks that are remembered: a store's room has two slots, so that two come
 round.
@@ -118,7 +124,11 @@ class Setup:
         """Measures what is left to tensors of the device, once the model has been traced."""
         model = self.problem.model
         held = [*beside(model, self.optimizer, sample)]
-        return self.machine.planned_budget(model, held, kernel_bytes=found.kernel_bytes)
+        budget = self.machine.planned_budget(model, held, kernel_bytes=found.kernel_bytes)
+        if not self.has_lines or not self.machine.counts_process or budget.limit_bytes is None:
+            return budget
+        # The loop runs inside of the step, with all that it and its host load and keep.
+        return replace(budget, reserve_bytes=budget.reserve_bytes + _LOOP_BYTES)
 
     def cut_by(self, way: Cut) -> Setup:
         """Returns the same, with another way to cut batches."""
