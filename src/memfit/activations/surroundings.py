@@ -70,6 +70,10 @@ class Switches:
                 if present != value:
                     write(value)
                     stack.callback(write, present)
+            if any(is_enabled for _, is_enabled, _ in self.autocast):
+                # Contexts of paused microbatches are still open, so that casts made here would stay
+                # until the next of them goes on.
+                stack.callback(torch.clear_autocast_cache)
             for kind, is_enabled, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_autocast_cached)

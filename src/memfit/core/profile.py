@@ -133,6 +133,9 @@ class StorageProfile:
             recompute drops it, offload moves it.
         saved_outside: segments whose code between calls saved it; always kept.
         argument_of: calls that receive it as an argument; a recomputed call must hold it.
+        given_apart: calls among these that receive a tensor which no call returned as it is (a
+            view, or a result of code between calls): also a segment in which it is made and that
+            recomputes must hold it.
         last_use: last forward segment in which an operation reads it or a call receives it (or the
             one that made it).
         held_until: last forward segment at whose end the program still holds it without autograd's
@@ -156,6 +159,7 @@ class StorageProfile:
     saved_inside: tuple[int, ...] = ()
     saved_outside: tuple[int, ...] = ()
     argument_of: tuple[int, ...] = ()
+    given_apart: tuple[int, ...] = ()
     last_use: int = -1
     held_until: int = -1
     leaves: bool = True
@@ -175,6 +179,7 @@ class HeldResults:
         unneeded_bytes: the part that recomputing the call alone does not reach, and that is not
             held then.
         peak_bytes: as `CallProfile.inside_peak_bytes`, above what is held; None: not traced.
+        forward_peak_bytes: as `CallProfile.unsaved_peak_bytes`, with what is held; None: not traced.
         spared_work: amounts of the forward that are not repeated, since their results are held.
     """
 
@@ -182,6 +187,7 @@ class HeldResults:
     nbytes: int
     unneeded_bytes: int = 0
     peak_bytes: int | None = None
+    forward_peak_bytes: int | None = None
     spared_work: Work = ()
 
 
@@ -209,8 +215,13 @@ class CallProfile:
             recomputing would start from the changed values.
         forward_peak_bytes: peak of the bytes made inside the segment (saved tensors and outputs
             included), above those alive at its entry.
-        inside_peak_bytes: the same until the call returns, which recomputing needs.
+        unsaved_peak_bytes: the same if autograd is given none of what the call saves; None: not
+            traced.
+        inside_peak_bytes: `forward_peak_bytes` until the call returns, which recomputing needs.
         output_bytes: bytes of distinct new storages that the call returns.
+        passed_on_bytes: most bytes that its backward has made when it first asks for a saved
+            tensor, above those alive at the backward segment's entry; None: not traced, or it asks
+            for none.
         held_results: results that are held under each policy that recomputes and keeps results of
             some operators. A policy that was not traced is priced as if it held all that the call
             saves.
@@ -243,8 +254,10 @@ class CallProfile:
     is_substituted: bool = False
     changes_itself: bool = False
     forward_peak_bytes: int = 0
+    unsaved_peak_bytes: int | None = None
     inside_peak_bytes: int = 0
     output_bytes: int = 0
+    passed_on_bytes: int | None = None
     held_results: tuple[HeldResults, ...] = ()
     gradient_bytes: int = 0
     backward_fresh_peak_bytes: int | None = None
@@ -255,6 +268,16 @@ class CallProfile:
     backward_flops: int = 0
     forward_work: Work = ()
     backward_work: Work = ()
+
+    def forward_peak(self, saved: Saved) -> int:
+        """Returns the peak of the bytes made inside the segment under a policy, above those alive
+        at its entry.
+        """
+        if not saved.policy.recomputes:
+            return self.forward_peak_bytes
+        held = self.held(saved) if saved.policy.kept_operators else None
+        traced = self.unsaved_peak_bytes if not saved.policy.kept_operators else held and held.forward_peak_bytes
+        return self.forward_peak_bytes if traced is None else traced
 
     def held(self, saved: Saved) -> HeldResults | None:
         """Returns the results that the call holds under a policy; None if that was not traced."""

@@ -320,7 +320,8 @@ class StepCalls:
             aside = self._parts.side_tensors.made_since(site, opened.began)
         tensors = self._listener.watch((output, aside), opened.call, microbatch, site)
         if opened.call in self._shared:
-            watch_gradients_of(self._shared[opened.call], tensors, opened.began, without_bases)
+            shared, original = self._shared[opened.call], self._passes.aliases.original
+            watch_gradients_of(lambda leaf: id(original(leaf)) in shared, tensors, opened.began, without_bases)
         if self._passes.tail is not None and opened.call is not None and not self._passes.is_in_tail(opened.call):
             self._passes.watch_cut(tensors)
 

@@ -93,19 +93,18 @@ class TailAliases:
                 if parameter is not None and id(parameter) in shared and parameter.requires_grad
             ]
         self._original: dict[int, torch.nn.Parameter] = {}
-        self._alive: list[torch.nn.Parameter] = []
+        # By the weight: calls of one tail share an alias, so that autograd adds up what their uses
+        # give, as it does for the weight. They must live as long as the entries above, or another
+        # tensor takes a number.
+        self._alias_of: dict[int, torch.nn.Parameter] = {}
 
     def enter(self, module: torch.nn.Module) -> None:
         """Gives aliases to a module that is about to run."""
-        made: dict[int, torch.nn.Parameter] = {}
         for part, name, parameter in self._places[id(module)]:
-            alias = made.get(id(parameter))
+            alias = self._alias_of.get(id(parameter))
             if alias is None:
-                alias = made[id(parameter)] = torch.nn.Parameter(parameter.detach())
-                # By identity: the alias must live as long as the entry, or another tensor takes its
-                # number.
+                alias = self._alias_of[id(parameter)] = torch.nn.Parameter(parameter.detach())
                 self._original[id(alias)] = parameter
-                self._alive.append(alias)
             # Not by `setattr`: that would register the alias with the module and its hooks.
             part._parameters[name] = alias
 
@@ -121,7 +120,7 @@ class TailAliases:
     def forget(self) -> None:
         """Ends a microbatch's tail."""
         self._original.clear()
-        self._alive.clear()
+        self._alias_of.clear()
 
     def restore_all(self) -> None:
         """Gives all modules their own weights back, after an error."""

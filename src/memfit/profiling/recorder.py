@@ -10,6 +10,7 @@ on real tensors alike; it holds no tensor longer than the program does. Storages
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ class TraceRecorder(TorchDispatchMode):
         self.backward_reads: set[tuple[int, str]] = set()
         self._weights: set[int] = set()
         self._real: dict[int, str] = {}
+        self._returned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by calls, with versions
         self._left: list[tuple[torch.Tensor, StorageRecord, int]] = []  # by an earlier forward
         self._left_read: set[int] = set()
         self._active: CallRecord | None = None
@@ -314,12 +316,19 @@ class TraceRecorder(TorchDispatchMode):
         else:
             record.saved_outside.add(self.log.segment)
 
+    def note_asked(self, tensor: torch.Tensor) -> None:
+        """Autograd asks for a tensor that it saved."""
+        segment = self.backward[-1] if self.backward else None
+        if segment and segment.asked is None and self.log.record_of(tensor, Role.INPUT).role is Role.MADE:
+            segment.asked = len(self.events)
+
     def forget(self) -> None:
         """Lets go of what was watched: weak references and values point back here, and cycles would
         keep the model until a collection.
         """
         self.log.forget()
         self._left.clear()
+        self._returned.clear()
         self.values = None
         self._active = None
 
@@ -348,6 +357,9 @@ class TraceRecorder(TorchDispatchMode):
             if record.role is not Role.WEIGHT:
                 record.is_movable &= is_movable(tensor, _ORDINARY)
                 record.argument_of.add(index)
+                returned = self._returned.get(id(tensor))
+                if returned is None or returned[0]() is not tensor or returned[1] != _version_of(tensor):
+                    record.given_apart.add(index)
                 record.last_use = index
                 self._active.arguments.append((tensor, _version_of(tensor), record, record.writes))
 
@@ -370,6 +382,9 @@ class TraceRecorder(TorchDispatchMode):
         call.changes_arguments = frozenset(map(id, reachable_tensors(call.received))) != call.held_at_entry
         call.arguments.clear()
         call.received = None
+        for tensor in contained_tensors(output):
+            if type(tensor) in _ORDINARY:
+                self._returned[id(tensor)] = weakref.ref(tensor), _version_of(tensor)
         returned = {id(r): r for r in (self.log.record_of(t, Role.INPUT) for t in contained_tensors(output))}
         call.output_bytes = sum(r.nbytes for r in returned.values() if r.role is Role.MADE and r.segment == call.index)
         return call

@@ -31,12 +31,13 @@ class Role(Enum):
 
 
 class TraceEvent(Enum):
-    """Sort of an event: bytes came, bytes left, an operation held bytes inside itself, a gradient
-    has been added to its parameter's.
+    """Sort of an event: bytes came, bytes left, the program let go of bytes that autograd keeps, an
+    operation held bytes inside itself, a gradient has been added to its parameter's.
     """
 
     ALLOCATED = "allocated"
     FREED = "freed"
+    LET_GO = "let go"
     WORKSPACE = "workspace"
     ARRIVED = "arrived"
 
@@ -58,6 +59,7 @@ class StorageRecord:
         saved_inside: calls in which autograd saved it.
         saved_outside: segments in which autograd saved it between calls.
         argument_of: calls that it was given to.
+        given_apart: calls among these that were given a tensor which no call had returned as it is.
         last_use: the last segment in which an operation read it.
         freed_in: the segment in which it was freed; None: in backward, or never.
         freed_in_backward: it was freed in backward.
@@ -89,6 +91,7 @@ class StorageRecord:
     saved_inside: set[int] = field(default_factory=set)
     saved_outside: set[int] = field(default_factory=set)
     argument_of: set[int] = field(default_factory=set)
+    given_apart: set[int] = field(default_factory=set)
     last_use: int = -1
     freed_in: int | None = None
     freed_in_backward: bool = False
@@ -171,9 +174,15 @@ class CallRecord:
 
 @dataclass(eq=False)
 class SegmentRecord:
-    """A stretch of the log: `call` -1 is the prologue (forward) or the seed (backward)."""
+    """A stretch of the log: `call` -1 is the prologue (forward) or the seed (backward).
+
+    Attributes:
+        asked: place in the log at which backward first asked for a saved tensor that the step made;
+            None: it did not.
+    """
 
     call: int
     began: int
+    asked: int | None = None
     flops: int = 0
     work: dict[WorkKind, float] = field(default_factory=dict[WorkKind, float])

@@ -172,6 +172,8 @@ class StorageLog:
         record.holders -= 1
         if key == record.key:
             record.let_go_in = self.segment
+            if record.holders and not self.is_backward:
+                self.events.append((TraceEvent.LET_GO, record, record.nbytes))
         if record.holders:
             return
         if self._pending_sum and self._pending_sum[0] is record:

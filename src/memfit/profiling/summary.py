@@ -51,11 +51,12 @@ def summarize(
     storages = _storages(step, held)
     backward = _backward_ranges(step, _activations)
     gradients = _backward_ranges(step, _with_gradients), _backward_ranges(step, _until_added)
+    unsaved = _Unsaved(step, forward_only)
     prologue = _forward_range(step, -1, ends[-1])
     seed = backward.get(-1, _Range(peak_bytes=0, end_bytes=0))
     return TraceProfile(
         rows=rows,
-        calls=tuple(_call(step, call, ends, backward, gradients, block_names) for call in step.calls),
+        calls=tuple(_call(step, call, ends, backward, gradients, unsaved, block_names) for call in step.calls),
         storages=storages,
         loose_reads=tuple(sorted(step.loose_reads)),
         uses_random=step.uses_random,
@@ -95,6 +96,7 @@ def _call(
     ends: Mapping[int, int],
     backward: Mapping[int, _Range],
     gradients: tuple[Mapping[int, _Range], Mapping[int, _Range]],
+    unsaved: _Unsaved,
     block_names: Sequence[str],
 ) -> CallProfile:
     gone = backward.get(call.index)
@@ -111,12 +113,14 @@ def _call(
         mutates_inputs=call.mutates_inputs,
         must_keep=call.must_keep and call.saves > 0,
         forward_peak_bytes=_forward_range(step, call.index, ends[call.index]).peak_bytes,
+        unsaved_peak_bytes=unsaved.peak_bytes(call.index),
         inside_peak_bytes=_forward_range(step, call.index, call.returned).peak_bytes,
         changes_arguments=call.changes_arguments,
         is_substituted=call.is_substituted,
         changes_itself=call.changes_itself,
         output_bytes=call.output_bytes,
-        held_results=tuple(_held_results(step, call, saved) for saved in Saved if saved.policy.kept_operators),
+        passed_on_bytes=_passed_on_bytes(step, call.index),
+        held_results=tuple(_held_results(step, call, unsaved, saved) for saved in Saved if saved.policy.kept_operators),
         gradient_bytes=fresh.end_bytes - gone.end_bytes if fresh and gone else 0,
         backward_fresh_peak_bytes=fresh.peak_bytes if fresh else None,
         backward_adding_peak_bytes=adding.peak_bytes if adding else None,
@@ -140,8 +144,8 @@ def _backward_work(segments: Iterable[SegmentRecord], call: int) -> Work:
     return as_work(amounts)
 
 
-_SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.ARRIVED: 0}
-_UNTIL_ARRIVED = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: 0, TraceEvent.ARRIVED: -1}
+_SIGNS = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: -1, TraceEvent.LET_GO: 0, TraceEvent.ARRIVED: 0}
+_UNTIL_ARRIVED = {TraceEvent.ALLOCATED: 1, TraceEvent.FREED: 0, TraceEvent.LET_GO: 0, TraceEvent.ARRIVED: -1}
 Weigh = Callable[[TraceEvent, StorageRecord], int]
 """Change of an event of a storage to the bytes that are counted: 1 they come, -1 they go, 0
 nothing.
@@ -197,7 +201,52 @@ def _forward_range(step: TraceRecorder, segment: int, stop: int) -> _Range:
     )
 
 
-def _held_results(step: TraceRecorder, call: CallRecord, saved: Saved) -> HeldResults:
+class _Unsaved:
+    """Peaks of forward segments if autograd is given nothing of what their calls save, or only the
+    results that a policy keeps: the rest goes when the program lets go of it.
+
+    Args:
+        step: as `summarize` takes it.
+        forward_only: likewise: there, what is freed is what the program let go of.
+    """
+
+    def __init__(self, step: TraceRecorder, forward_only: TraceRecorder | None) -> None:
+        self._run = step if forward_only is None else forward_only
+        self._ends = _forward_ends(self._run)
+        self._goes = TraceEvent.LET_GO if forward_only is None else TraceEvent.FREED
+        self._twin = {} if forward_only is None else _twins(forward_only, step)
+
+    def peak_bytes(self, call: int, saved: Saved | None = None) -> int:
+        """Returns the peak of a call's segment; with the results that a policy keeps."""
+        gone: set[int] = set()
+
+        def weigh(event: TraceEvent, record: StorageRecord) -> int:
+            if record.segment != call or record.is_backward:
+                return 0
+            own = self._twin.get(id(record), record)
+            stays = bool(own.saved_outside) or (own.selected_in == call and saved in own.kept_by)
+            if own.is_made_once or (stays and event is not TraceEvent.ALLOCATED):
+                return 0
+            if event is self._goes:
+                gone.add(id(record))
+                return -1
+            return 0 if id(record) in gone else _activations(event, record)
+
+        start = next(s.began for s in self._run.forward if s.call == call)
+        return _range(self._run, start, self._ends[call], weigh).peak_bytes
+
+
+def _twins(other: TraceRecorder, step: TraceRecorder) -> dict[int, StorageRecord]:
+    """By `id` of a record of the other forward: the step's record of the same storage."""
+    pairs = zip(_made_in_forward(other), _made_in_forward(step), strict=False)
+    return {id(theirs): own for theirs, own in pairs}
+
+
+def _made_in_forward(run: TraceRecorder) -> list[StorageRecord]:
+    return [r for r in run.records if r.role is not Role.INPUT and not r.is_backward]
+
+
+def _held_results(step: TraceRecorder, call: CallRecord, unsaved: _Unsaved, saved: Saved) -> HeldResults:
     kept = [(record, saves) for record, saves in call.selected.values() if saved in record.kept_by]
     return HeldResults(
         saved=saved,
@@ -205,6 +254,7 @@ def _held_results(step: TraceRecorder, call: CallRecord, saved: Saved) -> HeldRe
         # Made after the last tensor was saved: nobody will ask for it.
         unneeded_bytes=sum(record.nbytes for record, saves in kept if saves == call.saves),
         peak_bytes=_selected_range(step, call, saved).peak_bytes,
+        forward_peak_bytes=unsaved.peak_bytes(call.index, saved),
         spared_work=as_work(call.spared.get(saved, {})),
     )
 
@@ -224,8 +274,8 @@ def _selected_range(step: TraceRecorder, call: CallRecord, saved: Saved) -> _Ran
 
 
 def _forward_ends(step: TraceRecorder) -> dict[int, int]:
-    begins: list[SegmentRecord] = [*step.forward, step.backward[0]]
-    return {segment.call: begins[i + 1].began for i, segment in enumerate(step.forward)}
+    begins = [segment.began for segment in [*step.forward, *step.backward[:1]]] + [len(step.events)]
+    return {segment.call: begins[i + 1] for i, segment in enumerate(step.forward)}
 
 
 def _backward_ranges(step: TraceRecorder, weigh: Weigh) -> dict[int, _Range]:
@@ -236,12 +286,20 @@ def _backward_ranges(step: TraceRecorder, weigh: Weigh) -> dict[int, _Range]:
     }
 
 
+def _passed_on_bytes(step: TraceRecorder, call: int) -> int | None:
+    """Most bytes above the begin of a call's backward, until it asks for a saved tensor."""
+    segments = [s for s in step.backward if s.call == call]
+    if not segments or segments[0].asked is None:
+        return None
+    return _range(step, segments[0].began, segments[0].asked, _with_gradients).peak_bytes
+
+
 def _held_until(step: TraceRecorder, forward_only: TraceRecorder | None) -> dict[int, int]:
     """By the order in which storages were made: the last segment at whose end the program itself
     still holds it.
     """
     last = len(step.calls) - 1
-    made = [r for r in step.records if r.role is not Role.INPUT and not r.is_backward]
+    made = _made_in_forward(step)
     if forward_only is None:
         return {r.order: last if r.let_go_in is None else r.let_go_in - 1 for r in made}
     other = [r for r in forward_only.records if r.role is not Role.INPUT]
@@ -268,6 +326,7 @@ def _storages(step: TraceRecorder, held: Mapping[int, int]) -> tuple[StorageProf
             saved_inside=tuple(sorted(record.saved_inside | _kept_by_function(record))),
             saved_outside=tuple(sorted(record.saved_outside)),
             argument_of=tuple(sorted(record.argument_of)),
+            given_apart=tuple(sorted(record.given_apart)),
             last_use=record.last_use,
             held_until=max(record.last_use, -1 if _kept_by_function(record) else held.get(record.order, -1)),
             leaves=leaves(record.nbytes, is_movable=record.is_movable) and not _kept_by_function(record),

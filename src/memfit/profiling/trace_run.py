@@ -103,6 +103,7 @@ def run_traced(
         def unpack(saved: torch.Tensor | None) -> torch.Tensor:
             if saved is None or not recorder.log.is_backward:
                 raise UnsupportedError(_BACKWARD_OF_ITS_OWN)
+            recorder.note_asked(saved)
             return saved
 
         stack.enter_context(torch.enable_grad())
@@ -324,7 +325,7 @@ def _watch_gradients(
     earlier = {name for before in recorder.calls[: call.index] for name in before.reads}
     shared = frozenset[int]().union(*(leaves[name] for name in earlier.intersection(call.reads) if name in leaves))
     if shared:
-        watch_gradients_of(shared, outputs, call.began_at, _without_bases)
+        watch_gradients_of(lambda leaf: id(leaf) in shared, outputs, call.began_at, _without_bases)
 
 
 def _without_bases(made: Gradients, given: Gradients) -> None:

@@ -70,7 +70,9 @@ class GradientBytes:
         # Code between calls may hand loose ones over at any time.
         if is_shared or not blocks or self._shape.loose:
             return Arrival.UNKNOWN
-        if not self._adds_apart and not self._held.keys() & {*blocks}:
+        # Those of a tail come beside what is there, and are added when it is through.
+        is_apart = segment >= self._shape.tail_segment or not self._held.keys() & {*blocks}
+        if not self._adds_apart and is_apart:
             return Arrival.FRESH
         is_adding = self._adds_apart or self._held.keys() >= {*blocks}
         return Arrival.ADDING if is_adding and segment < self._shape.tail_segment else Arrival.UNKNOWN

@@ -192,6 +192,7 @@ class Lifetimes:
             release = {facts.release_segment_between(call) for call in s.saved_outside}
             keepers.append((self._on_backward, min(release - {SEED}, default=SEED)))
         held: set[int] = set()
+        stays: set[int] = set()
         for call in s.saved_inside:
             if (
                 s.is_unseen
@@ -206,6 +207,14 @@ class Lifetimes:
             is_replayed = facts.plan.call(call).saved.policy.recomputes
             if is_replayed and s.segment < facts.shape.segments[segment][0] and facts.shape.has_backward[segment]:
                 held.add(segment)
+            elif (
+                is_replayed
+                and facts.is_held_apart(s, *facts.shape.segments[segment])
+                and facts.shape.has_backward[segment]
+            ):
+                # Only the first call's arguments leave.
+                stays.add(segment)
+        keepers += [(self._on_backward, segment) for segment in sorted(stays)]
         keepers += [
             (self._on_drop if segment in moves and s.leaves else self._on_backward, segment) for segment in sorted(held)
         ]

@@ -5,8 +5,10 @@ In: `TraceProfile`, `Plan`, `StepShape`, `Profile`. Out: `SegmentFacts`, whateve
 events.
 
 [Note: how high it rises]
-`forward_peak_bytes` is above what is alive at the segment's entry, and nothing made inside is
-counted as alive before the segment's end, so that live + rise counts each byte once. In backward,
+`CallProfile.forward_peak` is above what is alive at the segment's entry, and nothing made inside is
+counted as alive before the segment's end, so that live + rise counts each byte once. Of a call that
+is recomputed autograd keeps nothing (or what is selected), so that its forward peak is lower than
+that of its replay. In backward,
 gradients of activations are what the traced plain run has alive beyond its saved tensors
 (`backward_leaves_bytes` summed from the end), and `backward_peak_bytes` has the release of saved
 tensors subtracted already: what the plan still holds of those is added again. A recomputed segment
@@ -30,6 +32,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from memfit.core.profile import StorageProfile
 from memfit.core.work_kinds import Work
 from memfit.scheduling.segment_storages import SegmentStorages
 
@@ -155,8 +158,25 @@ class SegmentFacts(SegmentStorages):
 
     def _forward_rise(self, segment: int) -> int:
         first, last = self.shape.segments[segment]
-        rise = max(self.inner_bytes(first, c) + self.trace.calls[c].forward_peak_bytes for c in range(first, last + 1))
+        saved = self.plan.call(first).saved
+        rise = max(
+            self._forward_inner_bytes(first, c) + self.trace.calls[c].forward_peak(saved)
+            for c in range(first, last + 1)
+        )
         return rise + self.extra_held_bytes(segment)
+
+    def _forward_inner_bytes(self, first: int, call: int) -> int:
+        """Bytes made by the calls from `first` on that are alive when `call` begins, in the
+        forward of their segment.
+        """
+        if self.plan.call(first).saved.policy.kept_operators:
+            return self.inner_bytes(first, call)
+        last = self.shape.segments[self.segment_of[first]][1]
+        return self.inner_bytes(first, call, lambda s: self._stays_inside(s, first, last))
+
+    def _stays_inside(self, s: StorageProfile, first: int, last: int) -> bool:
+        is_kept = bool(s.saved_outside) or s.is_unseen or s.is_lasting
+        return is_kept or self.is_held_apart(s, first, last)
 
     def backward_rise(self, segment: int, arrival: Arrival = Arrival.UNKNOWN) -> int:
         """Rise of a segment's backward, without what the plan still holds of saved tensors.
@@ -194,14 +214,8 @@ class SegmentFacts(SegmentStorages):
             sum(r.nbytes for r in results[: call - first] if r is not None) if held else 0
             for call in range(first, last + 1)
         ]
-        # A gradient of the output's size may already have been passed on when the first saved
-        # tensor is asked for.
-        replay = max(
-            self.inner_bytes(first, c)
-            - out[c - first]
-            + calls[c].inside_peak_bytes
-            - handed[c - first]
-            + calls[c].output_bytes
+        replay = self._passed_on_bytes(first, last) + max(
+            self.inner_bytes(first, c) - out[c - first] + calls[c].inside_peak_bytes - handed[c - first]
             for c in range(first, last + 1)
         )
         back = max(
@@ -213,6 +227,13 @@ class SegmentFacts(SegmentStorages):
             for c in range(first, last + 1)
         )
         return max(0, replay - counted, back - held)
+
+    def _passed_on_bytes(self, first: int, last: int) -> int:
+        """Bytes that a segment's backward has made when it is run again: at the first saved tensor
+        that is asked for. Untraced calls may have passed on a gradient of their output's size.
+        """
+        found = self.trace.calls[first : last + 1]
+        return max(c.output_bytes if c.passed_on_bytes is None else c.passed_on_bytes for c in found)
 
     def least_backward_rise(self, segment: int) -> int:
         """Returns the least rise of a segment's backward above what lies there and the segment's

@@ -6,6 +6,7 @@ events. Which of them are alive when is followed in `lifetimes`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 from memfit.core.plan import Order, Plan
@@ -168,15 +169,21 @@ class SegmentStorages:
                 release[s.index] = min(found)
         return release
 
-    def inner_bytes(self, first: int, call: int) -> int:
-        """Bytes made by the calls from `first` on that are alive when `call` begins, everything
-        kept.
+    def inner_bytes(self, first: int, call: int, stays: Callable[[StorageProfile], bool] | None = None) -> int:
+        """Bytes made by the calls from `first` on that are alive when `call` begins.
+
+        Args:
+            first: index of the first call.
+            call: index of the one that begins.
+            stays: tells of a storage that it is kept, whoever uses it; None: as in a plain forward.
         """
         return sum(
             s.nbytes
             for made in range(first, call)
             for s in self.made_at.get(made, ())
-            if s.index in self.plain_release or self.used_until(s) >= call - 1 or s.argument_of[-1:] >= (call,)
+            if (s.index in self.plain_release if stays is None else stays(s))
+            or self.used_until(s) >= call - 1
+            or s.argument_of[-1:] >= (call,)
         )
 
     @cached_property
@@ -192,9 +199,19 @@ class SegmentStorages:
         return sum(
             s.nbytes
             for s in self._related_to(first, last)
-            if (any(first <= c <= last for c in s.saved_inside) and not self._is_argument(s, first, last))
+            if (
+                any(first <= c <= last for c in s.saved_inside)
+                and not self._is_argument(s, first, last)
+                and not self.is_held_apart(s, first, last)
+            )
             or (first < last and any(first <= c < last for c in s.saved_outside) and s.segment >= first)
         )
+
+    def is_held_apart(self, s: StorageProfile, first: int, last: int) -> bool:
+        """Tells whether a recomputed segment of these calls holds a storage that it makes itself:
+        of an argument that running it again does not give.
+        """
+        return s.segment >= first and any(first < c <= last for c in s.given_apart)
 
     def _is_argument(self, s: StorageProfile, first: int, last: int) -> bool:
         return s.segment < first and any(first <= c <= last for c in s.argument_of)

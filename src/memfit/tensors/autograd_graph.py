@@ -29,17 +29,17 @@ def sequence_number() -> int:
 
 
 def watch_gradients_of(
-    leaves: Collection[int],
+    is_watched: Callable[[torch.Tensor], bool],
     outputs: Iterable[torch.Tensor],
     began_at: int,
     hook: Callable[[Gradients, Gradients], Gradients | None],
 ) -> None:
-    """Registers a hook on every node that hands a gradient to one of these leaves.
+    """Registers a hook on every node that hands a gradient to one of certain leaves.
 
     Takes a microsecond a node.
 
     Args:
-        leaves: `id` of each.
+        is_watched: tells of a leaf whether it is one of them.
         outputs: of a call; the search begins at their nodes.
         began_at: `sequence_number()` when the call began: older nodes are not searched.
         hook: as of `Node.register_hook`.
@@ -53,7 +53,7 @@ def watch_gradients_of(
         seen.add(node)
         following = [n for n, _ in node.next_functions if n is not None]
         arrivals = [n for n in following if type(n).__name__ == "AccumulateGrad"]
-        if any(id(n.variable) in leaves for n in arrivals):
+        if any(is_watched(n.variable) for n in arrivals):
             node.register_hook(hook)
         pending += [n for n in following if n not in arrivals]
 
