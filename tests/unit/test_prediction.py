@@ -18,10 +18,11 @@ from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.precision import ComputeDtype
-from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, StorageProfile, TraceProfile
+from memfit.core.profile import BlockProfile, CallProfile, HeldResults, Profile, TraceProfile
 from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
 from memfit.core.schedule import Backward, Clear, Commit, Fetch, Forward, Release, Reload, Schedule, Seed
+from memfit.core.storage_profile import StorageProfile
 from memfit.core.tiers import TIERS, Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB

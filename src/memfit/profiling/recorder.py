@@ -316,12 +316,6 @@ class TraceRecorder(TorchDispatchMode):
         else:
             record.saved_outside.add(self.log.segment)
 
-    def note_asked(self, tensor: torch.Tensor) -> None:
-        """Autograd asks for a tensor that it saved."""
-        segment = self.backward[-1] if self.backward else None
-        if segment and segment.asked is None and self.log.record_of(tensor, Role.INPUT).role is Role.MADE:
-            segment.asked = len(self.events)
-
     def forget(self) -> None:
         """Lets go of what was watched: weak references and values point back here, and cycles would
         keep the model until a collection.

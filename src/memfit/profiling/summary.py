@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import leaves
 from memfit.core.numbered_names import split_number
-from memfit.core.profile import CallProfile, HeldResults, StorageProfile, TraceProfile
+from memfit.core.profile import CallProfile, HeldResults, TraceProfile
 from memfit.core.saved_policies import Saved
+from memfit.core.storage_profile import StorageProfile
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
 from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent

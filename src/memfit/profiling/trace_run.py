@@ -103,7 +103,7 @@ def run_traced(
         def unpack(saved: torch.Tensor | None) -> torch.Tensor:
             if saved is None or not recorder.log.is_backward:
                 raise UnsupportedError(_BACKWARD_OF_ITS_OWN)
-            recorder.note_asked(saved)
+            _note_asked(recorder, saved)
             return saved
 
         stack.enter_context(torch.enable_grad())
@@ -130,6 +130,13 @@ def run_traced(
         del value
         recorder.log.end()
     return recorder
+
+
+def _note_asked(recorder: TraceRecorder, tensor: torch.Tensor) -> None:
+    """Autograd asks for a tensor that it saved."""
+    segment = recorder.backward[-1]
+    if segment.asked is None and recorder.log.record_of(tensor, Role.INPUT).role is Role.MADE:
+        segment.asked = len(recorder.events)
 
 
 def _place_stand_ins(

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memfit.core.hardware import Hardware
-from memfit.core.profile import Profile, StorageProfile, TraceProfile
+from memfit.core.profile import Profile, TraceProfile
+from memfit.core.storage_profile import StorageProfile
 
 
 @dataclass(frozen=True, kw_only=True)

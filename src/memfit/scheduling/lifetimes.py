@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from memfit.core.profile import StorageProfile
+from memfit.core.storage_profile import StorageProfile
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.segment_storages import END, SEED
 

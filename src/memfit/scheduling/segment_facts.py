@@ -28,11 +28,12 @@ reads: of the others the trace cannot tell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from memfit.core.profile import StorageProfile
+from memfit.core.profile import CallProfile
 from memfit.core.work_kinds import Work
 from memfit.scheduling.segment_storages import SegmentStorages
 
@@ -160,23 +161,9 @@ class SegmentFacts(SegmentStorages):
         first, last = self.shape.segments[segment]
         saved = self.plan.call(first).saved
         rise = max(
-            self._forward_inner_bytes(first, c) + self.trace.calls[c].forward_peak(saved)
-            for c in range(first, last + 1)
+            self.forward_inner_bytes(first, c) + self.trace.calls[c].forward_peak(saved) for c in range(first, last + 1)
         )
         return rise + self.extra_held_bytes(segment)
-
-    def _forward_inner_bytes(self, first: int, call: int) -> int:
-        """Bytes made by the calls from `first` on that are alive when `call` begins, in the
-        forward of their segment.
-        """
-        if self.plan.call(first).saved.policy.kept_operators:
-            return self.inner_bytes(first, call)
-        last = self.shape.segments[self.segment_of[first]][1]
-        return self.inner_bytes(first, call, lambda s: self._stays_inside(s, first, last))
-
-    def _stays_inside(self, s: StorageProfile, first: int, last: int) -> bool:
-        is_kept = bool(s.saved_outside) or s.is_unseen or s.is_lasting
-        return is_kept or self.is_held_apart(s, first, last)
 
     def backward_rise(self, segment: int, arrival: Arrival = Arrival.UNKNOWN) -> int:
         """Rise of a segment's backward, without what the plan still holds of saved tensors.
@@ -214,7 +201,7 @@ class SegmentFacts(SegmentStorages):
             sum(r.nbytes for r in results[: call - first] if r is not None) if held else 0
             for call in range(first, last + 1)
         ]
-        replay = self._passed_on_bytes(first, last) + max(
+        replay = _passed_on_bytes(calls[first : last + 1]) + max(
             self.inner_bytes(first, c) - out[c - first] + calls[c].inside_peak_bytes - handed[c - first]
             for c in range(first, last + 1)
         )
@@ -227,13 +214,6 @@ class SegmentFacts(SegmentStorages):
             for c in range(first, last + 1)
         )
         return max(0, replay - counted, back - held)
-
-    def _passed_on_bytes(self, first: int, last: int) -> int:
-        """Bytes that a segment's backward has made when it is run again: at the first saved tensor
-        that is asked for. Untraced calls may have passed on a gradient of their output's size.
-        """
-        found = self.trace.calls[first : last + 1]
-        return max(c.output_bytes if c.passed_on_bytes is None else c.passed_on_bytes for c in found)
 
     def least_backward_rise(self, segment: int) -> int:
         """Returns the least rise of a segment's backward above what lies there and the segment's
@@ -276,3 +256,10 @@ class SegmentFacts(SegmentStorages):
     def _largest_bytes(self, first: int, last: int) -> int:
         names = {name for c in self.trace.calls[first : last + 1] for name in c.blocks}
         return max((self.profile.block(name).largest_gradient_bytes for name in names), default=0)
+
+
+def _passed_on_bytes(calls: Sequence[CallProfile]) -> int:
+    """Bytes that a segment's backward has made when it is run again: at the first saved tensor that
+    is asked for. Untraced calls may have passed on a gradient of their output's size.
+    """
+    return max(c.output_bytes if c.passed_on_bytes is None else c.passed_on_bytes for c in calls)

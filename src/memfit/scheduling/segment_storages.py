@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import cached_property
 
 from memfit.core.plan import Order, Plan
-from memfit.core.profile import Profile, StorageProfile, TraceProfile
+from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
+from memfit.core.storage_profile import StorageProfile
 
 # Stands for a release that only the end of the microbatch brings.
 END = -2
@@ -118,7 +119,7 @@ class SegmentStorages:
         related = self._related_to(first, last)
         if self.plan.call(first).saved.policy.offloads:
             return [s for s in related if first in s.saved_inside]
-        return [s for s in related if self._is_argument(s, first, last)]
+        return [s for s in related if _is_argument(s, first, last)]
 
     def extra_held_bytes(self, segment: int, *, leaves: bool | None = None) -> int:
         """Returns what a recomputed segment holds beyond its arguments: copies of mutated ones.
@@ -169,21 +170,30 @@ class SegmentStorages:
                 release[s.index] = min(found)
         return release
 
-    def inner_bytes(self, first: int, call: int, stays: Callable[[StorageProfile], bool] | None = None) -> int:
-        """Bytes made by the calls from `first` on that are alive when `call` begins.
-
-        Args:
-            first: index of the first call.
-            call: index of the one that begins.
-            stays: tells of a storage that it is kept, whoever uses it; None: as in a plain forward.
+    def inner_bytes(self, first: int, call: int) -> int:
+        """Bytes made by the calls from `first` on that are alive when `call` begins, everything
+        kept.
         """
+        return self._alive_inside(first, call, lambda s: s.index in self.plain_release)
+
+    def forward_inner_bytes(self, first: int, call: int) -> int:
+        """Returns the same in the forward of their segment, under its policy."""
+        policy, last = self.plan.call(first).saved.policy, self.shape.segments[self.segment_of[first]][1]
+        if not policy.recomputes or policy.kept_operators:
+            return self.inner_bytes(first, call)
+
+        def stays(s: StorageProfile) -> bool:
+            is_kept = bool(s.saved_outside) or s.is_unseen or s.is_lasting
+            return is_kept or self.is_held_apart(s, first, last)
+
+        return self._alive_inside(first, call, stays)
+
+    def _alive_inside(self, first: int, call: int, stays: Callable[[StorageProfile], bool]) -> int:
         return sum(
             s.nbytes
             for made in range(first, call)
             for s in self.made_at.get(made, ())
-            if (s.index in self.plain_release if stays is None else stays(s))
-            or self.used_until(s) >= call - 1
-            or s.argument_of[-1:] >= (call,)
+            if stays(s) or self.used_until(s) >= call - 1 or s.argument_of[-1:] >= (call,)
         )
 
     @cached_property
@@ -201,7 +211,7 @@ class SegmentStorages:
             for s in self._related_to(first, last)
             if (
                 any(first <= c <= last for c in s.saved_inside)
-                and not self._is_argument(s, first, last)
+                and not _is_argument(s, first, last)
                 and not self.is_held_apart(s, first, last)
             )
             or (first < last and any(first <= c < last for c in s.saved_outside) and s.segment >= first)
@@ -213,5 +223,6 @@ class SegmentStorages:
         """
         return s.segment >= first and any(first < c <= last for c in s.given_apart)
 
-    def _is_argument(self, s: StorageProfile, first: int, last: int) -> bool:
-        return s.segment < first and any(first <= c <= last for c in s.argument_of)
+
+def _is_argument(s: StorageProfile, first: int, last: int) -> bool:
+    return s.segment < first and any(first <= c <= last for c in s.argument_of)

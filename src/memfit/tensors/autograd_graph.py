@@ -70,8 +70,9 @@ def without_bases(made: Gradients, given: Gradients) -> Gradients:
 def _without_base(gradient: torch.Tensor | None) -> torch.Tensor | None:
     # Autograd looks itself at who else holds the storage: a view of something that lives on is
     # still added to apart.
-    is_view = gradient is not None and type(gradient) is torch.Tensor and gradient._is_view()
-    return gradient.detach() if is_view else gradient
+    if type(gradient) is torch.Tensor and gradient._is_view():
+        return gradient.detach()
+    return gradient
 
 
 def parameters_of_earlier_calls(
