@@ -80,12 +80,14 @@ class RankGroup:
 
     def note_lost(self, error: BaseException) -> None:
         """Tells the others of a collective that failed here because a rank was lost."""
-        if self._watch is None or self._thread.failure is not None:
+        # Held: the job's thread may close the group meanwhile, told by another rank.
+        watch = self._watch
+        if watch is None or self._thread.failure is not None:
             return
-        lost = self._watch.lost()
+        lost = watch.lost()
         if lost:
             error.args = (f"rank {', '.join(map(str, lost))} was lost: {error}",)
-        self._watch.tell(str(error))
+        watch.tell(str(error))
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Ends the threads and gives the sockets up. May be repeated.
