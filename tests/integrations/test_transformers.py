@@ -236,6 +236,7 @@ def test_a_second_train_goes_on_from_the_first(tmp_path: Path) -> None:
     check_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_generation_while_a_translation_model_is_evaluated(tmp_path: Path) -> None:
     class Ours(MemfitMixin, Seq2SeqTrainer):
         pass
@@ -257,6 +258,7 @@ def test_generation_while_a_translation_model_is_evaluated(tmp_path: Path) -> No
     check_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_never_whole_trains_and_resumes(tmp_path: Path) -> None:
     theirs = train(Trainer, tmp_path / "plain")
     plan = homes(LAYERS)
