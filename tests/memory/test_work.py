@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
-from memfit.core.plan import CallPlan, Plan
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import CallProfile, TraceProfile
 from memfit.core.saved_policies import Saved
+from memfit.core.tiers import Tier
 from memfit.core.work_kinds import WorkKind
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
-from memfit.scheduling.work_amounts import replayed_work
+from memfit.scheduling.work_amounts import replayed_work, update_work
 
 ROWS, WIDTH, HIDDEN = 32, 48, 96
 
@@ -153,6 +154,22 @@ def test_a_policy_adds_its_frames_and_the_operations_that_it_watches() -> None:
     # Once in the forward, and once where that is run again.
     assert of(Saved.RECOMPUTE) == [(1, operations, 0)] * 2
     assert of(Saved.SELECT) == [(1, operations, operations)] * 2
+
+
+def test_what_travels_for_an_update_counts_by_piece_and_tensor() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = memfit.profile(model, optimizer, squared, torch.randn(ROWS, WIDTH))
+    pieces = len(list(model[1].parameters()))
+
+    def transfers(homes: BlockPlan) -> float:
+        return dict(update_work(Plan(blocks={"1": homes}), profile, 1)).get(WorkKind.PIECE_TRANSFERS, 0.0)
+
+    assert transfers(BlockPlan()) == 0
+    # Two moments come and go; a weight does so too, and a gradient only comes.
+    assert transfers(BlockPlan(state_home=Tier.DISK)) == 4 * pieces
+    assert transfers(BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)) == 6 * pieces
+    assert transfers(BlockPlan(weight_home=Tier.DISK, gradient_home=Tier.DISK, state_home=Tier.DISK)) == 7 * pieces
 
 
 def test_microbatches_that_take_turns_switch_at_each_call_and_each_step_counts_once() -> None:

@@ -449,7 +449,7 @@ def test_a_size_that_was_not_traced_is_refused() -> None:
 
 
 CALL_S = 1e-4
-FREE = (WorkKind.FRAMES, WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES)
+FREE = (WorkKind.FRAMES, WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES, WorkKind.PIECE_TRANSFERS)
 
 
 def machine(*, disk: float = 1e9, flops: float = 1e9) -> Hardware:

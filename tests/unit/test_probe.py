@@ -28,7 +28,7 @@ from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
 # What no probe measures: classes that are there for profiles made by hand or rest on constants.
-NOT_MEASURED = {WorkKind.FLOPS, WorkKind.SPLIT, WorkKind.ROUNDED}
+NOT_MEASURED = {WorkKind.FLOPS, WorkKind.PIECE_TRANSFERS, WorkKind.SPLIT, WorkKind.ROUNDED}
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,8 @@ class WorkKind(StrEnum):
     operators, which another mode sees. CALLS: entries of calls. FRAMES: entries of calls that do
     not keep what they save. SWITCHES: from one microbatch to another in the middle of its forward,
     with the states of all random generators. STEPS: steps. PIECES: updates of a piece of a
-    parameter.
+    parameter. PIECE_TRANSFERS: tensors of a piece that come for its update or leave after it,
+    whatever their bytes.
     UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes (as AdamW's would), that it
     decodes and encodes, whose masters it joins and splits, that it rounds stochastically.
     """
@@ -97,6 +98,7 @@ class WorkKind(StrEnum):
     SWITCHES = "switches"
     STEPS = "steps"
     PIECES = "update-pieces"
+    PIECE_TRANSFERS = "piece-transfers"
     UPDATED = "updated"
     ENCODED = "encoded"
     SPLIT = "split"

@@ -26,7 +26,9 @@ from memfit.prediction.clock import work_seconds
 
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
 _PULL = 0.001
-_UPDATES = frozenset({WorkKind.PIECES, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED})
+_UPDATES = frozenset(
+    {WorkKind.PIECES, WorkKind.PIECE_TRANSFERS, WorkKind.UPDATED, WorkKind.ENCODED, WorkKind.SPLIT, WorkKind.ROUNDED}
+)
 _OVERHEAD = frozenset({
     WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
     WorkKind.SWITCHES,

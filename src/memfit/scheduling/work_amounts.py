@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from memfit.core.plan import Plan
-from memfit.core.profile import CallProfile, Profile, TraceProfile
+from memfit.core.profile import CallProfile, Profile, TraceProfile, UpdateProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.shape import StepShape
 from memfit.core.work_kinds import Work, WorkKind, as_work, summed
@@ -94,20 +94,33 @@ def adding_work(profile: Profile, blocks: Iterable[int]) -> Work:
 
 def update_work(plan: Plan, profile: Profile, block: int) -> Work:
     """Counts the elements that a block's update passes, by kind of work."""
-    trained = updated = pieces = 0.0
+    trained = updated = pieces = transfers = 0.0
+    homes = plan.block(profile.blocks[block].name)
+    beside = int(not homes.gradient_home.traits.is_device) + 2 * int(not homes.weight_home.traits.is_device)
     for parameter in profile.blocks[block].parameters:
         if parameter.requires_grad:
             elements = math.prod(parameter.shape)
             update = profile.updates.get(parameter.name)
             trained += elements
-            pieces += 1.0 if update is None or not elements else math.ceil(elements / update.piece_elements)
+            count = 1 if update is None or not elements else math.ceil(elements / update.piece_elements)
+            pieces += count
+            # Weight and states come and go, the gradient only comes.
+            states = 0 if update is None or homes.state_home.traits.is_device else _states(update, elements)
+            transfers += count * (beside + 2 * states)
             updated += elements * (1.0 if update is None else update.work_share)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
     share = update_share(plan, profile, profile.blocks[block])
     trained, updated, encoded = trained * share, updated * share, encoded * share
     work = [(WorkKind.PIECES, pieces), (WorkKind.UPDATED, updated), (WorkKind.ENCODED, float(encoded))]
+    if transfers:
+        work.append((WorkKind.PIECE_TRANSFERS, transfers))
     if plan.splits_masters:
         work.append((WorkKind.SPLIT, trained))
     if plan.drops_masters:
         work.append((WorkKind.ROUNDED, trained))
     return tuple(work)
+
+
+def _states(update: UpdateProfile, elements: int) -> int:
+    """Number of states as large as the parameter, from their bytes in fp32; at least one of any."""
+    return max(1, round(update.state_bytes / (4 * elements))) if update.state_bytes and elements else 0
