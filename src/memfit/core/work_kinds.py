@@ -50,8 +50,8 @@ class WorkKind(StrEnum):
     operators, which another mode sees. CALLS: entries of calls. FRAMES: entries of calls that do
     not keep what they save. SWITCHES: from one microbatch to another in the middle of its forward,
     with the states of all random generators. STEPS: steps. PIECES: updates of a piece of a
-    parameter. PIECE_TRANSFERS: tensors of a piece that come for its update or leave after it,
-    whatever their bytes.
+    parameter. PIECE_TRANSFERS: tensors of a piece that come from files for its update, or go
+    there after it, whatever their bytes.
     UPDATED, ENCODED, SPLIT, ROUNDED: elements that an update passes (as AdamW's would), that it
     decodes and encodes, whose masters it joins and splits, that it rounds stochastically.
     """

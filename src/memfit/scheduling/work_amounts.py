@@ -96,7 +96,8 @@ def update_work(plan: Plan, profile: Profile, block: int) -> Work:
     """Counts the elements that a block's update passes, by kind of work."""
     trained = updated = pieces = transfers = 0.0
     homes = plan.block(profile.blocks[block].name)
-    beside = int(not homes.gradient_home.traits.is_device) + 2 * int(not homes.weight_home.traits.is_device)
+    # Copies to and from memory are launched, and cost little but their bytes.
+    beside = int(homes.gradient_home.traits.is_files) + 2 * int(homes.weight_home.traits.is_files)
     for parameter in profile.blocks[block].parameters:
         if parameter.requires_grad:
             elements = math.prod(parameter.shape)
@@ -105,7 +106,7 @@ def update_work(plan: Plan, profile: Profile, block: int) -> Work:
             count = 1 if update is None or not elements else math.ceil(elements / update.piece_elements)
             pieces += count
             # Weight and states come and go, the gradient only comes.
-            states = 0 if update is None or homes.state_home.traits.is_device else _states(update, elements)
+            states = 0 if update is None or not homes.state_home.traits.is_files else _states(update, elements)
             transfers += count * (beside + 2 * states)
             updated += elements * (1.0 if update is None else update.work_share)
     encoded = profile.encoded_elements.get(profile.blocks[block].name, 0)
