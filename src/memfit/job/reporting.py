@@ -14,8 +14,10 @@ from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
+from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
+from memfit.core.work_kinds import WorkKind
 from memfit.job.comparing import StepComparison
 from memfit.job.measured_steps import MeasuredStep
 from memfit.job.plan_increments import points_from_plain
@@ -134,6 +136,7 @@ def _facts(
         ("limit", "none" if budget.limit_bytes is None else format_bytes(budget.limit_bytes)),
         ("predicted peak", f"{format_bytes(whole)}, of it tensors {format_bytes(predicted.peak_bytes)}"),
         ("predicted step", f"{predicted.seconds:.3g} s{_interval(predicted)}"),
+        *_first_step(predicted, hardware),
     ]
     if measured is not None:
         facts += [
@@ -142,6 +145,19 @@ def _facts(
             ("measured step", f"{measured.seconds:.3g} s"),
         ]
     return tuple(facts)
+
+
+def _first_step(predicted: Timeline, hardware: Hardware) -> list[tuple[str, str]]:
+    """Tells what the first step takes besides on a processor, whose memory is fresh then: all that
+    it holds at its peak above what was there before.
+    """
+    if not is_processor(hardware.device) or not predicted.moments:
+        return []
+    grown = max(0, predicted.peak_bytes - predicted.moments[0].after_bytes)
+    more_s = work_seconds(((WorkKind.FRESH, float(grown)),), hardware)
+    return [
+        ("first step", f"{more_s:.2g} s more, for {format_bytes(grown)} of memory that is touched for the first time")
+    ]
 
 
 def _interval(predicted: Timeline) -> str:

@@ -10,9 +10,11 @@ import pytest
 
 from memfit.core.plan import CallPlan, Plan, UpdateTime
 from memfit.core.profile import Profile, UntiledAttention
+from memfit.core.rates import rates_of
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Interval, Moment, Timeline
+from memfit.core.work_kinds import WorkKind
 from memfit.prediction import predict
 from memfit.report.closed_forms import closed_forms
 from memfit.report.page_data import page_data
@@ -191,6 +193,14 @@ def test_keeping_moving_and_making_again_have_a_break_even() -> None:
     assert 2 * row["nbytes"] / row["break_even_bytes_per_s"] == pytest.approx(row["recompute_s"])
     unknown = page_data(replace(plain, hardware=None, recompute_s=()))["lifetimes"]["storages"][0]
     assert (unknown["reload_s"], unknown["recompute_s"], unknown["break_even_bytes_per_s"]) == ({}, None, None)
+
+
+def test_the_first_step_takes_longer_by_its_fresh_memory() -> None:
+    subject = subject_of(Plan())
+    grown = subject.predicted.peak_bytes - subject.predicted.moments[0].after_bytes
+    assert subject.hardware is not None
+    more_s = grown / rates_of(subject.hardware)[WorkKind.FRESH].per_s
+    assert dict(subject.facts)["first step"].startswith(f"{more_s:.2g} s more")
 
 
 def recomputing_all() -> Plan:
