@@ -91,7 +91,7 @@ def plan_of(case: Row, calls: Sequence[CallProfile], blocks: Sequence[str]) -> P
     from memfit.core.tiers import Tier
 
     asked = case.get("plan", {})
-    away = dict.fromkeys(asked.get("on_host", ()), Tier.HOST)
+    away: dict[str, Any] = dict.fromkeys(asked.get("on_host", ()), Tier.HOST)
     return Plan(
         microbatches=asked.get("microbatches", 1),
         order=Order.MICROBATCH_MAJOR,
