@@ -6,13 +6,13 @@ sees).
 
 [Note: what a process takes]
 Beside tensors a process grows in two stretches. Planning takes 15 to 30 MiB: pages of libraries'
-code that tracing is the first to touch, and Python's own. It is over when a plan is chosen, so that
-the base is measured then, and nobody has to guess it (`PLANNING_BYTES` is kept free where nothing
-was planned). Steps take what is left: code of kernels that run for the first time, rounding of the
-allocator, threads (`FIRST_STEP_BYTES`); buffers of the BLAS, and kernels that oneDNN compiles and
-keeps (`TraceProfile.kernel_bytes`). These are counted as if they were there already, as they usually
-are: a process may take 8 MiB or 1 % more than its predicted peak. The reserve is kept free beside
-them, for what is not usual.
+code that tracing is the first to touch, and Python's own. It is over when a plan is chosen, so
+that the base is measured then, and nobody has to guess it (`PLANNING_BYTES` is kept free where
+nothing was planned). Steps take what is left: code of kernels that run for the first time,
+rounding of the allocator, threads (`FIRST_STEP_BYTES`); buffers of the BLAS, and kernels that
+oneDNN compiles and keeps (`TraceProfile.kernel_bytes`). These are counted as if they were there
+already, as they usually are: a process may take 8 MiB or 1 % more than its predicted peak. The
+reserve is kept free beside them, for what is not usual.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class HeldResults:
         unneeded_bytes: the part that recomputing the call alone does not reach, and that is not
             held then.
         peak_bytes: as `CallProfile.inside_peak_bytes`, above what is held; None: not traced.
-        forward_peak_bytes: as `CallProfile.unsaved_peak_bytes`, with what is held; None: not traced.
+        forward_peak_bytes: as `CallProfile.unsaved_peak_bytes`, with what is held; None: untraced.
         spared_work: amounts of the forward that are not repeated, since their results are held.
     """
 

@@ -86,7 +86,8 @@ class TraceRecorder(TorchDispatchMode):
         self.backward_reads: set[tuple[int, str]] = set()
         self._weights: set[int] = set()
         self._real: dict[int, str] = {}
-        self._returned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by calls, with versions
+        # Tensors that calls returned, with their versions then.
+        self._returned: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._left: list[tuple[torch.Tensor, StorageRecord, int]] = []  # by an earlier forward
         self._left_read: set[int] = set()
         self._active: CallRecord | None = None
