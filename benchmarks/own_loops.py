@@ -1,4 +1,4 @@
-"""What a loop of one's own costs under `job.lines()`, and transformers' Trainer inside a limit.
+"""Cost of a loop of one's own under `job.lines()`, and transformers' Trainer inside a limit.
 
 `python benchmarks/own_loops.py cost`: CPU milliseconds a step of a resident 5.8M Llama (2 x 64 tokens, AdamW, clipped), plain,
 under `job.lines()`, and by `job.step`; medians of seven rounds that take turns in one process.

@@ -53,7 +53,7 @@ COUNTS = {
     "torch-kitsune": "the step, with Adam or SGD; random inputs of one shape",
     "vram-check": "the step, by parameters, rows and tokens",
 }
-"""What each says that it counts."""
+"""By estimator: its own claim of what it counts."""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torchinfo", "torch-kitsune", "vram-check")
 Row = dict[str, Any]
 

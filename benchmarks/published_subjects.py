@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What `memfit.profile` asks for."""
+    """Arguments of `memfit.profile`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

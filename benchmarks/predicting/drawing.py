@@ -38,7 +38,7 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Lion", {"lr": 1e-4}),
 )
 PRECISIONS = ("fp32", "autocast", "bf16", "bf16 split", "int8 states")
-"""Of the weights and what is computed; the last: of the optimizer's states."""
+"""Precisions of the weights and what is computed; the last: of the optimizer's states."""
 _KINDS = ("planner", "chance", "planner", "chance", "plain", "chance", "planner", "chance")
 _ALLOWED = {"bf16": ("bf16",), "bf16 split": ("bf16",), "int8 states": ("int8-state",)}
 

@@ -122,7 +122,7 @@ class _Meter:
 
 
 def _outside(allocator: Allocator) -> dict[str, int]:
-    """What the process holds beside tensors: private memory, and pages of mapped files."""
+    """Memory of the process beside tensors: private memory, and pages of mapped files."""
     from memfit.allocator import procfs
 
     status = procfs.read_status()

@@ -46,7 +46,7 @@ class LineWatch:
         failed_backward: called when backward has raised, before its caller hears of it.
     """
 
-    held: Callable[[], AbstractContextManager[None]]
+    held: Callable[[], AbstractContextManager[object]]
     before_backward: Callable[[], None]
     after_backward: Callable[[], None]
     failed_backward: Callable[[], None]

@@ -46,43 +46,31 @@ class Interrupts:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Context in which Ctrl-C waits for `check`, at the latest for the context's end."""
-        is_ours = threading.current_thread() is threading.main_thread() and not self._is_holding
-        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        self._noted = self._arrived = self._raised = 0
-        self._holder = threading.get_ident()
-        try:
-            # Inside of the `try`: putting the handler in raises what came just before. Before the
-            # pipe: an interrupt that came between the two steps of having the pipe and of noting
-            # what to take back would leave a closed descriptor with the interpreter; likewise at
-            # the end.
-            self._is_holding = True
-            signal.signal(signal.SIGINT, self._note)
-            with ExitStack() as stack:
+        # The handler before the pipe: an interrupt that came between the two steps of having the
+        # pipe and of noting what to take back would leave a closed descriptor with the interpreter;
+        # likewise at the end.
+        with self.held_briefly() as is_ours, ExitStack() as stack:
+            if is_ours:
                 self._wake = _wake_pipe(stack)
                 stack.callback(self._forget_pipe)  # first of all at the end: other threads ask it
-                yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._is_holding = False
-        self.check()
+            yield
 
     @contextmanager
-    def held_briefly(self) -> Iterator[None]:
+    def held_briefly(self) -> Iterator[bool]:
         """Context as `held`, for work that is over soon: in other threads than the main one `check`
-        hears of nothing.
+        hears of nothing. Gives whether interrupts are held here.
         """
-        is_ours = not self._is_holding and threading.current_thread() is threading.main_thread()
+        is_ours = threading.current_thread() is threading.main_thread() and not self._is_holding
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
+            yield False
             return
         self._noted = self._arrived = self._raised = 0
         self._holder = threading.get_ident()
         try:
+            # Inside of the `try`: putting the handler in raises what came just before.
             self._is_holding = True
             signal.signal(signal.SIGINT, self._note)
-            yield
+            yield True
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._is_holding = False

@@ -8,15 +8,15 @@ events.
 `CallProfile.forward_peak` is above what is alive at the segment's entry, and nothing made inside is
 counted as alive before the segment's end, so that live + rise counts each byte once. Of a call that
 is recomputed autograd keeps nothing (or what is selected), so that its forward peak is lower than
-that of its replay. In backward,
-gradients of activations are what the traced plain run has alive beyond its saved tensors
-(`backward_leaves_bytes` summed from the end), and `backward_peak_bytes` has the release of saved
-tensors subtracted already: what the plan still holds of those is added again. A recomputed segment
-rises by the larger of its replay and its backward with everything replayed alive. Replay drops what
-plain forward saves only at its end, so both bounds use the plain run's peaks: never below the
-truth. The gradient of a weight that several calls share waits inside autograd until the last of
-them has added to it, and the trace counts it as an activation meanwhile; here it is a gradient from
-its first part on, so it is taken out of activations and of the rise of the backward that begins it.
+that of its replay. In backward, gradients of activations are what the traced plain run has alive
+beyond its saved tensors (`backward_leaves_bytes` summed from the end), and `backward_peak_bytes`
+has the release of saved tensors subtracted already: what the plan still holds of those is added
+again. A recomputed segment rises by the larger of its replay and its backward with everything
+replayed alive. Replay drops what plain forward saves only at its end, so both bounds use the plain
+run's peaks: never below the truth. The gradient of a weight that several calls share waits inside
+autograd until the last of them has added to it, and the trace counts it as an activation meanwhile;
+here it is a gradient from its first part on, so it is taken out of activations and of the rise of
+the backward that begins it.
 
 [Note: gradients come one by one]
 A block's gradient is counted from the begin of its backward to its end. But while the highest
