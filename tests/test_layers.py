@@ -59,10 +59,11 @@ ARROWS: dict[str, frozenset[str]] = {
         ),
         "integrations": "core api tensors",
         "losses": "core huggingface",
+        "sinks": "core",
         "arena": "core",
         "distributed": "core devices homes optimizers tensors",
         "communicator": "distributed",
-        "memfit": "core api arena communicator losses tensors",
+        "memfit": "core api arena communicator losses sinks tensors",
         "cli": "core host formats api job report recipes",
         "__main__": "cli",
     }.items()

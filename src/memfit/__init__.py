@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
-    from memfit import arena, communicator, losses
+    from memfit import arena, communicator, losses, sinks
     from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile, verify
     from memfit.core.errors import (
         AwayError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from memfit.core.plan import Plan
-    from memfit.core.planning_state import is_planning
+    from memfit.core.planning_state import is_planning, is_tracing
     from memfit.tensors.random_streams import microbatch_streams
 
 __version__ = VERSION
@@ -59,6 +59,7 @@ _ORIGINS = {
     "fit": "memfit.api",
     "infer": "memfit.api",
     "is_planning": "memfit.core.planning_state",
+    "is_tracing": "memfit.core.planning_state",
     "microbatch_streams": "memfit.tensors.random_streams",
     "profile": "memfit.api",
     "verify": "memfit.api",
@@ -89,16 +90,18 @@ __all__ = [
     "fit",
     "infer",
     "is_planning",
+    "is_tracing",
     "losses",
     "microbatch_streams",
     "profile",
+    "sinks",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Loads a public name. Source: PEP 562."""
-    if name in {"arena", "communicator", "losses"}:
+    if name in {"arena", "communicator", "losses", "sinks"}:
         return importlib.import_module(f"memfit.{name}")
     if name not in _ORIGINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

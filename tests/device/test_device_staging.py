@@ -167,7 +167,7 @@ def test_a_job_stages_through_pinned_pieces_that_are_bounded_and_foreseen(device
     plan = Plan(blocks={block.name: on_disk for block in profile.blocks})
     with memfit.fit(model, optimizer, loss, batch, plan=plan, directory=tmp_path / "homes") as job:
         job.step(batch)
-        files = job._assembly.house._factories[Tier.DISK]
+        files = job._assembly.house.factories[Tier.DISK]
         assert isinstance(files, FileFactory) and files.staging is not None
         assert files.staging.held_bytes == PINNED_STAGING_BYTES
         assert (

@@ -114,7 +114,7 @@ def test_what_rests_on_the_host_is_counted_there_and_not_on_the_device(tmp_path:
     job: Any = fit_with(plan, tmp_path, emulate_device=True)(case, adamw()(case.model))
     job.step(case.batch(0))
     house = job._assembly.house
-    homes = sum(home.nbytes for home in house._factories[HOST]._homes)
+    homes = sum(home.nbytes for home in house.factories[HOST]._homes)
     # Weight, gradient and two moments of each parameter, and the buffers that saved tensors rested in.
     assert homes >= 4 * sum(block.weight_bytes for block in profile.blocks)
     pool = house.pools()[HOST]

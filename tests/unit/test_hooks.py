@@ -109,7 +109,7 @@ def test_hooks_that_do_not_ask_are_told_with_their_place(kind: str) -> None:
             _fit(model).close()
         assert "test_hooks.py:" in str(told[0].message)
         assert "on '2'" in str(told[0].message)
-        assert "memfit.is_planning()" in str(told[0].message)
+        assert "memfit.is_tracing()" in str(told[0].message)
         assert told[0].filename == __file__
         assert name in str(told[0].message) or name == "forward"
 

@@ -99,7 +99,7 @@ def fit(
     may be away from the device between their uses: touching one raises `AwayError`;
     `job.weights(...)` brings them, `job.close()` gives everything back.
 
-    To plan, the model, its hooks and the loss run on tensors without values; `memfit.is_planning()`
+    To plan, the model, its hooks and the loss run on tensors without values; `memfit.is_tracing()`
     is true there.
 
     Args:

@@ -30,6 +30,7 @@ from memfit.checkpoints.schemes import CommitScheme
 from memfit.core.commits import masters_of
 from memfit.core.errors import LimitBreachError, MemfitWarning, StoreError, UsageError
 from memfit.core.layout import Scheme
+from memfit.core.log import LOG
 from memfit.core.plan import Plan
 from memfit.engine.housing import House
 from memfit.engine.loss_scaling import LossScaler
@@ -291,6 +292,7 @@ class RunCheckpointer(Checkpointer):
         if self.run.committed.has_uncommitted:
             with self._phase("commit"):
                 self._commit()
+            LOG.debug("committed step %d in %s", self._house.step, self.run.directory)
 
     def commit_here(self) -> None:
         """See `Checkpointer.commit_here`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from memfit.cli.training import Training, from_function, from_recipe
 
 if TYPE_CHECKING:
     from memfit.api import Job, StepResult
+    from memfit.core.step_report import StepReport
     from memfit.recipes import Recipe
     from memfit.report.progress import TrainingProgress
 
@@ -206,24 +207,20 @@ def _tell(job: Job, training: Training, results: list[StepResult], seconds: floa
 
 def _make_steps(job: Job, training: Training, progress: TrainingProgress, steps: range) -> list[StepResult]:
     """Trains, and tells each step."""
-    from memfit.report.progress import StepProgress
+    from memfit.job.watching import progress_of
+
+    def show(report: StepReport) -> None:
+        amount = None if report.rows is None else training.amount(report.rows)
+        progress.update(replace(progress_of(report), tokens=amount, unit=training.unit))
 
     results: list[StepResult] = []
+    progress.follow(lambda: job.action)
+    shown = job.on_step(show)
     for step in steps:
         progress.begin_step(step)
-        result = job.step(next(training.batches))
+        results.append(job.step(next(training.batches)))
         training.end_step()
-        results.append(result)
-        progress.update(
-            StepProgress(
-                step=step,
-                loss=result.loss,
-                tokens=training.amount(result.rows),
-                unit=training.unit,
-                step_s=result.seconds,
-                measured_peak_bytes=result.peak_bytes,
-            )
-        )
+    shown.remove()
     return results
 
 

@@ -1,7 +1,7 @@
 """State that tells the user's code whether it runs for planning or for training.
 
-In: `trial()`, around runs for planning. Out: `is_planning()`, for hooks and loss functions that
-count, log or collect.
+In: `trial()`, around runs for planning. Out: `is_tracing()`, for callbacks, hooks and loss
+functions that count, log or collect; `is_planning()` is its older name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 _running: list[object] = []
 
 
-def is_planning() -> bool:
+def is_tracing() -> bool:
     """Tells whether memfit runs the model, its hooks and the loss for planning, not for training.
 
     `memfit.fit` runs them on tensors without values (or, where a program must see values, on a few
@@ -24,7 +24,7 @@ def is_planning() -> bool:
     to other libraries.
 
         def log_activations(module, args, output):
-            if not memfit.is_planning():
+            if not memfit.is_tracing():
                 writer.add_scalar("mean", output.mean())
 
     Returns:
@@ -33,9 +33,14 @@ def is_planning() -> bool:
     return bool(_running)
 
 
+def is_planning() -> bool:
+    """The older name of `is_tracing`."""
+    return bool(_running)
+
+
 @contextmanager
 def trial() -> Generator[None]:
-    """Context in which `is_planning()` is true."""
+    """Context in which `is_tracing()` is true."""
     mark = object()
     _running.append(mark)
     try:

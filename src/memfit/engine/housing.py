@@ -54,6 +54,7 @@ class House:
         sharing: of the homes between ranks; None: this process is alone.
 
     Attributes:
+        factories: makers of homes, by tier.
         placed: by region, the block and the home of its bytes, in any tier.
         step: the number of the last step whose versions are current.
 
@@ -82,7 +83,7 @@ class House:
         for block in self.blocks:
             on_host = plan.block(block.name).updates_on_host(block.device.type)
             block.updates_on_host = on_host and block.index in self.states
-        self._factories = dict(factories)
+        self.factories = dict(factories)
         self._requests = {r.region: (block, r) for block in self.blocks for r in self._wanted(block)}
         leaving = {c.boundary_home for c in plan.calls} | {c.saved_home for c in plan.calls if c.saved.policy.offloads}
         self._leaving = tuple(tier for tier in leaving if not tier.traits.is_device)
@@ -146,11 +147,11 @@ class House:
             )  # fmt: skip
 
     def _factory(self, tier: Tier) -> HomeFactory:
-        if tier not in self._factories:
+        if tier not in self.factories:
             raise PlanError(
-                f"the plan names the tier {str(tier)!r}, and this job has homes in {[*map(str, self._factories)]}"
+                f"the plan names the tier {str(tier)!r}, and this job has homes in {[*map(str, self.factories)]}"
             )
-        return self._factories[tier]
+        return self.factories[tier]
 
     def _place(self, region: str) -> ByteHome:
         """Makes the home of a region."""
@@ -282,7 +283,7 @@ class House:
 
     def first_commit(self) -> None:
         """Declares what has been moved in version 0."""
-        for factory in self._factories.values():
+        for factory in self.factories.values():
             factory.begin()
         self._begin_versions()
 
@@ -306,7 +307,7 @@ class House:
         # All before the first is published: a version with gaps must never become current.
         for home in dirty.values():
             home.complete()
-        for tier, factory in self._factories.items():
+        for tier, factory in self.factories.items():
             changed = [region for region, home in dirty.items() if home.tier is tier]
             factory.publish(step, changed, is_new=step != self.step)
         # Only now: it forgets which bytes were written, and a publish that failed needs them again.
@@ -325,7 +326,7 @@ class House:
         """
         # First: the next version must not take what this step wrote for its own.
         self._begin_versions()
-        found = (factory.published_since(self.step) for factory in self._factories.values())
+        found = (factory.published_since(self.step) for factory in self.factories.values())
         published = next((step for step in found if step is not None), None)
         if published is None:
             return False
@@ -344,7 +345,7 @@ class House:
         beginning, by purpose.
         """
         moved: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        for factory in self._factories.values():
+        for factory in self.factories.values():
             for total, part in zip(moved, factory.bytes_moved, strict=True):
                 total.update(part)
         return dict(moved[0]), dict(moved[1])
@@ -360,7 +361,7 @@ class House:
         with ExitStack() as stack:
             # The stack calls in reverse, so files first: what passes through memory of the host on
             # its way to them has ended before that is freed.
-            for factory in self._factories.values():
+            for factory in self.factories.values():
                 stack.callback(factory.close)
 
 

@@ -97,6 +97,13 @@ class HomeFactory:
         """
         return {}, {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Returns the bytes of the tier that homes and offloaded tensors have claimed, if it counts
+        them.
+        """
+        return 0
+
     def close(self) -> None:
         """Waits for all transfers and releases everything. May be repeated."""
 
@@ -155,6 +162,11 @@ class MemoryFactory(HomeFactory):
         """See `HomeFactory`."""
         assert self._pool is not None, "nothing is offloaded to the device"
         return self._pool
+
+    @property
+    def held_bytes(self) -> int:
+        """See `HomeFactory`."""
+        return sum(home.nbytes for home in self._homes) + (0 if self._pool is None else self._pool.reserved_bytes)
 
     def close(self) -> None:
         """See `HomeFactory`."""
@@ -268,6 +280,15 @@ class FileFactory(HomeFactory):
         return (
             {tag: traffic.read_bytes for tag, traffic in by_tag.items()},
             {tag: traffic.written_bytes for tag, traffic in by_tag.items()},
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """See `HomeFactory`. Of a store that outlives the job all that it claimed."""
+        return (
+            (0 if self._kept is None else self._kept.nbytes)
+            + (0 if self._working is None else self._working.nbytes)
+            + (0 if self._scratch is None else self._scratch.statistics().file_bytes)
         )
 
     def close(self) -> None:

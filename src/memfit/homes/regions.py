@@ -53,6 +53,11 @@ class RegionStore(Protocol):
     directory: Path
     io: DiskIO
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of disk that the regions take."""
+        ...
+
     def has(self, region: str) -> bool:
         """Returns True if there is a region of this name."""
         ...
@@ -98,6 +103,11 @@ class WorkingStore:
         self.io = io
         self.disk = DiskStore.create(directory, regions, identity={"made-by": "memfit"}, durable=False, io=io)
         self._generation = 0
+
+    @property
+    def nbytes(self) -> int:
+        """See `RegionStore`."""
+        return self.disk.disk_bytes
 
     def has(self, region: str) -> bool:
         """See `RegionStore`."""

@@ -20,6 +20,7 @@ from memfit.homes.home import DONE, ByteHome, TransferHandle, write_tensor
 from memfit.homes.memory import HostCopy, StreamCopy
 from memfit.homes.optimizer_states import BlockStates, StatePiece
 from memfit.homes.pinned_ring import PinnedRing, RingPiece
+from memfit.homes.update_watchers import UpdatedPiece, UpdateWatchers
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import OptimizerDriver, UpdateKind
 from memfit.tensors.noise import RoundingNoise, round_stochastically
@@ -64,6 +65,7 @@ class PieceUpdates:
         noise: for stochastic rounding of weights from the updated masters; None: to nearest.
         moved: pinned memory for weights on the device that the host updates; None if there are
             none.
+        watchers: see each piece when it has been updated.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class PieceUpdates:
         *,
         noise: RoundingNoise | None = None,
         moved: PinnedRing | None = None,
+        watchers: UpdateWatchers | None = None,
     ) -> None:
         self._driver = driver
+        self._watchers = UpdateWatchers() if watchers is None else watchers
         self._moved = moved
         self.trained = frozenset(driver.names)
         self._states = dict(states)
@@ -171,6 +175,7 @@ class PieceUpdates:
                 if placed.is_like_weight and placed.key in values:
                     values[placed.key] = values[placed.key].as_strided(slot.shape, slot.stride)
         new = self._driver.update(slot.name, weight, gradient, values, first=piece.is_first, last=piece.is_last)
+        self._watchers.tell(block.name, lambda: _updated(block, piece, weight))
         if not self._is_elementwise(slot):
             new = {
                 key: _in_memory_order(value, slot) if _is_like(states, slot, key) else value
@@ -229,6 +234,20 @@ class PieceUpdates:
         moved = self._take(piece.count * slot.dtype.itemsize)
         weight = typed_view(moved.storage, 0, slot.dtype, (piece.count,)).copy_(flat)
         return [_send(block, piece, weight, moved)]
+
+
+def _updated(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> UpdatedPiece:
+    slot = piece.slot
+    return UpdatedPiece(
+        block=block.name,
+        name=slot.name,
+        first=piece.first,
+        # In memory order: an optimizer that needs whole parameters has given it their shape.
+        weight=weight.detach().as_strided((piece.count,), (1,)),
+        is_last=piece.is_last,
+        shape=tuple(slot.shape),
+        stride=tuple(slot.stride),
+    )
 
 
 def _write_weight(block: BlockWeights, piece: UpdatePiece, weight: torch.Tensor) -> list[TransferHandle]:

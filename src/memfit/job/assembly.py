@@ -144,7 +144,9 @@ class Assembly(Contents):
         if devices.is_accelerator(machine.device):
             moved = PinnedRing(machine.device, ledger=machine.host_ledger)
             self._running.callback(moved.close)
-        pieces = PieceUpdates(self.driver, self.states, self.house.gradients, noise=noise, moved=moved)
+        pieces = PieceUpdates(
+            self.driver, self.states, self.house.gradients, noise=noise, moved=moved, watchers=setup.watchers
+        )
         self.updates = UpdateWorker(pieces)
         self._running.callback(self.updates.close)
         self.frames = CallFrames(self.plan, self.blocks, self.house.pools(), device=machine.device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UsageError
+from memfit.core.log import LOG
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.homes.weights import check_untouched
 from memfit.job import clipping
@@ -18,7 +19,6 @@ from memfit.job.ending import check_alone, end_job
 from memfit.job.forward_passes import evaluate
 from memfit.job.held import note_holder
 from memfit.job.inference import Inference, most_weights, stream
-from memfit.job.job_facts import JobFacts
 from memfit.job.lines import Lines
 from memfit.job.loading import LoadResult, load_into_job, load_states
 from memfit.job.results import EvaluateResult, StepResult
@@ -26,9 +26,10 @@ from memfit.job.saving import DEFAULT_SHARD_BYTES, SaveResult, check_form, save_
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import fail_together, together
 from memfit.job.torch_states import write_states
+from memfit.job.watching import WatchedJob
 
 
-class Job(JobFacts):
+class Job(WatchedJob):
     """A model in training. Made by `memfit.fit`; use as a context manager, or call `close`.
 
     Memory: what the plan says; see `plan`, `predicted_peak_bytes` and `proof()`.
@@ -43,6 +44,7 @@ class Job(JobFacts):
         runner.owner = weakref.ref(self)
         note_holder(self)
         clipping.watch(self)
+        LOG.info("job begins at step %d; plan: %s; %s", self.steps, self.reason, self.proof().line())
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -319,6 +321,7 @@ class Job(JobFacts):
             )
             if form == "trainer":
                 write_states(saved.directory / "optimizer.pt", assembly)
+            LOG.info("saved step %d in %s, %.3g s", self.steps, saved.directory, saved.seconds)
             return saved
 
     def load(self, source: str | Path, *, restore_random: bool = True) -> LoadResult:
@@ -401,6 +404,7 @@ class Job(JobFacts):
             warnings.warn(f"the job is closed: {change}", MemfitWarning, stacklevel=2)
         with self._runner.interrupts.held():
             end_job(assembly, restore=restore is not False)
+        LOG.info("job closed after step %d; %s", self.steps, self.proof().line())
 
     def _commit_last(self, assembly: Assembly) -> None:
         if assembly.setup.run is None:

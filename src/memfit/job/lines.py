@@ -310,4 +310,4 @@ class Lines:
         self.steps += 1
         self.departures = tuple(outcome.departures)
         self._gradients.spend(used)
-        self._runner.end_lines_step()
+        self._runner.end_lines_step(self.departures)

@@ -27,6 +27,7 @@ from memfit.core.step import Step
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.distributed.rank_group import RankGroup
+from memfit.homes.update_watchers import UpdateWatchers
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem, beside
 from memfit.job.weight_sources import WeightSources
@@ -68,6 +69,7 @@ class Setup:
             does.
         ranks: processes that train the model together; None: this one is alone.
         classic: name of the technique whose plans are looked at; None: all plans are.
+        watchers: of updates, under whatever plan.
     """
 
     problem: Problem
@@ -89,6 +91,7 @@ class Setup:
     lines_sample: Any = None
     ranks: RankGroup | None = None
     classic: str | None = None
+    watchers: UpdateWatchers = field(default_factory=UpdateWatchers)
 
     @property
     def resumed_plan(self) -> Plan | None:

@@ -16,6 +16,7 @@ from typing import Any
 from memfit.allocator import Allocator
 from memfit.checkpoints.run_state import give_random, take_random
 from memfit.core.errors import LimitBreachError, MemfitWarning, PeerError, UnsupportedError
+from memfit.core.log import LOG
 from memfit.engine.loss_scaling import LossScaler
 from memfit.engine.measured_step import StepRecorder
 from memfit.job.assembly import Assembly, assemble
@@ -26,6 +27,7 @@ from memfit.job.interrupts import Interrupts
 from memfit.job.measured_steps import MeasuredStep, step_recorder
 from memfit.job.results import StepResult
 from memfit.job.setup import Planned, Prepared, Replan
+from memfit.job.step_watchers import StepWatchers
 from memfit.job.steps import CutBatch, cut, finish_step, make_step, step_result
 from memfit.job.together import add_up, prepare_together, together
 from memfit.tensors.guard import is_away
@@ -49,6 +51,7 @@ class StepRunner:
         owner: the job; a callback that holds it is a cycle.
         measured: the last step that was measured; None before it.
         compared: the first steps beside their prediction.
+        watchers: functions that are told of each step.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class StepRunner:
         self._census = Census(self.machine.meter)
         self.measured: MeasuredStep | None = None
         self.compared = ComparedSteps(assembly.setup)
+        self.watchers = StepWatchers()
         self._steps_here = 0
+        self._lines_began_s = 0.0
         self._has_told_passed = False
 
     def step(self, batch: Any) -> StepResult:
@@ -81,7 +86,9 @@ class StepRunner:
         assembly.keep_changes()
         assembly.checkpointer.commit_if_due()
         replan = assembly.planned.replan
-        return self._step(batch) if replan is None else self._step_or_replan(batch, replan)
+        result = self._step(batch) if replan is None else self._step_or_replan(batch, replan)
+        self.watchers.tell_step(self.assembly, result, self.measured)
+        return result
 
     # --- lines of the user's own -----------------------------------------------------------------
 
@@ -100,17 +107,24 @@ class StepRunner:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
         self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
+        self._lines_began_s = time.perf_counter()
         return prepared
 
     def phase(self) -> AbstractContextManager[None]:
         """Returns the context of a part of a step."""
         return self.machine.phase("first step" if self._steps_here == 0 else "steady", is_step=True)
 
-    def end_lines_step(self) -> None:
-        """Ends a step that lines of the user's own made."""
+    def end_lines_step(self, departures: tuple[str, ...] = ()) -> None:
+        """Ends a step that lines of the user's own made.
+
+        Args:
+            departures: of its update from the trace.
+        """
         self._steps_here += 1
         self.assembly.checkpointer.note_positions()
         self._tell_passed(self.machine.last_peak_bytes())
+        seconds = time.perf_counter() - self._lines_began_s
+        self.watchers.tell_lines_step(self.assembly, seconds, departures)
 
     def census(self) -> CensusReport:
         """Reports what lives from step to step; see `Job.census`."""
@@ -220,6 +234,7 @@ class StepRunner:
             else:
                 self.breaches += found
                 for report in found:
+                    LOG.info("another plan: %s", report.in_words())
                     warnings.warn(report.in_words(), MemfitWarning, stacklevel=4)
                 return replace(result, departures=(*result.departures, *(report.in_words() for report in found)))
         raise AssertionError("the loop returns or raises")

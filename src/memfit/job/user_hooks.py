@@ -1,7 +1,7 @@
 """The user's own hooks, which run while `fit` plans as if it were training: they may change what a
 module gives, so that they cannot be left out; it is told.
 
-In: a model. Out: a warning that names them, unless they ask `memfit.is_planning()` themselves.
+In: a model. Out: a warning that names them, unless they ask `memfit.is_tracing()` themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from memfit.core.errors import MemfitWarning, UnsupportedError
 from memfit.profiling.gradient_hooks import gradient_hooks, has_gradient_hooks
 
+_ASKS = frozenset({"is_tracing", "is_planning"})
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NOT_OF_USERS = (
     Path(os.path.realpath(__file__)).parents[1],
@@ -43,12 +44,12 @@ def tell_hooks(
     found: dict[str, None] = {}
     for name, module in model.named_modules():
         for code in _codes(module):
-            if "is_planning" not in code.co_names and (name, code) not in told:
+            if not _ASKS.intersection(code.co_names) and (name, code) not in told:
                 where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 found.setdefault(f"{code.co_name} ({where}), on {name or 'the model'!r}")
     for name, parameter in model.named_parameters():
         for code in _codes_of(hook for hooks in gradient_hooks(parameter) for hook in hooks):
-            if "is_planning" not in code.co_names and (name, code) not in told:
+            if not _ASKS.intersection(code.co_names) and (name, code) not in told:
                 where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 found.setdefault(f"{code.co_name} ({where}), on {name!r}")
     if found:
@@ -56,7 +57,7 @@ def tell_hooks(
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         warnings.warn(
             f"hooks of yours also ran while {when}: {'; '.join(names[:2])}{more}. They met tensors without values, or rows of the sample; what they "
-            "count or log is not of training. `if memfit.is_planning(): return` leaves them out where they change nothing, and ends this message",
+            "count or log is not of training. `if memfit.is_tracing(): return` leaves them out where they change nothing, and ends this message",
             MemfitWarning,
             stacklevel=stacklevel,
         )
