@@ -217,5 +217,5 @@ def test_a_large_tensor_that_is_written_cannot_be_given_back_and_is_told() -> No
     state = ProgramState(function, nn.Identity())
     state.restore()
     function()
-    with pytest.raises(UnsupportedError, match=r"4\.0 MiB that it keeps \(queue\).*is_planning"):
+    with pytest.raises(UnsupportedError, match=r"4\.0 MiB that it keeps \(queue\).*is_tracing"):
         state.restore()

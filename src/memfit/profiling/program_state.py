@@ -112,7 +112,7 @@ class ProgramState:
             if copied is None:
                 raise UnsupportedError(
                     f"the loss writes to a tensor of {format_bytes(tensor.nbytes)} that it keeps ({name}), also while memfit plans: leave that out where "
-                    "memfit.is_planning() is true, or make it a buffer of the model"
+                    "memfit.is_tracing() is true, or make it a buffer of the model"
                 )
             with torch.no_grad():
                 tensor.copy_(copied)

@@ -192,7 +192,7 @@ def _trace_sizes(
             raise AwayError(
                 f"the step cannot be traced without data: {reason}{_place_in_users_code(error)}. It cannot run on data "
                 f"either: {name!r} has no bytes (it is away, or the model was built empty). See that the batch has the "
-                "shapes and dtypes that the loss takes; read no numbers where memfit.is_planning() says so; or give "
+                "shapes and dtypes that the loss takes; read no numbers where memfit.is_tracing() says so; or give "
                 "the model its weights (with job.weights(): ...)"
             ) from error
         if sizes[0] == setting.rows:
