@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from equivalence.line_loops import (
     plain,
     under,
 )
+from memfit.core.errors import AwayError, UsageError
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
 
@@ -133,7 +135,31 @@ def _by_parts(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+def _scaled(*, clips: bool) -> Loop:
+    """As torch documents fp16: autocast and a scaler, whose first scales overflow."""
+
+    def loop(run: Run) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-8)
+        for index in range(5):
+            for part in range(2):
+                with torch.autocast("cpu", torch.float16):
+                    loss = loss_of(run.model, batch(2 * index + part)) / 2
+                scaler.scale(loss).backward()
+            if clips:
+                scaler.unscale_(run.optimizer)
+                run.log.append(str(float(clip_grad_norm_(run.model.parameters(), 0.5))))  # NaN is not NaN
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+            run.log.append(scaler.get_scale())
+        assert scaler.get_scale() < 2.0**30  # at least one step was skipped
+
+    return loop
+
+
 OTHER_LOOPS: dict[str, Loop] = {
+    "fp16 with a scaler": _scaled(clips=False),
+    "fp16 with a scaler, clipped": _scaled(clips=True),
     "closure": _closure,
     "zero_grad between forward and backward": _zero_in_the_middle,
     "zeros instead of None": _zeros_kept,
@@ -169,6 +195,42 @@ def test_gradients_on_the_device_are_ordinary_tensors() -> None:
             run.optimizer.zero_grad()
 
     check_equal(under(loop, PLANS["gradients on the device"])[0], plain(loop))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_optimizer_that_takes_the_scale_itself_gets_it(*, clips: bool) -> None:
+    """`fused=True`: the scaler calls its step always, and leaves it the scale and whether something overflowed."""
+
+    def run_of() -> Run:
+        run = Run.new()
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, fused=True)
+        return run
+
+    ours, theirs = run_of(), run_of()
+    torch.manual_seed(5)
+    _scaled(clips=clips)(theirs)
+    with memfit.fit(ours.model, ours.optimizer, loss_of, batch(0), plan=PLANS["gradients on disk"], lines=True) as job:
+        torch.manual_seed(5)
+        with job.lines():
+            _scaled(clips=clips)(ours)
+    check_equal(ours, theirs)
+
+
+def test_scaled_gradients_whose_squares_overflow_train_and_are_not_clipped_wrongly() -> None:
+    def loop(run: Run, *, clips: bool = False) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**90)
+        for index in range(2):
+            scaler.scale(loss_of(run.model, batch(index))).backward()
+            if clips:
+                scaler.unscale_(run.optimizer)
+                clip_grad_norm_(run.model.parameters(), 0.5)
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+
+    check_equal(under(loop, PLANS["gradients on disk"])[0], plain(loop))
+    with pytest.raises(AwayError, match="smaller scale"):
+        under(partial(loop, clips=True), PLANS["gradients on disk"])
 
 
 def test_gradients_in_several_tiers_are_clipped_together() -> None:
@@ -341,3 +403,63 @@ def test_accelerates_loop_runs_unchanged() -> None:
         with job.lines():
             train(model, optimizer, scheduler, accelerator, ours.log)
     check_equal(ours, theirs)
+
+
+def _networks() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+
+    def network(inner: int, outer: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(inner, 16), nn.LeakyReLU(), nn.Linear(16, 16), nn.LeakyReLU(), nn.Linear(16, outer)
+        )
+
+    return network(4, 8), network(8, 1)
+
+
+def _judge(network: Any, values: Tensor, target: float) -> Tensor:
+    found = network(values)
+    return nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, target))
+
+
+def _play(networks: Any, optimizers: Any, log: list[float]) -> None:
+    """Torch's DCGAN tutorial: the discriminator's gradients of the generator's loss are zeroed before its next turn."""
+    (generator, discriminator), (its, others) = networks, optimizers
+    drawn = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        real, noise = torch.randn(3, 8, generator=drawn), torch.randn(3, 4, generator=drawn)
+        others.zero_grad()
+        _judge(discriminator, real, 1.0).backward()
+        fake = generator(noise)
+        _judge(discriminator, fake.detach(), 0.0).backward()
+        log.append(float(clip_grad_norm_(discriminator.parameters(), 0.5)))
+        others.step()
+        its.zero_grad()
+        loss = _judge(discriminator, fake, 1.0)
+        loss.backward()
+        log.append(loss.item())
+        its.step()
+
+
+@pytest.mark.parametrize("gradients", [Tier.DEVICE, Tier.DISK])
+def test_two_networks_with_an_optimizer_each_play_against_each_other(gradients: Tier) -> None:
+    def optimizers(networks: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(network.parameters(), lr=1e-3) for network in networks]
+
+    theirs, plain_log = _networks(), []
+    _play(theirs, optimizers(theirs), plain_log)
+    ours, log = _networks(), []
+    made = optimizers(ours)
+    homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=gradients)
+    plan = Plan(blocks=dict.fromkeys(("0", "2", "4"), homes), update=UpdateTime.AFTER_BACKWARD)
+    with pytest.raises(UsageError, match="each network with its own optimizer"):
+        memfit.fit(ours[0], made, _judge, torch.ones(3, 4), lines=True)  # type: ignore[arg-type]
+    with (
+        memfit.fit(ours[0], made[0], lambda g, z: g(z).sum(), torch.ones(3, 4), plan=plan, lines=True) as first,
+        memfit.fit(ours[1], made[1], lambda d, x: _judge(d, x, 1.0), torch.ones(3, 8), plan=plan, lines=True) as second,
+        first.lines(),
+        second.lines(),
+    ):
+        _play(ours, made, log)
+    assert log == plain_log
+    for one, other in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import memfit
 from equivalence import plans, zoo
 from equivalence.with_memfit import fit_variant, fit_with
 from memfit.core.errors import MemfitWarning
@@ -319,6 +320,25 @@ def test_a_running_job_warns_of_a_leak_once_at_its_line(leak: str, tmp_path: Pat
     assert len({str(w.message).splitlines()[1] for w in told}) == len(told)  # each holder once
     text = "\n".join(f"{w.filename}:{w.lineno}: {w.message}" for w in told)
     assert f"{HERE}:{line_of(line)}" in text, text
+
+
+def test_lines_of_the_users_own_are_told_of_what_they_keep() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def loss(model: nn.Module, values: Tensor) -> Tensor:
+        return model(values).square().mean()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MemfitWarning)
+        with memfit.fit(model, optimizer, loss, torch.ones(4, 64), lines=True) as job, job.lines():
+            for _ in range(12):
+                found = loss(model, torch.ones(4, 64))
+                found.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                history.append(found.detach() + torch.zeros(1000))
+    assert any("history" in str(each.message) for each in caught), [str(each.message) for each in caught]
 
 
 # --- clean -----------------------------------------------------------------------------------------------------------------------

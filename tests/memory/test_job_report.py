@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import memfit
 from memfit.allocator import Allocator, install
 from memfit.core.errors import UsageError
-from memfit.core.plan import BlockPlan, CallPlan, Plan
+from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.report.page_data import page_data
+from memfit.scheduling.sizes import STAGING_BYTES
 
 MIB = 1 << 20
 WIDTH, ROWS, LAYERS = 512, 256, 4
@@ -70,6 +71,34 @@ def test_the_measured_step_lies_on_the_predicted_one(tmp_path: Path, *, is_strea
     assert moved == (subject.predicted.bytes_read["weight"] if is_streamed else 0)
     assert _data_in(tmp_path / "report.html") == json.loads(json.dumps(page_data(subject)))
     assert others.numel()
+
+
+def test_steps_of_the_users_own_lines_are_measured(tmp_path: Path) -> None:
+    away = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+    plan = Plan(blocks={f"{i}": away for i in range(LAYERS)}, update=UpdateTime.AFTER_BACKWARD)
+    model, values = _model(), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memfit.fit(model, optimizer, _square, values, plan=plan, lines=True, directory=tmp_path / "homes") as job:
+        with job.lines():
+            for step in range(6):
+                for _ in range(1 + step % 2):
+                    _square(model, values).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            _square(model, values)  # never run back
+        subject = job.report(tmp_path / "report.html")
+        told, measured, compared = subject.predicted.moments, subject.measured, job.compared.result()
+        assert not job.census().grown_bytes
+    assert measured is not None
+    assert [m.action for m in measured.moments] == [str(a) for a in subject.schedule] == [m.action for m in told]
+    for predicted, found in zip(told, measured.moments, strict=True):
+        assert found.peak_bytes <= predicted.peak_bytes + MIB // 2, predicted.action
+    # Buffers of the disk's threads are no tensors.
+    assert measured.peak_bytes >= 0.85 * (subject.predicted.peak_bytes - STAGING_BYTES)
+    assert ("measured in step", "6") in subject.facts
+    assert compared is not None
+    assert compared.steps == 4
 
 
 def test_measuring_disturbs_no_peak_that_others_read(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from memfit.core.errors import PlanError, UnsupportedError
 from memfit.core.schedule import Action, Backward, Forward, Norm, Seed
 from memfit.core.step import Step
 from memfit.engine.entered_calls import Listener
+from memfit.engine.measured_step import Recorder
 from memfit.engine.run import StepRun
 from memfit.engine.work import EngineParts, EnginePhase, StepInput
 
@@ -105,6 +106,8 @@ class DrivenRun(StepRun):
         listener: told which call autograd has reached.
         is_new: no run of this step has come to its end yet.
         observe: called with each action when it is done.
+        recorder: measures; None: the run is not measured. What the lines do between two calls
+            counts in the first one.
 
     Attributes:
         is_over: backward has come to its end.
@@ -119,9 +122,10 @@ class DrivenRun(StepRun):
         listener: Listener,
         is_new: bool,
         observe: Callable[[Action], None] | None,
+        recorder: Recorder | None,
     ) -> None:
         nothing = StepInput(run=lambda _: None, shares=None, streams=())
-        super().__init__(parts, step, nothing, listener=listener, is_new=is_new, observe=observe, recorder=None)
+        super().__init__(parts, step, nothing, listener=listener, is_new=is_new, observe=observe, recorder=recorder)
         self._end = end_of_backward(step)
         self._forwards = {a.first: i for i, a in enumerate(step.schedule.actions) if isinstance(a, Forward)}
         self._watch = watch
@@ -225,6 +229,8 @@ class DrivenRun(StepRun):
             if self._parts.gradients is not None:
                 # The lines may read them at once, through `.grad` or what stands there.
                 self._parts.gradients.wait()
+            if self._recorder is not None:
+                self._recorder.end()
             self.is_over = True
             self._watch.after_backward()
 

@@ -194,6 +194,7 @@ class Engine:
             listener=self._listener(),
             is_new=self._learned.get(id(step)) is not step,
             observe=self._observe,
+            recorder=self._recorder,
         )
         self._run, self._calls = run, run.calls
         run.begin()

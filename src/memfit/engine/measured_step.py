@@ -137,6 +137,15 @@ class StepRecorder:
             )
         )
 
+    def pass_over(self, action: Action) -> None:
+        """Notes an operation that others did, with what came since the one before: its peak is not
+        the run's.
+        """
+        if self._meter is not None:
+            self._meter.take_peak()
+        self.begin(action)
+        self.end()
+
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
         """Context in which the main thread only waits, for work of this kind."""

@@ -83,6 +83,10 @@ class DeviceGradients:
         """Tells whether the parameter's gradient is a sum beside `.grad`."""
         return slot.name in self._sums
 
+    def sum_of(self, slot: ParameterSlot) -> torch.Tensor:
+        """Returns the sum beside `.grad`, which must be there; `.grad` is not looked at."""
+        return self._sums[slot.name]
+
     def give_up_sum(self, slot: ParameterSlot) -> None:
         """Frees the sum beside `.grad`, if there is one."""
         self._sums.pop(slot.name, None)

@@ -21,7 +21,8 @@ the same as forgetting for every parameter that gets a gradient again before the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from memfit.core.errors import AwayError, UsageError
 from memfit.homes.gradients import GradientHomes
 from memfit.homes.weights import BlockWeights, ParameterSlot
 
+_STALE = "a backward came without zero_grad() since "
 _USED = "optimizer.step() has used the gradients and given them up"
 
 
@@ -64,7 +66,7 @@ class GradientStandIn(torch.Tensor):
         return served(name, func, *args)
 
 
-def _stand_ins(values: Iterable[Any]) -> Iterable[GradientStandIn]:
+def _stand_ins(values: Iterable[Any]) -> Iterator[GradientStandIn]:
     for value in values:
         if isinstance(value, GradientStandIn):
             yield value
@@ -116,6 +118,21 @@ def _multiply_each(name: str, func: Any, gradients: Any, factor: Any) -> None:
             gradient.mul_(each)
 
 
+def _unscale_each(name: str, func: Any, gradients: Any, found_inf: Any, inverse_scale: Any) -> None:
+    """Does what `GradScaler` asks for: notes whether values are not finite, and a factor."""
+    if isinstance(found_inf, GradientStandIn) or isinstance(inverse_scale, GradientStandIn):
+        _refuse(name, next(_stand_ins((found_inf, inverse_scale))))
+    ordinary = [gradient for gradient in gradients if not isinstance(gradient, GradientStandIn)]
+    if ordinary:
+        func(ordinary, found_inf, inverse_scale)
+    for gradient in _stand_ins(gradients):
+        owner = _owner(name, gradient)
+        if not owner.is_finite(gradient.slot):
+            found_inf.fill_(1.0)
+        if float(inverse_scale) != 1.0:
+            owner.multiply(gradient.slot, inverse_scale)
+
+
 def _same(name: str, func: Any, gradient: Any) -> Any:
     del name, func
     return gradient
@@ -149,6 +166,7 @@ _SERVED: Mapping[str, Callable[..., Any]] = {
     "_foreach_mul_": _multiply_each,
     "zero_": _zero,
     "_foreach_zero_": _zero_each,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale_each,
     "detach": _same,
     "alias": _same,
 }
@@ -167,8 +185,9 @@ class GradientStandIns:
         why: gradients were given up last.
     """
 
-    def __init__(self, blocks: Iterable[BlockWeights], gradients: GradientHomes) -> None:
+    def __init__(self, blocks: Sequence[BlockWeights], gradients: GradientHomes) -> None:
         self._gradients = gradients
+        self._block_of = {slot.name: block for block in blocks for slot in block.slots if slot.requires_grad}
         slots = [slot for block in blocks for slot in block.slots if slot.requires_grad]
         self._resting = {slot.name: (slot, _stand_in(slot, self, is_spent=False)) for slot in slots}
         self._spent = {slot.name: (slot, _stand_in(slot, self, is_spent=True)) for slot in slots}
@@ -203,19 +222,23 @@ class GradientStandIns:
             if slot.name in self._spent:
                 _put(slot, self._spent[slot.name][1])
 
-    def check_zeroed(self) -> None:
-        """Raises `UsageError` if gradients that an update has used were not zeroed since."""
+    def take_off_spent(self) -> str | None:
+        """Takes marks off, before a backward. Returns the name of a parameter that had one: what
+        this backward adds up is less than in plain PyTorch.
+        """
         found = self._first_spent()
         if found is not None:
             self.take_off()
-            raise UsageError(
-                f"a backward came without zero_grad() since {self.why} (that of {found!r}, for instance): plain PyTorch would add to them. Call "
-                "optimizer.zero_grad() before this backward"
-            )
+        return found
 
     def check_fresh(self) -> None:
         """Raises `UsageError` if an update would use gradients that are given up."""
         found = self._first_spent()
+        if found is not None and self.why.startswith(_STALE):
+            raise UsageError(
+                f"{self.why} (that of {found!r}, for instance), and optimizer.step() came behind it: plain PyTorch would have added to them. Call "
+                "optimizer.zero_grad() before the backward"
+            )
         if found is not None:
             raise UsageError(
                 f"optimizer.step() came without a backward since {self.why} (that of {found!r}, for instance). Call zero_grad() and loss.backward() before it"
@@ -226,7 +249,7 @@ class GradientStandIns:
 
     def check_unscaled(self) -> None:
         """Raises `UsageError` if gradients were multiplied and a backward would add to them."""
-        found = next((s.name for s, _ in self._resting.values() if self._gradients.is_multiplied(s)), None)
+        found = next((s.name for s, _ in self._resting.values() if self._gradients.factors(s)), None)
         if found is not None:
             raise UsageError(
                 f"a backward came after the gradient of {found!r}, which rests away from the device, was multiplied (clipped): clip once, after the last "
@@ -266,12 +289,25 @@ class GradientStandIns:
         Raises:
             AwayError: it was multiplied since its norm was noted.
         """
-        if self._gradients.is_multiplied(slot):
-            raise AwayError(
-                f"the norm of the gradient of {slot.name!r} was asked for after it was clipped, while it rests away from the device: take the norm that "
-                "clip_grad_norm_ returns, or plan gradient_home='device'"
-            )
-        return self._gradients.norm_of(slot).clone()
+        norm = self._gradients.norm_of(slot)
+        for factor in self._gradients.factors(slot):
+            # By a power of two norms scale as gradients do, and nothing is rounded.
+            if abs(math.frexp(float(factor))[0]) != 0.5:
+                raise AwayError(
+                    f"the norm of the gradient of {slot.name!r} was asked for after it was clipped, while it rests away from the device: take the norm that "
+                    "clip_grad_norm_ returns, or plan gradient_home='device'"
+                )
+            if not bool(norm.isfinite()) and self.is_finite(slot):
+                raise AwayError(
+                    f"the squares of the scaled gradient of {slot.name!r}, which rests away from the device, add up to more than its dtype holds, so that its "
+                    "norm is not known: begin with a smaller scale (GradScaler(init_scale=...)), or plan gradient_home='device'"
+                )
+            norm = norm * factor.abs().to(norm.device)
+        return norm.clone()
+
+    def is_finite(self, slot: ParameterSlot) -> bool:
+        """Tells whether a gradient that rests apart has no infinity and no NaN."""
+        return self._gradients.is_finite_apart(self._block_of[slot.name], slot)
 
     def zero(self, slot: ParameterSlot) -> None:
         """Forgets a gradient that is to be zeros."""
@@ -291,6 +327,9 @@ class WindowGradients:
     Args:
         blocks: all blocks.
         gradients: their gradients; keeps norms.
+
+    Attributes:
+        is_stale: the last backward would have added to gradients that are given up.
     """
 
     def __init__(self, blocks: Sequence[BlockWeights], gradients: GradientHomes) -> None:
@@ -299,6 +338,7 @@ class WindowGradients:
         self._stand_ins = GradientStandIns(blocks, gradients)
         self._slots = [slot for block in blocks for slot in block.slots if slot.requires_grad]
         self._has_failed = False
+        self.is_stale = False
 
     def begin(self) -> None:
         """Begins a window."""
@@ -308,15 +348,23 @@ class WindowGradients:
         """Takes note of what the lines did before a backward adds to the gradients.
 
         Raises:
-            UsageError: it would add to gradients that are given up, or were scaled.
+            UsageError: it would add to gradients that were scaled.
         """
         self._stand_ins.heed()
-        self._stand_ins.check_zeroed()
+        self.is_stale = self._stand_ins.take_off_spent() is not None
         self._stand_ins.check_unscaled()
 
     def show(self) -> None:
-        """Shows the lines what a backward has made."""
-        self._stand_ins.show()
+        """Shows the lines what a backward has made: nothing, where plain PyTorch would have added
+        to gradients that are given up. Nobody may want it: a generator's loss gives the
+        discriminator gradients that are zeroed before its next turn.
+        """
+        if self.is_stale:
+            why = self._stand_ins.why
+            self.forget()
+            self.spend(self._slots, why if why.startswith(_STALE) else _STALE + why)
+        else:
+            self._stand_ins.show()
 
     def fail(self) -> None:
         """Marks all gradients as incomplete, once a backward, in time for `zero_grad`."""

@@ -222,17 +222,34 @@ class GradientHomes:
         """
         if slot.name in self._held:
             return self._norms[slot.name]
-        gradient = self.here.of(slot)
-        assert gradient is not None, "asked of a parameter that has a gradient"
-        return torch.linalg.vector_norm(gradient)
+        return torch.linalg.vector_norm(self.here.sum_of(slot))
 
     def multiply(self, slot: ParameterSlot, factor: torch.Tensor) -> None:
         """Multiplies a gradient that rests apart: its update does it, piece by piece."""
         self._factors.setdefault(slot.name, []).append(factor)
 
-    def is_multiplied(self, slot: ParameterSlot) -> bool:
-        """Tells whether `multiply` was called for this gradient."""
-        return slot.name in self._factors
+    def factors(self, slot: ParameterSlot) -> Sequence[torch.Tensor]:
+        """Returns what `multiply` was called with."""
+        return self._factors.get(slot.name, ())
+
+    def is_finite_apart(self, block: BlockWeights, slot: ParameterSlot) -> bool:
+        """Tells whether a gradient that rests apart has no infinity and no NaN.
+
+        Costs a piece of 2 MiB where its norm is not finite: the sum of squares may have overflowed.
+        """
+        if bool(self.norm_of(slot).isfinite()):
+            return True
+        if slot.name not in self._held:
+            return bool(self.here.sum_of(slot).isfinite().all())
+        self.wait()
+        for first in range(0, slot.numel, PIECE_ELEMENTS):
+            count = min(PIECE_ELEMENTS, slot.numel - first)
+            piece = _begin_at_home(self._homes[block.index], slot, first, count, block.update_device)
+            if piece.ready is not None:
+                piece.ready.wait()
+            if not bool(piece.values.isfinite().all()):
+                return False
+        return True
 
     def forget(self, slot: ParameterSlot) -> None:
         """Forgets a gradient that rests apart, as if it had not come."""
@@ -245,18 +262,10 @@ class GradientHomes:
         """Begins to read elements [first, first + count) of a parameter's gradient, in the
         parameter's memory order, for `finish_piece`.
         """
-        device = block.update_device
         gradient = None if block.updates_on_host else self.here.of(slot)
         if gradient is not None:
             return GradientPiece(slot, flat_gradient(self.here.dense_in_place(slot, gradient))[first : first + count])
-        home = self._homes[block.index]
-        size = slot.master_dtype.itemsize
-        offset = slot.master_offset_bytes + first * size
-        if (resting := home.memory_at(device)) is not None:
-            return GradientPiece(slot, typed_view(resting, home.place(offset), slot.master_dtype, (count,)))
-        # Nobody else holds it: the piece does, until it was updated.
-        own = torch.empty(count, dtype=slot.master_dtype, device=device)
-        return GradientPiece(slot, own, home.read(offset, count * size, own.untyped_storage()))
+        return _begin_at_home(self._homes[block.index], slot, first, count, block.update_device)
 
     def finish_piece(self, piece: GradientPiece) -> torch.Tensor:
         """Waits for the piece; returns it in the master's dtype, unscaled and clipped.
@@ -288,14 +297,12 @@ class GradientHomes:
         if gradient is None and slot.name not in self._held:
             return None
         if gradient is not None:
-            return self._scaled_copy(slot, gradient.to(slot.master_dtype, copy=True))
-        self.wait()
-        home = self._homes[block.index]
-        whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
-        home.gather(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
-        return self._scaled_copy(slot, whole)
-
-    def _scaled_copy(self, slot: ParameterSlot, whole: torch.Tensor) -> torch.Tensor:
+            whole = gradient.to(slot.master_dtype, copy=True)
+        else:
+            self.wait()
+            home = self._homes[block.index]
+            whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.master_dtype, device=slot.parameter.device)
+            home.gather(slot.master_offset_bytes, slot.master_nbytes, whole.untyped_storage()).wait()
         if slot.name in self._scaled:
             return whole
         if self.scaling.value is not None:
@@ -311,6 +318,16 @@ class GradientHomes:
             if self._kept is not None and gradient is not None:
                 self._kept[slot.name] = gradient
             self.here.give_up(slot)
+
+
+def _begin_at_home(home: ByteHome, slot: ParameterSlot, first: int, count: int, device: torch.device) -> GradientPiece:
+    size = slot.master_dtype.itemsize
+    offset = slot.master_offset_bytes + first * size
+    if (resting := home.memory_at(device)) is not None:
+        return GradientPiece(slot, typed_view(resting, home.place(offset), slot.master_dtype, (count,)))
+    # Nobody else holds it: the piece does, until it was updated.
+    own = torch.empty(count, dtype=slot.master_dtype, device=device)
+    return GradientPiece(slot, own, home.read(offset, count * size, own.untyped_storage()))
 
 
 def _add_home(gradient: torch.Tensor, home: ByteHome, slot: ParameterSlot) -> None:

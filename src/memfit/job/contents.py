@@ -20,6 +20,7 @@ from memfit.engine.housing import House
 from memfit.engine.loss_scaling import LossScaler
 from memfit.files.matching import Matched
 from memfit.homes import ByteHome
+from memfit.homes.gradient_standins import GradientStandIn
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.weights import BlockWeights, put_values
 from memfit.job.journaling import StepJournal
@@ -244,7 +245,10 @@ class Contents:
     def held(self) -> Iterator[torch.Tensor]:
         """Yields what is on the device between steps and goes with the plan."""
         yield from self.house.held()
-        yield from (p.grad for p in self.model.parameters() if p.grad is not None)
+        found = (p.grad for p in self.model.parameters())
+        yield from (
+            gradient for gradient in found if gradient is not None and not isinstance(gradient, GradientStandIn)
+        )
 
     def largest_residents(self) -> str:
         """Names what of the job takes most of the device now, with its bytes."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,8 +31,10 @@ from memfit.allocator.kernel import is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitError, MemfitWarning, UnsupportedError, UsageError
 from memfit.core.units import format_bytes
 from memfit.engine.coroutines import can_pause
-from memfit.engine.driven_run import DrivenRun, LineWatch
+from memfit.engine.driven_run import DrivenRun, LineWatch, end_of_backward
+from memfit.engine.measured_step import StepRecorder
 from memfit.homes.gradient_standins import WindowGradients
+from memfit.job.assembly import Assembly
 from memfit.job.setup import Prepared
 from memfit.job.step_runner import StepRunner
 from memfit.job.steps import make_update
@@ -67,6 +69,7 @@ class Lines:
         self._around = ExitStack()
         self._run: DrivenRun | None = None
         self._prepared: Prepared | None = None
+        self._recorder: StepRecorder | None = None
         self._is_busy = False
         self._has_raised = False
         self._is_inside = False
@@ -225,7 +228,12 @@ class Lines:
                 failed_backward=self._gradients.fail,
             )
             self._has_raised = self._is_inside = False
-            self._run = assembly.engine.drive(prepared.step, watch)
+            if not self.backwards:
+                # Of the first backward: what the later ones hold besides is not in its prediction.
+                self._recorder = runner.lines_recorder(prepared, given)
+            recorder = None if self.backwards else self._recorder
+            with nullcontext() if recorder is None else assembly.engine.recording(recorder):
+                self._run = assembly.engine.drive(prepared.step, watch)
             self._around = stack.pop_all()
 
     def _begin_window(self) -> Prepared:
@@ -257,7 +265,7 @@ class Lines:
         run, self._run = self._run, None
         assert run is not None
         self._end(run)
-        self.backwards += 1
+        self.backwards += not self._gradients.is_stale
         self._gradients.show()
 
     def _end(self, run: DrivenRun) -> None:
@@ -271,6 +279,8 @@ class Lines:
         if run is None:
             return
         was_in_backward = run.in_backward
+        if not self.backwards:
+            self._recorder = None
         with self._runner.interrupts.held():
             self._end(run)
             if was_in_backward:
@@ -299,15 +309,27 @@ class Lines:
         prepared = self._begin_window() if self._prepared is None else self._prepared
         used = self._gradients.used()
         try:
-            with assembly.stepping(), self._runner.phase():
+            with assembly.stepping(), self._runner.phase(), _recording_update(self._recorder, assembly, prepared):
                 outcome = make_update(assembly, prepared, self._runner.interrupts)
         except BaseException:
-            self._prepared, self.backwards = None, 0
+            self._prepared, self._recorder, self.backwards = None, None, 0
             self._gradients.forget()
             self._gradients.spend(used, "the update failed, and gave the gradients up")
             raise
-        self._prepared, self.backwards = None, 0
+        recorder = self._recorder
+        self._prepared, self._recorder, self.backwards = None, None, 0
         self.steps += 1
         self.departures = tuple(outcome.departures)
         self._gradients.spend(used)
-        self._runner.end_lines_step(self.departures)
+        self._runner.end_lines_step(prepared, recorder, self.departures)
+
+
+def _recording_update(
+    recorder: StepRecorder | None, assembly: Assembly, prepared: Prepared
+) -> AbstractContextManager[None]:
+    """Returns a context in which the update is measured, behind the backward that was."""
+    if recorder is None:
+        return nullcontext()
+    # The lines have taken it, where they wanted one.
+    recorder.pass_over(prepared.step.operations[end_of_backward(prepared.step)].action)
+    return assembly.engine.recording(recorder)

@@ -114,14 +114,31 @@ class StepRunner:
         """Returns the context of a part of a step."""
         return self.machine.phase("first step" if self._steps_here == 0 else "steady", is_step=True)
 
-    def end_lines_step(self, departures: tuple[str, ...] = ()) -> None:
+    def lines_recorder(self, prepared: Prepared, given: Any) -> StepRecorder | None:
+        """Returns a recorder of the first backward of a window, and its update; None if it is not
+        measured.
+
+        Args:
+            prepared: that the window runs.
+            given: what the lines called the model with.
+        """
+        return step_recorder(self.assembly, prepared, given, self._steps_here)
+
+    def end_lines_step(
+        self, prepared: Prepared, recorder: StepRecorder | None, departures: tuple[str, ...] = ()
+    ) -> None:
         """Ends a step that lines of the user's own made.
 
         Args:
+            prepared: that its window ran.
+            recorder: has measured it.
             departures: of its update from the trace.
         """
         self._steps_here += 1
+        self._note_measured(recorder, prepared)
         self.assembly.checkpointer.note_positions()
+        if self._census.note_step():
+            self._census.warn_once(self.census())
         self._tell_passed(self.machine.last_peak_bytes())
         seconds = time.perf_counter() - self._lines_began_s
         self.watchers.tell_lines_step(self.assembly, seconds, departures)

@@ -43,6 +43,12 @@ def validated_entries(optimizer: object, named_parameters: Mapping[str, torch.nn
         UsageError: not an optimizer, a parameter that the model lacks, or one that appears twice.
         UnsupportedError: an optimizer that cannot be run on pieces without changing what it does.
     """
+    if isinstance(optimizer, list | tuple) and optimizer and all(isinstance(each, Optimizer) for each in optimizer):
+        raise UsageError(
+            f"A job has one optimizer, and {len(optimizer)} were given. Fit each network with its own optimizer "
+            "(lines=True), and run the loop inside of both `with job.lines():` (docs/lines.md, several optimizers); "
+            "or make one optimizer with a parameter group for each."
+        )
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"The optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer. Pass the optimizer object "
