@@ -5,7 +5,7 @@ In: the user's model, optimizer, loss and sample. Out: `Advice`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.api.choosing import Choice, Wanted, choose, keeps_batch_whole
+from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
+from memfit.api.explaining import AskedPlan, explain_choice, explain_plan
 from memfit.api.given_plans import read_given
+from memfit.api.lines_plan import check_asked, plan_of_one_batch, whole_by_lines
 from memfit.batches.batch import UncuttableError
+from memfit.batches.cutting import Cut, UserSplit
 from memfit.core.aliases import own_allowances
 from memfit.core.hardware import Hardware
+from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
 from memfit.core.machines import read_hardware
 from memfit.core.numerics import Numerics, Wish, check_exact, declare
@@ -27,7 +31,7 @@ from memfit.core.rates import in_dtype
 from memfit.core.schedule import Schedule
 from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
-from memfit.job.described import PlannedMachine, plan_for
+from memfit.job.described import PlannedFor, plan_for
 from memfit.job.machine import device_of
 from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
@@ -40,12 +44,15 @@ from memfit.job.problem import (
     driver_of,
     encodes_states,
 )
+from memfit.job.setup import beside_loop
+from memfit.planning.plan_answers import Explanation
 from memfit.planning.plan_choice import ClassicPoint, ParetoPoint
 from memfit.prediction.predict import predict
 from memfit.profiling.blocks import find_blocks
 from memfit.scheduling.build import build_step
 from memfit.scheduling.check import check_step
 from memfit.scheduling.lower import lower
+from memfit.store import Durability
 from memfit.tensors.guard import is_away
 
 
@@ -66,6 +73,7 @@ class Advice:
             given.
         chosen: name of its point; empty for a plan that was given.
         classics: techniques of the field on the same question, where they were asked for.
+        explanation: why the plan is what it is, where that was asked for.
     """
 
     plan: Plan
@@ -79,6 +87,7 @@ class Advice:
     front: tuple[ParetoPoint, ...] = ()
     chosen: str = ""
     classics: tuple[ClassicPoint, ...] = ()
+    explanation: Explanation | None = None
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -93,13 +102,22 @@ def advise(
     sample: Any,
     *,
     limit: int | str | None = None,
-    plan: Plan | str | Path | None = None,
-    allow: Collection[str] = frozenset(),
-    numerics: Wish = "auto",
-    max_grad_norm: float | None = None,
-    directory: str | Path | None = None,
+    host_limit: int | str | None = None,
+    disk_limit: int | str | None = None,
     hardware: Hardware | str | Path | None = None,
+    emulate_device: bool = False,
+    numerics: Wish = "auto",
+    allow: Collection[str] = frozenset(),
+    plan: Plan | str | Path | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    directory: str | Path | None = None,
+    split: UserSplit | None = None,
+    max_grad_norm: float | None = None,
+    lines: bool = False,
+    durability: Durability | None = None,
+    scheme: Scheme | None = None,
     compares: bool = False,
+    explains: bool = False,
 ) -> Advice:
     """Chooses a plan as `fit` does, or takes the one that is given, and prices it.
 
@@ -114,15 +132,26 @@ def advise(
         loss: the user's.
         sample: a batch.
         limit: bytes of the device; None: no limit, or all that a described device has.
-        plan: priced instead of chosen; the name of a technique: chosen among its plans.
-        allow: declared changes of arithmetic.
-        numerics: "auto" or "exact".
-        max_grad_norm: gradients are to be clipped.
-        directory: on the disk that homes would use.
+        host_limit: of host memory beside a device; None: what the machine has.
+        disk_limit: of files; None likewise.
         hardware: the machine that plans are made for (object, name, JSON text or a path to it),
             which need not be here: its tiers, capacities and kind of device count, and nothing is
             allocated on it. None: this machine, which is probed.
+        emulate_device: as in `fit`.
+        numerics: "auto" or "exact".
+        allow: declared changes of arithmetic.
+        plan: priced instead of chosen; the name of a technique: chosen among its plans.
+        blocks: names or modules.
+        directory: on the disk that homes would use.
+        split: cuts a batch.
+        max_grad_norm: gradients are to be clipped.
+        lines: for a loop of the user's own.
+        durability: the run is to be committed to a store, so often; None: it is not, unless
+            `scheme` is given.
+        scheme: of that store.
         compares: techniques of the field are predicted as well (`Advice.classics`).
+        explains: the plan is explained (`Advice.explanation`). One that is chosen also by what
+            other limits and permissions would give: that takes as long as some twenty searches.
 
     Raises:
         DoesNotFitError: no plan fits the limit.
@@ -131,121 +160,183 @@ def advise(
     allow = own_allowances(allow)
     check_arguments(model, loss, allow, max_grad_norm, numerics)
     stated, device = read_hardware(hardware), device_of(model)
+    given = read_given(plan)
+    if lines:
+        given_plan = given.plan
+        check_asked(
+            max_grad_norm=max_grad_norm, weight=None, split=split, on_breach="error", scheme=scheme, plan=given_plan
+        )
     problem = Problem(
         model=model,
         loss=loss,
         driver=driver_of(optimizer, model),
-        block_map=find_blocks(model, None),
+        block_map=find_blocks(model, blocks),
         numerics=numerics,
         is_for_accelerator=None if stated is None else not is_processor(stated.device),
     )
-    given = read_given(plan)
     if given.plan is None:
         check_effect(problem, allow, device.type if stated is None else stated.device)
     # How a model without bytes will be loaded is not known.
     loads = all(p.numel() == 0 or (not is_away(p) and p.untyped_storage().nbytes()) for p in model.parameters())
-    planned = plan_for(model, limit, stated, [*beside(model, optimizer, sample)], loads=loads)
+    planned = plan_for(
+        model,
+        limit,
+        stated,
+        [*beside(model, optimizer, sample)],
+        loads=loads,
+        host_limit=host_limit,
+        disk_limit=disk_limit,
+        is_emulated=emulate_device,
+    )
     if planned.here is not None:
-        stated = probe(planned.here, directory, probes_bf16="bf16" in allow, probes_codecs=encodes_states(allow))
+        tries = explains and given.plan is None
+        stated = probe(
+            planned.here,
+            directory,
+            probes_bf16=tries or "bf16" in allow,
+            probes_codecs=tries or encodes_states(allow),
+        )
     assert stated is not None, "what is not here is described"
-    clips_norm = max_grad_norm is not None
-    if given.plan is not None:
-        check_precision(given.plan, model, allow)
-        return _price(problem, sample, given.plan, planned.budget, stated, allow=allow, clips_norm=clips_norm)
+    is_committed = durability is not None or scheme is not None
     wanted = Wanted(
         allow=allow,
-        may_split=True,
-        clips_norm=clips_norm,
+        may_split=not lines,
+        clips_norm=max_grad_norm is not None or lines,
         load_bytes=planned.load_bytes,
+        scheme=(scheme or "generations") if is_committed else None,
+        checks_split=not lines,
         numerics=numerics,
+        commits=commits_a_step(durability or "step") if is_committed else 0.0,
+        has_lines=lines,
         classic=given.classic,
         compares=compares,
     )
-    chosen = _chosen(problem, sample, planned.budget, stated, planned.machine, wanted)
-    return _advice(chosen, planned.budget(chosen.profile), allow=allow)
+    asked = _Asked(problem, sample, planned, stated, wanted, split)
+    return asked.priced(given.plan, explains=explains) if given.plan is not None else asked.chosen(explains=explains)
 
 
-def _advice(chosen: Choice, budget: Budget, *, allow: Collection[str]) -> Advice:
-    """Returns what is known of a plan that was chosen."""
-    declared = declare(chosen.plan, chosen.profile, allow=allow, why=chosen.why)
-    return Advice(
-        plan=chosen.plan,
-        reason=f"{chosen.reason} {declared.sentence()}",
-        numerics=declared,
-        schedule=chosen.found.schedule,
-        timeline=chosen.found.timeline,
-        budget=budget,
-        profile=chosen.profile,
-        hardware=chosen.hardware,
-        front=chosen.found.front,
-        chosen=chosen.found.name,
-        classics=chosen.found.classics,
-    )
+class _Asked:
+    """A question with all that it was asked with.
 
-
-def _price(
-    problem: Problem,
-    sample: Any,
-    plan: Plan,
-    budget: Callable[[Profile], Budget],
-    hardware: Hardware,
-    *,
-    allow: Collection[str],
-    clips_norm: bool,
-) -> Advice:
-    """Prices a plan that is given."""
-    problem = replace(problem, cut=problem.ways(sample, None)[0])
-    found = problem.profile_for(plan, sample)
-    check_exact(plan, found, problem.numerics)
-    declared = declare(plan, found, allow=allow, why="the plan was given")
-    speeds = in_dtype(hardware, plan.compute_dtype)
-    schedule = build_step(plan, found, clips_norm=clips_norm)
-    step = lower(schedule, plan, found, device=speeds.device)
-    check_step(step, clips_norm=clips_norm)
-    return Advice(
-        plan=plan,
-        reason=f"given by the user. {declared.sentence()}",
-        numerics=declared,
-        schedule=schedule,
-        timeline=predict(step, speeds),
-        budget=budget(found),
-        profile=found,
-        hardware=speeds,
-    )
-
-
-def _chosen(
-    problem: Problem,
-    sample: Any,
-    budget: Callable[[Profile], Budget],
-    hardware: Hardware,
-    machine: PlannedMachine,
-    wanted: Wanted,
-) -> Choice:
-    """The choice with the likeliest way to cut batches that the model runs on.
-
-    That the loss adds up is shown by `fit`, which runs it.
+    Args:
+        problem: what is trained.
+        sample: a batch.
+        planned: the machine, and what is left to tensors.
+        hardware: that plans are priced on.
+        wanted: what is allowed.
+        split: cuts a batch instead of memfit.
     """
 
-    def suffices(found: Profile) -> bool:
-        own = replace(wanted, may_split=found.may_split)
-        return keeps_batch_whole(problem, sample, found, budget(found), hardware, machine, own)
+    def __init__(
+        self,
+        problem: Problem,
+        sample: Any,
+        planned: PlannedFor,
+        hardware: Hardware,
+        wanted: Wanted,
+        split: UserSplit | None,
+    ) -> None:
+        self._problem = problem
+        self._sample = sample
+        self._planned = planned
+        self._hardware = hardware
+        self._wanted = wanted
+        self._split = split
 
-    cut, whole = _cut_and_profiled(problem, sample, suffices)
-    wanted = replace(wanted, may_split=whole.may_split)
-    return choose(cut, sample, whole, budget(whole), hardware, machine, wanted)
+    def chosen(self, *, explains: bool) -> Advice:
+        """Chooses a plan, with the likeliest way to cut batches that the model runs on.
 
+        That the loss adds up is shown by `fit`, which runs it.
+        """
+        wanted, machine, sample = self._wanted, self._planned.machine, self._sample
 
-def _cut_and_profiled(problem: Problem, sample: Any, suffices: Callable[[Profile], bool]) -> tuple[Problem, Profile]:
-    """The problem with the likeliest way to cut its batches that the model runs on, and its
-    profile.
-    """
-    *ways, whole = problem.ways(sample, None)
-    for way in ways:
-        cut = replace(problem, cut=way)
-        try:
-            return cut, cut.profile(sample, cut.counts(sample), chunk_tokens=None, suffices=suffices)
-        except UncuttableError:
-            continue
-    cut = replace(problem, cut=whole)
-    return cut, cut.profile(sample, (1,), chunk_tokens=None)
+        def suffices(found: Profile) -> bool:
+            own = replace(wanted, may_split=found.may_split)
+            return keeps_batch_whole(self._problem, sample, found, self._budget(found), self._hardware, machine, own)
+
+        # What is explained is asked for smaller limits too.
+        problem, first = self._profiled(None if explains or wanted.has_lines else suffices)
+        asked = AskedPlan(
+            problem=problem,
+            sample=sample,
+            first=first,
+            budget=self._budget,
+            hardware=self._hardware,
+            machine=machine,
+            wanted=replace(wanted, may_split=first.may_split or wanted.has_lines),
+        )
+        found = choose(problem, sample, first, self._budget(first), self._hardware, machine, asked.wanted, asked.traces)
+        return self._advice(found, explain_choice(asked, found) if explains else None)
+
+    def priced(self, plan: Plan, *, explains: bool) -> Advice:
+        """Prices a plan that is given."""
+        allow, clips_norm = self._wanted.allow, self._wanted.clips_norm
+        check_precision(plan, self._problem.model, allow)
+        problem = replace(self._problem, cut=self._ways()[0])
+        found = problem.profile_for(plan, self._sample)
+        check_exact(plan, found, problem.numerics)
+        declared = declare(plan, found, allow=allow, why="the plan was given")
+        speeds = in_dtype(self._hardware, plan.compute_dtype)
+        schedule = build_step(plan, found, clips_norm=clips_norm)
+        step = lower(schedule, plan, found, commits=self._wanted.commits, device=speeds.device)
+        check_step(step, clips_norm=clips_norm)
+        timeline = predict(step, speeds)
+        explained = explain_plan(plan, found, timeline, speeds, clips_norm=clips_norm) if explains else None
+        return Advice(
+            plan=plan,
+            reason=f"given by the user. {declared.sentence()}",
+            numerics=declared,
+            schedule=schedule,
+            timeline=timeline,
+            budget=self._budget(found),
+            profile=found,
+            hardware=speeds,
+            explanation=explained,
+        )
+
+    def _advice(self, chosen: Choice, explanation: Explanation | None) -> Advice:
+        """Returns what is known of a plan that was chosen."""
+        declared = declare(chosen.plan, chosen.profile, allow=self._wanted.allow, why=chosen.why)
+        plan, reason = chosen.plan, chosen.reason
+        if self._wanted.has_lines:
+            plan = plan_of_one_batch(plan)
+            reason += " It was priced for a loop that runs two batches back before each update."
+        return Advice(
+            plan=plan,
+            reason=f"{reason} {declared.sentence()}",
+            numerics=declared,
+            schedule=chosen.found.schedule,
+            timeline=chosen.found.timeline,
+            budget=self._budget(chosen.profile),
+            profile=chosen.profile,
+            hardware=chosen.hardware,
+            front=chosen.found.front,
+            chosen=chosen.found.name,
+            classics=chosen.found.classics,
+            explanation=explanation,
+        )
+
+    def _budget(self, found: Profile) -> Budget:
+        planned = self._planned
+        budget = planned.budget(found)
+        return beside_loop(budget, counts_process=planned.machine.counts_process) if self._wanted.has_lines else budget
+
+    def _ways(self) -> list[Cut]:
+        if self._wanted.has_lines:
+            return [whole_by_lines()]
+        return self._problem.ways(self._sample, self._split)
+
+    def _profiled(self, suffices: Callable[[Profile], bool] | None) -> tuple[Problem, Profile]:
+        """The problem with the likeliest way to cut its batches that the model runs on, and its
+        profile.
+        """
+        *ways, whole = self._ways()
+        for way in ways:
+            cut = replace(self._problem, cut=way)
+            try:
+                counts = cut.counts(self._sample)
+                return cut, cut.profile(self._sample, counts, chunk_tokens=None, suffices=suffices)
+            except UncuttableError:
+                continue
+        cut = replace(self._problem, cut=whole)
+        return cut, cut.profile(self._sample, (1,), chunk_tokens=None)

@@ -37,6 +37,7 @@ from memfit.planning.plan_choice import PlanChoice
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
 from memfit.prediction.clock import fastest_products_per_s, work_seconds
+from memfit.store import Durability
 
 # A plan that takes less than this share of what another way to compute takes at least wins in any
 # case: ways differ a little in operations.
@@ -102,6 +103,19 @@ class Wanted:
     compares: bool = False
 
 
+def commits_a_step(durability: Durability) -> float:
+    """Returns how many commits a step brings with it."""
+    if isinstance(durability, int):
+        return 1.0 / durability
+    return 1.0 if durability == "step" else 0.0
+
+
+class Traces(dict[tuple[ComputeDtype, int | None], Profile]):
+    """Profiles of one batch by dtype and chunks of the loss, for questions that are asked several
+    times.
+    """
+
+
 def choose(
     problem: Problem,
     sample: Any,
@@ -110,6 +124,7 @@ def choose(
     hardware: Hardware,
     machine: PlannedMachine,
     wanted: Wanted,
+    traces: Traces | None = None,
 ) -> Choice:
     """Chooses the fastest plan that fits.
 
@@ -124,11 +139,13 @@ def choose(
         hardware: what plans are priced on.
         machine: the limits of host memory and disk are its.
         wanted: what is allowed, and what plans must leave room for.
+        traces: further profiles of the batch, which are kept there.
 
     Raises:
         DoesNotFitError: no plan does.
     """
     search = _Search(problem, sample, first, budget, hardware, machine, wanted)
+    search.traces = Traces() if traces is None else traces
     search.run()
     best = search.best()
     load_bytes = wanted.load_bytes
@@ -192,6 +209,7 @@ class _Search:
         refusals: what did not fit.
         unchanged_s: least seconds of plans with plain PyTorch's own sums.
         untried: why the loss was not tried in chunks, in words.
+        traces: profiles in other ways than the first one's.
     """
 
     def __init__(
@@ -215,6 +233,7 @@ class _Search:
         self.refusals: list[DoesNotFitError] = []
         self.unchanged_s: list[float] = []
         self.untried = ""
+        self.traces = Traces()
 
     def run(self) -> None:
         """Looks at the ways in the order of their speed, as far as they can still win: a trace of
@@ -289,10 +308,7 @@ class _Search:
         problem = self._problem
         is_first = compute is ComputeDtype.GIVEN and chunk is None
         try:
-            counts = problem.counts(self._sample)
-            traced = (
-                self._first if is_first else problem.profile(self._sample, counts, chunk_tokens=chunk, compute=compute)
-            )
+            traced = self._first if is_first else self._traced(compute, chunk)
         except UnsupportedError as error:
             if chunk is None:
                 raise
@@ -316,6 +332,13 @@ class _Search:
                 plan=found.plan, reason=_words(found, found.plan, speeds), profile=profile, hardware=speeds, found=found
             )
             self.choices.append((way, choice))
+
+    def _traced(self, compute: ComputeDtype, chunk: int | None) -> Profile:
+        key = compute, chunk
+        if key not in self.traces:
+            counts = self._problem.counts(self._sample)
+            self.traces[key] = self._problem.profile(self._sample, counts, chunk_tokens=chunk, compute=compute)
+        return self.traces[key]
 
     def _plan(
         self,

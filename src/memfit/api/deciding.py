@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.api.choosing import Choice, Wanted, choose, keeps_batch_whole
+from memfit.api.choosing import Choice, Wanted, choose, commits_a_step, keeps_batch_whole
 from memfit.api.lines_plan import cut_by_lines, plan_of_lines
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Whole
@@ -48,7 +48,6 @@ from memfit.planning.refusals import Refusal
 from memfit.prediction.residents import peak_report
 from memfit.profiling.trace import arrange_blocks
 from memfit.scheduling.lower import lower
-from memfit.store import Durability
 from memfit.tensors.trees import tensors_in
 
 _RunnerT = TypeVar("_RunnerT", bound=StepRunner | None)
@@ -415,16 +414,9 @@ def _wanted(setup: Setup, *, may_split: bool, running: Plan | None) -> Wanted:
         like=running or setup.resumed_plan,
         scheme=None if run is None else run.scheme,
         numerics=setup.numerics,
-        commits=0.0 if run is None else _commits_a_step(run.durability),
+        commits=0.0 if run is None else commits_a_step(run.durability),
         classic=None if is_running else setup.classic,
     )
-
-
-def _commits_a_step(durability: Durability) -> float:
-    """Returns how many commits a step brings with it."""
-    if isinstance(durability, int):
-        return 1.0 / durability
-    return 1.0 if durability == "step" else 0.0
 
 
 # --- refusals -----------------------------------------------------------------------------------

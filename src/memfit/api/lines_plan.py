@@ -63,7 +63,17 @@ def check_asked(
 
 def cut_by_lines(setup: Setup) -> Setup:
     """Returns the same, with batches that nobody cuts but the user's loop."""
-    return setup.cut_by(Whole("the loop is the user's own, and cuts batches itself"))
+    return setup.cut_by(whole_by_lines())
+
+
+def whole_by_lines() -> Whole:
+    """Returns the way not to cut batches, because the user's loop does it."""
+    return Whole("the loop is the user's own, and cuts batches itself")
+
+
+def plan_of_one_batch(plan: Plan) -> Plan:
+    """Returns a plan that was priced with two batches: each of them is a run of its own."""
+    return replace(plan, microbatches=1, order=Order.LAYER_MAJOR)
 
 
 def plan_of_lines(
@@ -86,5 +96,4 @@ def plan_of_lines(
     found = setup.problem.profile(sample, (1,), chunk_tokens=None)
     chosen = choose(setup, sample, found, setup.budget(sample, found))
     why = f"{chosen.reason} It was priced for a loop that runs two batches back before each update."
-    # Of the two batches that it was priced with, each is a run of its own.
-    return replace(chosen.plan, microbatches=1, order=Order.LAYER_MAJOR), why, chosen.profile
+    return plan_of_one_batch(chosen.plan), why, chosen.profile

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from memfit.cli.output import open_console, print_table
+from memfit.cli.explanation_tables import plan_data, print_explanation, read_plan_file, show_difference
+from memfit.cli.output import open_console, print_json, print_table
 from memfit.cli.source import (
     AllowOption,
     BatchOption,
+    CommandSource,
     FunctionArgument,
     HardwareOption,
     ModelOption,
@@ -43,60 +46,126 @@ def plan(
     limit: Annotated[
         str | None, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")
     ] = None,
-    allow: AllowOption = None,
-    plan: PlanOption = None,
-    numerics: NumericsOption = "auto",
-    clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
-    directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
+    host_limit: Annotated[str | None, typer.Option(help="Host memory beside a device.")] = None,
+    disk_limit: Annotated[str | None, typer.Option(help="Files: homes on disk, and a store.")] = None,
     hardware: HardwareOption = None,
     tiers: TiersOption = None,
+    emulate_device: Annotated[
+        bool, typer.Option("--emulate-device", help="Count a device of its own inside the process.")
+    ] = False,
+    numerics: NumericsOption = "auto",
+    allow: AllowOption = None,
+    plan: PlanOption = None,
+    block: Annotated[
+        list[str] | None, typer.Option(help="A module that is to be a block. May be repeated; else memfit finds them.")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Plan for a loop of your own (job.lines()).")] = False,
+    durability: Annotated[
+        str | None, typer.Option(help="Plan for a run that a store commits: step, a number of steps, or exit.")
+    ] = None,
+    scheme: Annotated[str | None, typer.Option(help="Of that store: generations or journal.")] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say what each choice saves and costs, and what other limits and permissions would give. Takes as long as some twenty searches.",
+        ),
+    ] = False,
+    diff: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="PLAN PLAN",
+            help="Show what two plans decide otherwise, and, for a model that is named, what each takes.",
+        ),
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(
             help="Write the plan here, for --plan of other commands; - writes it, and nothing else, to standard output."
         ),
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Write what the tables say here, as JSON; - as with --json.")
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule of a step.")] = False,
 ) -> None:
     """Chooses the fastest plan that fits the limit.
 
-    Shows the reason, the front of plans beside it, the schedule.
+    Shows the reason, the front of plans beside it, the schedule. Its options are the keywords of
+    `memfit.fit`: the plan that is shown is the one that it would choose.
     """
-    is_piped = json == Path("-")
-    console = open_console(on_errors=is_piped)
+    console = open_console(on_errors=Path("-") in (json, data))
+    options = {
+        "limit": limit,
+        "host_limit": host_limit,
+        "disk_limit": disk_limit,
+        "hardware": given_hardware(hardware, tiers),
+        "emulate_device": emulate_device,
+        "numerics": numerics,  # its check says what it takes
+        "allow": allow or (),
+        "blocks": block,
+        "directory": directory,
+        "max_grad_norm": clip,
+        "lines": lines,
+        "durability": read_durability(durability),
+        "scheme": scheme,
+        "explains": explain,
+    }
+    if diff is not None:
+        priced: list[Advice] = []
+        if any(named is not None for named in (function, recipe, model)):
+            with console.status("predicting"):
+                source = find_source(function, recipe, model, batch, sequence)
+                priced = [_advised(source, {**options, "plan": read_plan_file(path)}) for path in diff]
+        before, after = map(read_plan_file, diff)
+        show_difference(console, diff, before, after, priced, data)
+        return
     with console.status("planning"):
-        machine = given_hardware(hardware, tiers)
         source = find_source(function, recipe, model, batch, sequence)
-        from memfit.api.advise import advise
-
-        advice = advise(
-            source.model,
-            source.optimizer,
-            source.loss,
-            source.sample,
-            limit=limit,
-            allow=allow or (),
-            numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
-            max_grad_norm=clip,
-            hardware=machine,
-            directory=directory,
-            plan=given_plan(plan),
-            compares=True,
-        )
-    if is_piped:
+        advice = _advised(source, {**options, "plan": given_plan(plan), "compares": True})
+    if json == Path("-"):
         typer.echo(advice.plan.to_json())
     elif json is not None:
         write_plan(json, advice)
     console.print(source.name, markup=False)
+    _show(console, advice)
+    if text:
+        console.print(advice.schedule.text(), markup=False, soft_wrap=True)
+    if data is not None:
+        print_json(data, plan_data(advice))
+    if json is not None and json != Path("-"):
+        console.print(f"the plan is in {json}", markup=False, soft_wrap=True)
+
+
+def _advised(source: CommandSource, options: Mapping[str, Any]) -> Advice:
+    from memfit.api.advise import advise
+
+    return advise(source.model, source.optimizer, source.loss, source.sample, **options)
+
+
+def read_durability(given: str | None) -> Any:
+    """Reads --durability: a number of steps, or a word that `fit` knows.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if given is None or given in ("step", "exit"):
+        return given
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    raise UsageError(f"--durability is step, exit or a number of steps, not {given!r:.80}")
+
+
+def _show(console: Console, advice: Advice) -> None:
     console.print(f"plan: {advice.reason}", markup=False)
     console.print()
     _print_limit(console, advice)
     print_front(console, advice)
     _print_classics(console, advice)
-    if text:
-        console.print(advice.schedule.text(), markup=False, soft_wrap=True)
-    if json is not None and not is_piped:
-        console.print(f"the plan is in {json}", markup=False, soft_wrap=True)
+    if advice.explanation is not None:
+        print_explanation(console, advice.explanation)
 
 
 def write_plan(path: Path, advice: Advice) -> None:

@@ -75,7 +75,15 @@ class PlannedFor:
 
 
 def plan_for(
-    model: nn.Module, limit: int | str | None, hardware: Hardware | None, beside: Sequence[torch.Tensor], *, loads: bool
+    model: nn.Module,
+    limit: int | str | None,
+    hardware: Hardware | None,
+    beside: Sequence[torch.Tensor],
+    *,
+    loads: bool,
+    host_limit: int | str | None = None,
+    disk_limit: int | str | None = None,
+    is_emulated: bool = False,
 ) -> PlannedFor:
     """Opens the machine that plans are made for.
 
@@ -88,16 +96,20 @@ def plan_for(
         hardware: the description; None: this machine.
         beside: as in `Machine.budget`.
         loads: how the model's weights come home is known, so that what that takes counts.
+        host_limit: of host memory beside a device; None: what the machine has.
+        disk_limit: of files; None likewise.
+        is_emulated: as `fit(emulate_device=True)`.
 
     Raises:
         UsageError: the limit is more than the described device has.
     """
+    wanted = Limits.read(limit, host_limit, disk_limit)
     if hardware is not None and not is_processor(hardware.device):
-        machine = DescribedAccelerator(tiers=tuple(hardware.tiers), limits=_limits(limit, hardware))
+        machine = DescribedAccelerator(tiers=tuple(hardware.tiers), limits=_limits(wanted, hardware))
         return PlannedFor(machine=machine, budget=lambda _: machine.budget(), load_bytes=0, here=None)
-    limits = Limits.read(limit) if hardware is None else _limits(limit, hardware)
+    limits = wanted if hardware is None else _limits(wanted, hardware)
     device = device_of(model) if hardware is None else torch.device("cpu")
-    opened = open_machine(device, limits)
+    opened = open_machine(device, limits, is_emulated=is_emulated)
     return PlannedFor(
         machine=opened,
         budget=lambda found: opened.planned_budget(model, beside, kernel_bytes=found.kernel_bytes),
@@ -106,13 +118,15 @@ def plan_for(
     )
 
 
-def _limits(limit: int | str | None, hardware: Hardware) -> Limits:
-    """The described capacities; a limit takes the place of the device's."""
-    limits = Limits.read(limit, others={tier: spec.nbytes for tier, spec in hardware.away.items()})
-    wanted = limits.device_bytes
+def _limits(given: Limits, hardware: Hardware) -> Limits:
+    """The described capacities; limits that are given take their places, but for more than there
+    is.
+    """
+    wanted = given.device_bytes
     if wanted is not None and wanted > hardware.device_bytes:
         raise UsageError(
             f"the limit of {format_bytes(wanted)} is more than {hardware.device} has ({format_bytes(hardware.device_bytes)}): give less, or another "
             f"capacity: --tiers device={format_bytes(wanted).replace(' ', '')}"
         )
-    return Limits(by_tier={Tier.DEVICE: hardware.device_bytes, **limits.by_tier})
+    capacities = {tier: spec.nbytes for tier, spec in hardware.tiers.items()} | {Tier.DEVICE: hardware.device_bytes}
+    return Limits(by_tier={tier: min(nbytes, given.by_tier.get(tier, nbytes)) for tier, nbytes in capacities.items()})

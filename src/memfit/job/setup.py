@@ -128,14 +128,20 @@ class Setup:
         model = self.problem.model
         held = [*beside(model, self.optimizer, sample)]
         budget = self.machine.planned_budget(model, held, kernel_bytes=found.kernel_bytes)
-        if not self.has_lines or not self.machine.counts_process or budget.limit_bytes is None:
-            return budget
-        # The loop runs inside of the step, with all that it and its host load and keep.
-        return replace(budget, reserve_bytes=budget.reserve_bytes + _LOOP_BYTES)
+        return beside_loop(budget, counts_process=self.machine.counts_process) if self.has_lines else budget
 
     def cut_by(self, way: Cut) -> Setup:
         """Returns the same, with another way to cut batches."""
         return replace(self, problem=replace(self.problem, cut=way))
+
+
+def beside_loop(budget: Budget, *, counts_process: bool) -> Budget:
+    """Returns what is left beside a loop of the user's own, which runs inside of the step with all
+    that it and its host load and keep.
+    """
+    if not counts_process or budget.limit_bytes is None:
+        return budget
+    return replace(budget, reserve_bytes=budget.reserve_bytes + _LOOP_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,252 @@
+"""Explains a plan: what its choices save and cost, the way to it from plain training, and what
+other limits and permissions would give.
+
+In: the question that a plan answers, and the answer. Out: `Explanation`. Each "what if" is answered
+by choosing again, as `fit` would; traces are shared, so that a question takes as long as a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from memfit.api.choosing import Choice, Traces, Wanted, choose
+from memfit.core.accumulation import accumulated
+from memfit.core.errors import DoesNotFitError, UnsupportedError, UsageError
+from memfit.core.hardware import Hardware
+from memfit.core.limits import Budget, Limits
+from memfit.core.numerics import TECHNIQUES
+from memfit.core.plan import Plan
+from memfit.core.profile import Profile
+from memfit.core.tiers import Tier
+from memfit.core.timeline import Timeline
+from memfit.core.units import GIB, MIB, format_bytes
+from memfit.job.described import PlannedMachine
+from memfit.job.plan_checks import check_effect
+from memfit.job.plan_increments import points_from_plain
+from memfit.job.problem import Problem
+from memfit.planning.choice_notes import note_choices
+from memfit.planning.plan_answers import Explanation, IncrementNote, WhatIf
+from memfit.planning.price_curve import CurvePoint, curve_limits, with_knees
+from memfit.prediction.bottlenecks import find_phases
+from memfit.prediction.predict import Appraisal, appraise
+from memfit.scheduling.build import build_step
+from memfit.scheduling.lower import lower
+
+_POINTS = 8
+# Of small limits a part is more, and less, instead of a GiB.
+_LARGE_LIMIT = 4 * GIB
+_PART = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VariedMachine:
+    """A machine with other limits."""
+
+    tiers: tuple[Tier, ...]
+    limits: Limits
+    counts_process: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedPlan:
+    """A question that a plan was chosen for, so that it can be asked in other ways.
+
+    Attributes:
+        problem: what is trained.
+        sample: a batch.
+        first: its profile in all sizes of microbatches.
+        budget: measures what is left to tensors.
+        hardware: that plans are priced on.
+        machine: with its limits.
+        wanted: what is allowed.
+        traces: that earlier questions have made.
+    """
+
+    problem: Problem
+    sample: Any
+    first: Profile
+    budget: Callable[[Profile], Budget]
+    hardware: Hardware
+    machine: PlannedMachine
+    wanted: Wanted
+    traces: Traces = field(default_factory=Traces)
+
+    def answer(
+        self,
+        *,
+        limit: int | None = None,
+        of_tiers: Mapping[Tier, int] | None = None,
+        allow: Collection[str] = (),
+    ) -> Choice:
+        """Chooses a plan.
+
+        Args:
+            limit: of the device, in place of the one that was asked about.
+            of_tiers: the same for other tiers.
+            allow: permitted besides.
+
+        Raises:
+            DoesNotFitError: none fits. UsageError: a permission has no effect.
+        """
+        budget, machine = self.budget(self.first), self.machine
+        if limit is not None:
+            budget = replace(budget, limit_bytes=limit)
+        if of_tiers:
+            limits = Limits(by_tier={**machine.limits.by_tier, **of_tiers})
+            machine = _VariedMachine(tiers=machine.tiers, limits=limits, counts_process=machine.counts_process)
+        wanted = replace(self.wanted, allow=frozenset({*self.wanted.allow, *allow}), compares=False)
+        if allow:
+            check_effect(self.problem, wanted.allow, self.hardware.device)
+        return choose(self.problem, self.sample, self.first, budget, self.hardware, machine, wanted, self.traces)
+
+
+def explain_plan(
+    plan: Plan, profile: Profile, timeline: Timeline, hardware: Hardware, *, clips_norm: bool
+) -> Explanation:
+    """Explains a plan by itself: its choices, the way to it, its bottlenecks. Takes milliseconds.
+
+    Args:
+        plan: the decisions.
+        profile: that it was made from.
+        timeline: predicted for it.
+        hardware: in its dtype.
+        clips_norm: gradients are clipped by their global norm.
+    """
+
+    def price(other: Plan) -> Appraisal:
+        schedule = build_step(other, profile, clips_norm=clips_norm)
+        return appraise(lower(schedule, other, profile, device=hardware.device), hardware)
+
+    points = points_from_plain(plan, profile, hardware, clips_norm=clips_norm)
+    increments = [
+        IncrementNote(
+            adds=point.name,
+            peak_bytes=point.peak_bytes,
+            seconds=point.seconds,
+            saves_bytes=before.peak_bytes - point.peak_bytes,
+            costs_s=point.seconds - before.seconds,
+        )
+        for before, point in pairwise([*points[:1], *points])
+    ]
+    return Explanation(
+        choices=note_choices(plan, profile, price), increments=tuple(increments), phases=find_phases(timeline)
+    )
+
+
+def explain_choice(asked: AskedPlan, chosen: Choice) -> Explanation:
+    """Explains a plan that was chosen, with what other limits and permissions would give.
+
+    Args:
+        asked: the question.
+        chosen: its answer.
+    """
+    profile = accumulated(chosen.profile) if asked.wanted.has_lines else chosen.profile
+    found = explain_plan(
+        chosen.found.plan, profile, chosen.found.timeline, chosen.hardware, clips_norm=asked.wanted.clips_norm
+    )
+    return replace(
+        found,
+        curve=_curve(asked, chosen),
+        tiers=tuple(_other_tiers(asked, chosen)),
+        allowances=tuple(_other_permissions(asked, chosen)),
+    )
+
+
+# --- the price of memory --------------------------------------------------------------------------
+
+
+def _curve(asked: AskedPlan, chosen: Choice) -> tuple[CurvePoint, ...]:
+    """Chooses for limits from the smallest that works to the one from which on none is missed."""
+    budget = asked.budget(asked.first)
+    beside = budget.base_bytes + budget.reserve_bytes
+    # The largest first: it makes the traces, and what it takes is the most that helps.
+    largest = 1 << 62
+    found = [(largest, asked.answer(limit=largest))]
+    most = found[0][1].found.timeline.peak_bytes + beside
+    least = _smallest_limit(asked, beside)
+    if budget.limit_bytes is not None:
+        found.append((budget.limit_bytes, chosen))
+    for limit in curve_limits(min(least, most), most, _POINTS)[:-1]:
+        try:
+            found.append((limit, asked.answer(limit=limit)))
+        except DoesNotFitError:
+            continue  # the smallest limit is told with what a process varies by
+    points = [
+        CurvePoint(
+            limit_bytes=most if limit == largest else limit,
+            seconds=choice.found.timeline.seconds,
+            peak_bytes=choice.found.timeline.peak_bytes,
+            name=choice.found.name,
+            is_asked=choice is chosen,
+        )
+        for limit, choice in found
+    ]
+    return with_knees(points)
+
+
+def _smallest_limit(asked: AskedPlan, beside: int) -> int:
+    try:
+        return asked.answer(limit=beside + 1).found.timeline.peak_bytes + beside
+    except DoesNotFitError as error:
+        smallest = error.smallest_limit_bytes
+    assert smallest is not None, "the device's limit was the one that did not do"
+    return smallest
+
+
+# --- other tiers, other permissions ---------------------------------------------------------------
+
+
+def _other_tiers(asked: AskedPlan, chosen: Choice) -> list[WhatIf]:
+    """Asks about more and less of each tier."""
+    found: list[WhatIf] = []
+    limit = asked.budget(asked.first).limit_bytes
+    if limit is not None:
+        for sign, word in ((1, "more"), (-1, "less")):
+            step = _step_of(limit)
+            question = f"{format_bytes(step)} {word} of the device"
+            found.append(_ask(question, chosen, lambda to=limit + sign * step: asked.answer(limit=to)))
+    for tier in asked.machine.tiers:
+        if tier is Tier.DEVICE or tier not in asked.hardware.away:
+            continue
+        has = asked.machine.limits.by_tier.get(tier, asked.hardware.away[tier].nbytes)
+        for sign, word in ((1, "more"), (-1, "less")):
+            step = _step_of(has)
+            question = f"{format_bytes(step)} {word} of the {tier}"
+            limits = {tier: max(0, has + sign * step)}
+            found.append(_ask(question, chosen, lambda to=limits: asked.answer(of_tiers=to)))
+    return found
+
+
+def _step_of(limit: int) -> int:
+    """Returns a GiB; of small limits an eighth, in whole MiB."""
+    return GIB if limit >= _LARGE_LIMIT else max(MIB, limit // _PART >> 20 << 20)
+
+
+def _other_permissions(asked: AskedPlan, chosen: Choice) -> list[WhatIf]:
+    """Asks about every permission that is not given."""
+    if asked.wanted.numerics == "exact":
+        return []
+    names = {t.allowance: t.says for t in TECHNIQUES if t.allowance and t.allowance not in asked.wanted.allow}
+    return [
+        _ask(f"allow={name} ({says.format('some tensors')})", chosen, lambda one=name: asked.answer(allow=(one,)))
+        for name, says in names.items()
+    ]
+
+
+def _ask(question: str, chosen: Choice, answer: Callable[[], Choice]) -> WhatIf:
+    try:
+        other = answer()
+    except (DoesNotFitError, UsageError, UnsupportedError) as error:
+        why = str(error).splitlines()[0]
+        return WhatIf(question=question, seconds=None, peak_bytes=None, faster_s=None, plan=why)
+    timeline = other.found.timeline
+    return WhatIf(
+        question=question,
+        seconds=timeline.seconds,
+        peak_bytes=timeline.peak_bytes,
+        faster_s=chosen.found.timeline.seconds - timeline.seconds,
+        plan="the same plan" if other.plan == chosen.plan else other.found.name,
+    )
