@@ -14,7 +14,8 @@ import torch
 
 from memfit.allocator import Allocator, install, procfs
 from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
-from memfit.verification.meters import AcceleratorMeter, CpuMeter, PhaseRecord, Phases, ProcessMeter, Proof
+from memfit.verification.meters import AcceleratorMeter, CpuMeter, PhaseRecord, Phases, ProcessMeter
+from memfit.verification.proof import Proof
 
 MIB = 1 << 20
 # The kernel adds up its page counts of a thread in batches; other threads of this process may allocate a little too.

@@ -21,7 +21,7 @@ from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.limits import Limits
 from memfit.core.units import parse_bytes
 from memfit.job.limit_checks import check_limit
-from memfit.verification.meters import Proof
+from memfit.verification.proof import Proof
 
 ROWS = 4
 

@@ -332,7 +332,8 @@ def make_planned(
         raise DoesNotFitError(f"the plan {excess}: raise the limit, or keep less there")
     # What is left of a process's reserve is for what is not usual.
     reserve = 0 if setup.machine.counts_process else budget.reserve_bytes
-    peak = ready.peak_bytes + budget.base_bytes + reserve
+    beside = budget.base_bytes + reserve
+    load = setup.machine.load_peak_bytes(setup.problem.model) if load_bytes is None else load_bytes
     return Planned(
         setup=own,
         plan=plan,
@@ -341,9 +342,9 @@ def make_planned(
         adds_apart=adds_apart,
         prepared=ready,
         signature=signature_of(sample, arranged.cut, plan.microbatches),
-        predicted_peak_bytes=max(
-            peak, setup.machine.load_peak_bytes(setup.problem.model) if load_bytes is None else load_bytes
-        ),
+        predicted_peak_bytes=max(ready.peak_bytes + beside, load),
+        load_bytes=load,
+        beside_bytes=beside,
         budget=budget,
         adds_up=True if NONADDITIVE in setup.allow else adds_up,
         replan=partial(replan, setup) if setup.replans else None,

@@ -253,7 +253,7 @@ def fit(
         )
         home = directory or store or resume
         with (
-            machine.phases("load"),
+            machine.phases(_beginning(store, resume, saved)),
             guard(machine, "load", enforces=bool(enforce)),
             ExitStack() as stack,
         ):
@@ -386,6 +386,12 @@ def _save_in(directory: str | Path | None) -> Path | None:
             "memfit.fit(weights=...), or go on with Trainer"
         )
     return path if state_file(path) is not None else None
+
+
+def _beginning(store: str | Path | None, resume: str | Path | None, saved: Path | None) -> str:
+    """Name of the phase in which a job begins: "resume" where it goes on from files."""
+    is_begun = store is not None and is_there(Path(store).expanduser() / MANIFEST_NAME)
+    return "resume" if resume is not None or saved is not None or is_begun else "load"
 
 
 def _beside_claim(hardware: Hardware, run: RunStore | None) -> Hardware:

@@ -96,6 +96,7 @@ class TrainRun:
             job.report(settings.report)
             typer.echo(f"the report is in {settings.report}")
         proof = job.proof(before_bytes=before_bytes)
+        typer.echo(proof.table())
         typer.echo(proof.line())
         if settings.store is not None:
             typer.echo(

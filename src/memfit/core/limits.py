@@ -88,11 +88,13 @@ class Budget:
             these usually take in a first step, and tensors of others; on a device: tensors of
             others.
         reserve_bytes: kept free for what no trace sees.
+        others_bytes: tensors of others, which `base_bytes` includes.
     """
 
     limit_bytes: int | None
     base_bytes: int = 0
     reserve_bytes: int = 0
+    others_bytes: int = 0
 
     @property
     def tensor_bytes(self) -> int | None:

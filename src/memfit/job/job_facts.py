@@ -17,6 +17,7 @@ from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
 from memfit.core.showing import html_table
 from memfit.job.assembly import Assembly
+from memfit.job.predicted_phases import predicted_phases
 from memfit.job.reporting import subject_of_job
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import together
@@ -25,7 +26,7 @@ from memfit.report.perfetto import render_perfetto
 from memfit.report.subject import ReportSubject
 from memfit.report.written import write_report
 from memfit.verification.census import CensusReport
-from memfit.verification.meters import Proof
+from memfit.verification.proof import Proof
 
 
 class JobFacts:
@@ -167,6 +168,9 @@ class JobFacts:
     def proof(self, *, before_bytes: int = 0) -> Proof:
         """Returns the limit, the predicted peak, and the measured peak over all phases so far.
 
+        `proof.table()` tells them phase by phase: load or resume, first step, steady, evaluate,
+        save. `proof.data()` is the same as JSON values.
+
         Args:
             before_bytes: a peak that was measured before `fit`, to be included.
         """
@@ -176,6 +180,8 @@ class JobFacts:
             measured_peak_bytes=max(before_bytes, self._machine.measured_peak_bytes()),
             phases=self._machine.phases.records,
             numerics=self.numerics,
+            predicted=predicted_phases(self._assembly),
+            counts_process=self._machine.counts_process,
         )
 
     def report(
@@ -199,7 +205,13 @@ class JobFacts:
         """
         planned = self._assembly.planned
         name = type(planned.setup.problem.model).__name__ if title is None else title
-        subject = subject_of_job(planned, self._runner.measured, title=name, comparison=self._runner.compared.result())
+        subject = subject_of_job(
+            planned,
+            self._runner.measured,
+            title=name,
+            comparison=self._runner.compared.result(),
+            proof=self.proof(),
+        )
         write_report(path, render_page(subject))
         if perfetto is not None:
             write_report(perfetto, render_perfetto(subject))

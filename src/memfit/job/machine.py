@@ -159,6 +159,7 @@ class Machine:
             limit_bytes=self.limits.device_bytes,
             base_bytes=max(0, outside + others) + usual,
             reserve_bytes=reserve - usual,
+            others_bytes=max(0, others),
         )
 
     def reserve_bytes(self) -> int:

@@ -145,6 +145,11 @@ class PreparedShapes:
         self._modes = _modes(planned.setup.problem.model)
         self._hooks = hooks_of(planned.setup.problem.model)
 
+    @property
+    def known(self) -> tuple[Prepared, ...]:
+        """All that is prepared; the sample, at least."""
+        return tuple(self._known.values()) or (self._planned.prepared,)
+
     def note_program(self, check_hooks: Callable[[], None]) -> None:
         """Forgets all where modules are in other modes (`model.train()` after a frozen start), or
         hooks came or went: that is another program.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
+from memfit.core.phase_proof import PhaseProof
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.rates import in_dtype
@@ -31,6 +32,7 @@ from memfit.report.subject import PeakHolder, PlanPoint, ReportSubject
 from memfit.report.timeline_data import peak_index
 from memfit.scheduling.lower import lower
 from memfit.scheduling.work_amounts import recomputing_work
+from memfit.verification.proof import Proof
 
 _MOST_HOLDERS = 60
 
@@ -51,6 +53,7 @@ def report_subject(
     step: int | None = None,
     front: Sequence[PlanPoint] = (),
     compared: str | None = None,
+    phases: Sequence[PhaseProof] = (),
 ) -> ReportSubject:
     """Puts together what a report says of a step.
 
@@ -69,6 +72,7 @@ def report_subject(
         step: number of the measured step.
         front: plans beside this one.
         compared: says how far the job's first steps were from their prediction.
+        phases: of a run so far.
     """
     # Named by the calls that made them, which is slower: for reports only.
     lowered = lower(schedule, plan, profile, adds_apart=adds_apart, device=hardware.device, is_itemized=True)
@@ -88,6 +92,7 @@ def report_subject(
         tiers={tier: tuple(each.peak_bytes for each in follow_tier(lowered, tier)) for tier in tiers},
         from_plain=points_from_plain(plan, profile, hardware, clips_norm=clips_norm),
         front=tuple(front),
+        phases=tuple(phases),
         facts=(
             *_facts(predicted, budget, hardware, measured, step),
             *([] if compared is None else [("first steps", compared)]),
@@ -98,7 +103,12 @@ def report_subject(
 
 
 def subject_of_job(
-    planned: Planned, measured: MeasuredStep | None, *, title: str, comparison: StepComparison | None = None
+    planned: Planned,
+    measured: MeasuredStep | None,
+    *,
+    title: str,
+    comparison: StepComparison | None = None,
+    proof: Proof | None = None,
 ) -> ReportSubject:
     """Puts together what a report says of a job's step.
 
@@ -107,6 +117,7 @@ def subject_of_job(
         measured: a step of it; its shapes are reported on. None: those of the sample are.
         title: of the report.
         comparison: of the job's first steps with their prediction.
+        proof: of the job so far.
     """
     prepared = planned.prepared if measured is None else measured.prepared
     hardware = in_dtype(planned.setup.hardware(), prepared.plan.compute_dtype)
@@ -124,6 +135,7 @@ def subject_of_job(
         measured=None if measured is None else measured.timeline,
         step=None if measured is None else measured.step,
         compared=None if comparison is None else comparison.sentence(),
+        phases=() if proof is None else proof.by_phase(),
     )
 
 

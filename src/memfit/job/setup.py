@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from memfit.core.plan import Plan
 from memfit.core.profile import CallProfile, Profile
 from memfit.core.schedule import Schedule
 from memfit.core.step import Step
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.units import MIB
 from memfit.distributed.rank_group import RankGroup
@@ -31,6 +33,7 @@ from memfit.homes.update_watchers import UpdateWatchers
 from memfit.job.machine import Machine
 from memfit.job.problem import Problem, beside
 from memfit.job.weight_sources import WeightSources
+from memfit.prediction.predict import predict
 from memfit.scheduling.journal_actions import place_turns
 
 _LOOP_BYTES = 24 * MIB
@@ -176,6 +179,16 @@ class Prepared:
         """Number of microbatches that the batch is cut into."""
         return self.plan.microbatches
 
+    @cached_property
+    def evaluation_peak_bytes(self) -> int:
+        """Predicted peak of the device in a forward pass."""
+        return predict(self.evaluation).peak_bytes
+
+    @property
+    def resting_bytes(self) -> int:
+        """Predicted bytes of the device between two steps."""
+        return sum(change.nbytes for change in self.step.resting if change.tier is Tier.DEVICE)
+
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the device."""
@@ -230,6 +243,8 @@ class Planned:
         prepared: for the sample's shapes.
         signature: of the sample.
         predicted_peak_bytes: of the process without a GPU, else of the device.
+        load_bytes: of the same, predicted of moving weights home.
+        beside_bytes: of the same, predicted beside tensors.
         budget: of the device, that it was decided for.
         adds_up: the loss of a batch is the sum over its microbatches; None: that was not tried.
         is_unproven: the sample's rows were alike, so they could not show it: the first batch is
@@ -245,6 +260,8 @@ class Planned:
     prepared: Prepared
     signature: Signature
     predicted_peak_bytes: int
+    load_bytes: int
+    beside_bytes: int
     budget: Budget
     adds_up: bool | None
     replan: Replan | None

@@ -50,5 +50,6 @@ def page_data(subject: ReportSubject) -> dict[str, Any]:
         "lifetimes": lifetime_data(subject),
         "from_plain": [asdict(point) for point in subject.from_plain],
         "front": [asdict(point) for point in subject.front],
+        "phases": [phase.data() for phase in subject.phases],
         "what_if": closed_forms(subject.profile, hardware).data(),
     }

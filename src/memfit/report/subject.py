@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from memfit.core.hardware import Hardware
 from memfit.core.limits import Budget
+from memfit.core.phase_proof import PhaseProof
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.schedule import Schedule
@@ -62,6 +63,7 @@ class ReportSubject:
             what it saves; empty: not known.
         from_plain: plain training, then one decision of the plan more at a time.
         front: plans beside the chosen one, from the fastest to the leanest.
+        phases: of a run so far, predicted and measured; empty: nothing has run.
         facts: further lines for the head of the page, as (name, text).
     """
 
@@ -79,4 +81,5 @@ class ReportSubject:
     recompute_s: tuple[float, ...] = ()
     from_plain: tuple[PlanPoint, ...] = ()
     front: tuple[PlanPoint, ...] = ()
+    phases: tuple[PhaseProof, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()

@@ -1,5 +1,4 @@
-"""Measuring memory: the process as the system sees it, a device as its allocator counts it, and the
-proof.
+"""Measuring memory: the process as the system sees it, a device as its allocator counts it.
 
 In: an allocator or a device, and the phases of a run. Out: bytes, each with a name that says who
 counted them.
@@ -16,9 +15,8 @@ import torch
 
 from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, Ledger, procfs
-from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
-from memfit.core.numerics import Numerics
-from memfit.core.showing import html_table
+from memfit.core.errors import TierUnavailableError, UsageError
+from memfit.core.phase_proof import STEP_PHASES
 from memfit.core.units import format_bytes
 from memfit.verification.family import Family, private_bytes
 
@@ -265,6 +263,7 @@ class PhaseRecord:
         process_peak_bytes: the most that was resident of the process inside it (VmHWM: mapped files
             included, as an outside observer counts); None where it was not measured.
         live_at_end_bytes: live bytes when it was left last: what the phase leaves behind.
+        is_behind_step: a step had been made when it was entered last.
     """
 
     name: str
@@ -273,6 +272,7 @@ class PhaseRecord:
     held_peak_bytes: int
     process_peak_bytes: int | None
     live_at_end_bytes: int
+    is_behind_step: bool = False
 
 
 class _OpenPhase:
@@ -343,6 +343,7 @@ class Phases:
             held_peak_bytes=phase.held_peak_bytes,
             process_peak_bytes=phase.process_peak_bytes if self._process else None,
             live_at_end_bytes=self._meter.live_bytes(),
+            is_behind_step=not STEP_PHASES.isdisjoint(self._records),
         )
         before = self._records.get(phase.name)
         self._records[phase.name] = self.last if before is None else _joined(before, self.last)
@@ -360,81 +361,3 @@ def _joined(before: PhaseRecord, now: PhaseRecord) -> PhaseRecord:
         held_peak_bytes=max(now.held_peak_bytes, before.held_peak_bytes),
         process_peak_bytes=process,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """The limit, what was predicted, and what was measured.
-
-    Attributes:
-        limit_bytes: the user's limit on the tier; None: no limit was given.
-        predicted_peak_bytes: what the plan said.
-        measured_peak_bytes: the most that was measured, over all phases.
-        phases: where it was measured, phase by phase.
-        numerics: what the plan did to the numbers.
-    """
-
-    limit_bytes: int | None
-    predicted_peak_bytes: int
-    measured_peak_bytes: int
-    phases: tuple[PhaseRecord, ...] = ()
-    numerics: Numerics | None = None
-
-    @property
-    def holds(self) -> bool:
-        """Tells whether the measured peak stayed within the limit, if there is one."""
-        return self.limit_bytes is None or self.measured_peak_bytes <= self.limit_bytes
-
-    def __repr__(self) -> str:
-        return f"<Proof: {self.line().removeprefix('proof: ')}>"
-
-    def _repr_html_(self) -> str:
-        """In a notebook: the three figures, and the measured peak of each phase."""
-        phases = [
-            (
-                phase.name,
-                str(phase.times),
-                format_bytes(phase.held_peak_bytes if phase.process_peak_bytes is None else phase.process_peak_bytes),
-            )
-            for phase in self.phases
-        ]
-        return html_table(self.line(), phases, ("phase", "times", "measured peak"))
-
-    @property
-    def error(self) -> float:
-        """How far the measured peak is above the prediction, as a share of it.
-
-        Below 0 when it stayed under.
-        """
-        if self.predicted_peak_bytes == 0:
-            raise UsageError("a prediction of 0 bytes has no relative error")
-        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
-
-    def line(self) -> str:
-        """One line for a person: "proof: predicted peak 1.10 GiB, measured peak 1.08 GiB, limit
-        1.25 GiB; numerics exact".
-        """
-        limit = "no limit was given" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
-        verdict = "" if self.holds else ": BREACHED"
-        if self.numerics is not None:
-            verdict += f"; numerics {self.numerics.short()}"
-        return (
-            f"proof: predicted peak {format_bytes(self.predicted_peak_bytes)}, measured peak "
-            f"{format_bytes(self.measured_peak_bytes)}, {limit}{verdict}"
-        )
-
-    def check(self, *, is_torn: bool = False) -> None:
-        """Turns a breach into an error that names the phase with the largest peak.
-
-        Raises:
-            LimitBreachError: the measured peak passed the limit.
-        """
-        if not self.holds:
-            worst = max(self.phases, key=lambda phase: phase.peak_bytes, default=None)
-            phase = worst.name if worst else "run"
-            raise LimitBreachError(
-                f"{self.line()}, in phase {phase!r}; plan with a larger reserve or a larger limit",
-                phase=phase,
-                where="device",
-                torn=is_torn,
-            )

@@ -619,6 +619,19 @@ function drawFront() {
   place.replaceChildren(svg);
 }
 
+// ---- proof by phase ----
+
+function setUpProof() {
+  if (!D.phases.length) {
+    $("proof").remove();
+    document.querySelector('a[href="#proof"]').remove();
+    return;
+  }
+  const told = (n) => (n === null ? "-" : bytes(n));
+  $("proof-note").textContent = "Peaks of the run so far. Memory that a step has freed stays ready for the next one, so that phases behind it hold no less; their tensors do.";
+  $("proof-table").append(table("Predicted and measured peaks by phase", [["phase", "text"], ["times", ""], ["predicted", ""], ["measured", ""], ["limit", ""], ["", "text"], ["tensors, predicted", ""], ["tensors, measured", ""]], D.phases.map((p) => [p.name, String(p.times), told(p.predicted_bytes), `${bytes(p.measured_bytes)}${p.holds ? "" : " (above the limit)"}`, told(p.limit_bytes), { meter: p.measured_bytes, of: p.limit_bytes || Math.max(...D.phases.map((q) => q.measured_bytes)) }, told(p.predicted_tensor_bytes), bytes(p.measured_tensor_bytes)])));
+}
+
 // ---- what if ----
 
 const OPTIMIZERS = [["given", "as profiled", null], ["sgd", "SGD without momentum", 0], ["momentum", "SGD with momentum, or Lion", 1], ["adam", "Adam, AdamW", 2], ["adam8", "Adam with 8-bit states", .5], ["amsgrad", "Adam with amsgrad", 3]];
@@ -704,6 +717,7 @@ setUpLanes();
 setUpWhere();
 setUpLifetimes();
 setUpPlain();
+setUpProof();
 setUpWhatIf();
 redraw();
 drawLifetimes();
