@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -237,12 +236,12 @@ def _one_step(job: Any, batch: Any, *, is_recorded: bool) -> tuple[float, Any]:
     from memfit.engine.measured_step import StepRecorder
 
     waits = StepRecorder()
-    recorder = StepRecorder(clock=time.thread_time)
-    engine = job._assembly.engine  # noqa: SLF001, the engine records where nothing public does yet
-    updates, thread = _updates_s(), time.thread_time()
+    engine, worker = job._assembly.engine, job._assembly.updates  # noqa: SLF001, the engine records where nothing public does yet
+    recorder = StepRecorder(clock=time.thread_time, beside=worker.busy_s)
+    updates, thread = worker.busy_s(), time.thread_time()
     with engine.recording(recorder if is_recorded else waits):
         job.step(batch)
-    updates, thread = _updates_s() - updates, time.thread_time() - thread
+    updates, thread = worker.busy_s() - updates, time.thread_time() - thread
     stalls = 0.0 if is_recorded else sum(waits.timeline().stalls_s.values())
     return thread + max(updates, stalls), recorder.timeline() if is_recorded else None
 
@@ -254,13 +253,7 @@ def _least(timelines: Sequence[Any]) -> Any:
         seconds = min(moment.end_s - moment.start_s for moment in alike)
         moments.append(replace(alike[0], start_s=at, end_s=at + seconds))
         at += seconds
-    return replace(timelines[-1], moments=tuple(moments))
-
-
-def _updates_s() -> float:
-    """Processor seconds of the thread that makes updates beside the main one."""
-    own = [thread.ident for thread in threading.enumerate() if thread.name == "memfit-update"]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in own if ident is not None)
+    return replace(timelines[-1], moments=tuple(moments), beside_s=min(one.beside_s for one in timelines))
 
 
 def _loss(model: Any, batch: Mapping[str, Any]) -> Any:

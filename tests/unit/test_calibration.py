@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from memfit.core.hardware import Hardware, Link, TierSpec
-from memfit.core.plan import CallPlan, Plan
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import Profile
 from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
-from memfit.core.step import Step
+from memfit.core.step import Step, UpdatePlace
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
 from memfit.prediction.calibration import GROUPS, calibrated, fit_factors, largest_deviations
+from memfit.prediction.clock import work_seconds
 from memfit.prediction.predict import predict
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
@@ -86,6 +87,18 @@ def test_a_step_without_seconds_changes_nothing() -> None:
     predicted = predict(step, MACHINE)
     nothing = replace(predicted, moments=tuple(replace(m, start_s=0.0, end_s=0.0) for m in predicted.moments))
     assert set(fit_factors(step, nothing, MACHINE).values()) == {1.0}
+
+
+def test_updates_in_a_thread_of_their_own_have_its_seconds() -> None:
+    on_disk = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
+    step = step_of(Plan(blocks={block.name: on_disk for block in profile_of_layers().blocks[1:3]}))
+    foretold = sum(work_seconds(o.work, MACHINE) for o in step if o.update_place is UpdatePlace.BESIDE)
+    measured = as_measured(step, calibrated(MACHINE, TRUE))
+    found = fit_factors(step, replace(measured, beside_s=3.0 * foretold), MACHINE)
+    assert found["updates"] == pytest.approx(3.0)
+    # The main thread's seconds say nothing of them, and they nothing of what it computes.
+    without = fit_factors(step, measured, MACHINE)
+    assert without == pytest.approx({**found, "updates": 1.0})
 
 
 def test_groups_part_the_classes() -> None:

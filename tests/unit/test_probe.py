@@ -28,7 +28,7 @@ from memfit.store import probe_disk_beside
 
 CPU = torch.device("cpu")
 # What no probe measures: classes that are there for profiles made by hand or rest on constants.
-NOT_MEASURED = {WorkKind.FLOPS, WorkKind.PIECE_TRANSFERS, WorkKind.SPLIT, WorkKind.ROUNDED}
+NOT_MEASURED = {WorkKind.FLOPS, WorkKind.SPLIT, WorkKind.ROUNDED}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_the_command_measures_every_class_keeps_the_file_and_fit_takes_it(tmp_pa
 def test_its_tables_say_rates_links_and_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = saved(tmp_path)
     monkeypatch.setattr("memfit.api.probe_machine.probe_whole", lambda _device, _directory: made)
-    monkeypatch.setattr("memfit.api.probe_machine.measure_engine", lambda _hardware: {})
+    monkeypatch.setattr("memfit.api.probe_machine.measure_engine", lambda _hardware, _directory: {})
     result = CliRunner().invoke(app, ["probe", "--out", str(tmp_path / "x.json")])
     assert result.exit_code == 0, result.output
     for said in ("streamed", "disk, read", "while computing", "Capacities", str(tmp_path / "x.json")):
@@ -95,11 +95,12 @@ def test_python_and_the_engine_have_rates_in_a_plausible_order(tmp_path: Path) -
     }
     assert {*found} == {
         WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
-        WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES,
+        WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES, WorkKind.PIECE_TRANSFERS,
     }  # fmt: skip
     assert 5e-7 < found[WorkKind.OPERATIONS] < found[WorkKind.WATCHED] < 1e-3
     assert found[WorkKind.OPERATIONS] < found[WorkKind.CALLS] < 1e-2
     assert found[WorkKind.PIECES] > 1e-5
+    assert 1e-6 < found[WorkKind.PIECE_TRANSFERS] < 1e-3
 
 
 def test_a_saved_link_counts_on_the_disk_that_was_measured_alone(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ differences are measured with cold caches, since the products of a layer leave n
 there.
 Seconds are those of the thread on a processor, the least of many steps, since other work can only
 slow one down. The processor does this on any machine: beside an accelerator too, Python runs there.
+Transfers of pieces are what the thread of updates takes more than for as many pieces where the same
+blocks rest on disk.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +28,13 @@ from torch import nn
 
 from memfit.api.fit import fit
 from memfit.core.hardware import Hardware
-from memfit.core.plan import CallPlan, Plan
+from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.rates import Rate
 from memfit.core.saved_policies import Saved
+from memfit.core.tiers import Tier
 from memfit.core.timeline import Timeline
 from memfit.core.work_kinds import WorkKind
+from memfit.scheduling.work_amounts import update_work
 
 _WIDTH = 16
 _LARGE = 1 << 19
@@ -89,12 +94,13 @@ class _Line:
         return cls(constant=max(_LEAST_S, few[1] - per_operation * few[0]), per_operation=per_operation)
 
 
-def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
+def measure_engine(hardware: Hardware, directory: str | Path | None = None) -> Mapping[WorkKind, Rate]:
     """Measures what the engine and Python take on this machine's processor; some seconds. See
     [Note: layers of no work].
 
     Args:
         hardware: a description, of links above all, so that `fit` measures nothing itself.
+        directory: on the disk that homes would use; None: the temporary one.
     """
     forward: dict[Saved | None, _Line] = {}
     backward: dict[Saved | None, _Line] = {}
@@ -126,6 +132,7 @@ def measure_engine(hardware: Hardware) -> Mapping[WorkKind, Rate]:
         WorkKind.SWITCHES: by_turns.forward - plain.constant - plain.per_operation * operations[0],
         WorkKind.STEPS: min(rest),
         WorkKind.PIECES: min(piece),
+        WorkKind.PIECE_TRANSFERS: _transfer_s(hardware, directory, min(piece)),
     }
     return {kind: Rate(1 / max(s, _LEAST_S), round(spread, 3)) for kind, s in seconds_of.items()}
 
@@ -162,6 +169,28 @@ def _measure(
     found = _least(timelines[4:], totals[4:], pieces)
     halves = min(totals[4::2]), min(totals[5::2])
     return found, operations, min(1.0, max(halves) / min(halves) - 1)
+
+
+def _transfer_s(hardware: Hardware, directory: str | Path | None, piece_s: float) -> float:
+    """Seconds of the thread of updates for each tensor of a piece that comes from disk or goes
+    there.
+    """
+    model = nn.Sequential(*(_Block(_Unit(is_cold=False)) for _ in range(_BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.ones(4, _WIDTH)
+    homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
+    plan = Plan(blocks={str(index): homes for index in range(_BLOCKS)})
+    seconds: list[float] = []
+    with fit(model, optimizer, _loss, batch, plan=plan, hardware=hardware, directory=directory, enforce=False) as job:
+        works = [dict(update_work(plan, job.profile, index)) for index in range(len(job.profile.blocks))]
+        for _ in range(_STEPS):
+            job.step(batch)
+            measured = job._runner.measured  # noqa: SLF001, as in `_measure`
+            assert measured is not None, "each step of a processor's job is measured"
+            seconds.append(measured.timeline.beside_s)
+        job.close(restore=False)
+    pieces, transfers = (sum(work.get(k, 0.0) for work in works) for k in (WorkKind.PIECES, WorkKind.PIECE_TRANSFERS))
+    return (statistics.median(seconds[4:]) - pieces * piece_s) / transfers
 
 
 def _least(timelines: list[Timeline], totals: list[float], pieces: int) -> _Seconds:

@@ -32,7 +32,7 @@ def probe(
     where = torch.device(device)
     found = probe_whole(where, directory)
     # The allocator is installed, so that jobs on the processor measure their steps.
-    found = replace(found, rates={**found.rates, **measure_engine(found)})
+    found = replace(found, rates={**found.rates, **measure_engine(found, directory)})
     path = saved_path(identity_of(where)) if out is None else out
     save(found, path)
     return found, path

@@ -42,7 +42,8 @@ class Rate(NamedTuple):
 
 # By class: its share of the rate of products, on a processor and on an accelerator.
 _OF_PRODUCTS: Mapping[str, tuple[float, float]] = {
-    "products-64": (1.0, 1.0),
+    "products-128": (1.0, 1.0),
+    "products-64": (0.9, 1.0),
     "products-16": (0.85, 0.5),
     "products-4": (0.5, 0.15),
     "batched-products": (0.65, 0.6),
@@ -84,9 +85,7 @@ _OPERATIONS_OF: Mapping[WorkKind, float] = {
     WorkKind.SWITCHES: 40.0,
     WorkKind.STEPS: 400.0,
     WorkKind.PIECES: 30.0,
-    # No probe measures it: 45 to 62 ms of the threads of updates and the disk for 150 to 260 of
-    # them, in three models on disk.
-    WorkKind.PIECE_TRANSFERS: 35.0,
+    WorkKind.PIECE_TRANSFERS: 12.0,
 }
 
 

@@ -75,6 +75,7 @@ class Timeline:
         stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload",
             "accumulate", "update". Measured ones are of the first and the last two alone
             (`engine.measured_step`).
+        beside_s: seconds that updates beside backward were on a processor; 0: none, or predicted.
         commit_s: seconds of the step's share of a commit to a store, after its last action.
         intervals: what each lane does when, predicted; empty where seconds were not predicted or
             the timeline was measured. Lengths of stalls sum to `stalls_s`.
@@ -87,6 +88,7 @@ class Timeline:
     bytes_read: Mapping[str, int]
     bytes_written: Mapping[str, int]
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    beside_s: float = 0.0
     commit_s: float = 0.0
     intervals: tuple[Interval, ...] = ()
     interval_s: tuple[float, float] | None = None

@@ -94,6 +94,7 @@ class StepRecorder:
         meter: of the device; None: bytes are 0.
         traffic: bytes moved so far; None: they are not counted.
         clock: seconds, such as those that the thread did not wait for a processor.
+        beside: seconds that the thread of updates was on a processor so far; None: not asked.
     """
 
     def __init__(
@@ -101,10 +102,13 @@ class StepRecorder:
         meter: ByteMeter | None = None,
         traffic: Callable[[], Traffic] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        beside: Callable[[], float] | None = None,
     ) -> None:
         self._meter = meter
         self._traffic = traffic
         self._moved_before = traffic() if traffic is not None else None
+        self._beside = beside
+        self._beside_before_s = 0.0 if beside is None else beside()
         self._clock = clock
         self._began_s = clock()
         self._moments: list[Moment] = []
@@ -159,7 +163,11 @@ class StepRecorder:
         """Returns the timeline of all operations that have ended."""
         read, written = self._moved()
         timeline = Timeline(
-            moments=tuple(self._moments), bytes_read=read, bytes_written=written, stalls_s=dict(self._stalls_s)
+            moments=tuple(self._moments),
+            bytes_read=read,
+            bytes_written=written,
+            stalls_s=dict(self._stalls_s),
+            beside_s=0.0 if self._beside is None else self._beside() - self._beside_before_s,
         )
         return timeline if self._meter is None else replace(timeline, peaks={Tier.DEVICE: timeline.peak_bytes})
 

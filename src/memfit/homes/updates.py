@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -165,6 +166,11 @@ class UpdateWorker:
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
         return job.handle
+
+    def busy_s(self) -> float:
+        """Returns the seconds that the thread was on a processor since it began; 0: it has not."""
+        ident = None if self._thread is None else self._thread.ident
+        return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
 
     def close(self) -> None:
         """Ends the thread after the updates that were submitted."""

@@ -7,14 +7,16 @@ that are farthest apart, factors by group of classes; what a machine learns from
 [Note: what is compared]
 What the main thread computes, in seconds that it was on a processor: those do not tell whether
 others kept it waiting, which is told apart. The least of the first steps behind the second counts,
-action by action, since other work can only slow one down. Left out: updates beside backward, which
-are another thread's, and actions that end in another thread than they began in. Stalls are compared
+action by action, since other work can only slow one down. Updates beside backward are another
+thread's: the median of its seconds in a step. Left out: actions that end in another thread than
+they began in. Stalls are compared
 by cause, by the clock. Only steps of a processor say what is learnt: an accelerator's actions end
 before their work does.
 """
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +96,7 @@ class ComparedSteps:
         self._prepared: Prepared | None = None
         self._least: list[Moment] = []
         self._stalls_s: dict[str, float] = {}
+        self._beside_s: list[float] = []
         self._measured = 0
         self._clock_s = self._busy_s = 0.0
         self._is_kept = False
@@ -120,6 +123,7 @@ class ComparedSteps:
         self._least = [*timeline.moments] if not self._least else [*map(_lesser, self._least, timeline.moments)]
         for cause, seconds in timeline.stalls_s.items():
             self._stalls_s[cause] = min(seconds, self._stalls_s.get(cause, seconds))
+        self._beside_s.append(timeline.beside_s)
         self._measured += 1
         if self._measured == _MOST:
             self.keep()
@@ -184,7 +188,14 @@ class ComparedSteps:
         for moment in self._least:
             moments.append(replace(moment, start_s=at, end_s=at + _busy(moment)))
             at += _busy(moment)
-        return Timeline(moments=tuple(moments), bytes_read={}, bytes_written={}, stalls_s=dict(self._stalls_s))
+        return Timeline(
+            moments=tuple(moments),
+            bytes_read={},
+            bytes_written={},
+            stalls_s=dict(self._stalls_s),
+            # A step's last update may end in the next one.
+            beside_s=statistics.median(self._beside_s),
+        )
 
 
 def _busy(moment: Moment) -> float:

@@ -101,7 +101,7 @@ def step_recorder(assembly: Assembly, prepared: Prepared, batch: Any, steps_here
         if isinstance(machine.allocator, Allocator)
         else BytesAtEnds(machine.meter, others_bytes)
     )
-    return StepRecorder(meter, lambda: assembly.house.bytes_moved)
+    return StepRecorder(meter, lambda: assembly.house.bytes_moved, beside=assembly.updates.busy_s)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

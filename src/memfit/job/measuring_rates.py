@@ -147,11 +147,12 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[
     weight, and, for the weight's gradient, of a transposed factor.
     """
     name = str(dtype).removeprefix("torch.")
-    wide = [(512, 512, 1024), (1024, 256, 512), (128, 768, 768), (64, 512, 2048), (128, 384, 384)]
+    wide = [(512, 512, 1024), (1024, 256, 512), (128, 768, 768), (256, 384, 1536), (128, 384, 384)]
+    middle = [(64, 512, 2048), (64, 2048, 512), (96, 768, 768)]
     narrow = [(32, 768, 768), (768, 32, 768), (16, 512, 1024)]
     thin = [(8, 768, 768), (768, 8, 768), (4, 1024, 1024)]
-    sizes = wide if dtype is torch.float16 else [*wide, *narrow, *thin, (1, 2048, 1024), (2, 1024, 1024)]
-    for m, k, n in [tuple(size * scale if size > 16 else size for size in one) for one in sizes]:
+    sizes = wide if dtype is torch.float16 else [*wide, *middle, *narrow, *thin, (1, 2048, 1024), (2, 1024, 1024)]
+    for m, k, n in [tuple(size * scale if size >= 128 else size for size in one) for one in sizes]:
         yield _Operation(
             kind=product_kind(min(m, k, n), name),
             amount=2.0 * m * k * n,

@@ -23,7 +23,7 @@ from memfit.core.errors import MemfitWarning, UsageError
 from memfit.core.hardware import FILE_LIMIT_BYTES, Hardware
 from memfit.job.corrections import correction_path, corrections_are_on, load_correction
 
-_PROBE_VERSION = "2"  # another way of measuring gives other figures
+_PROBE_VERSION = "3"  # another way of measuring gives other figures
 
 
 def identity_of(device: torch.device) -> Mapping[str, str]:

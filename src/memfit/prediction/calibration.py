@@ -8,8 +8,9 @@ Each action that computes in the main thread gives an equation: its measured sec
 the sum over groups of a factor times the predicted seconds of that group. Groups rather than
 classes, since a step has too few kinds of actions to tell 20 classes apart. Least squares, drawn
 towards 1 by as much as a group's share of the step is small; then all factors by one number, so
-that the sum is the measured one. Links are left alone: where the main thread waits, the measured
-seconds do not say for how long a link worked.
+that the sum is the measured one. Updates in a thread of their own have its seconds on a processor,
+all together. Links are left alone: where the main thread waits, the measured seconds do not say for
+how long a link worked.
 """
 
 from __future__ import annotations
@@ -80,18 +81,27 @@ def fit_factors(step: Step, measured: Timeline, hardware: Hardware) -> Mapping[s
         seconds.append(found.end_s - found.start_s)
     total = sum(map(sum, rows))
     if not total or not sum(seconds):
-        return dict.fromkeys(groups, 1.0)
+        return _with_beside(dict.fromkeys(groups, 1.0), step, measured, hardware)
     factors = [min(max(f, SMALLEST_FACTOR), LARGEST_FACTOR) for f in _ridge(rows, seconds, total)]
     again = sum(seconds) / sum(f * x for row in rows for f, x in zip(factors, row, strict=True))
     in_step = [any(row[g] for row in rows) for g in range(len(groups))]
-    return {name: f * again if known else 1.0 for name, f, known in zip(groups, factors, in_step, strict=True)}
+    found = {name: f * again if known else 1.0 for name, f, known in zip(groups, factors, in_step, strict=True)}
+    return _with_beside(found, step, measured, hardware)
+
+
+def _with_beside(factors: dict[str, float], step: Step, measured: Timeline, hardware: Hardware) -> dict[str, float]:
+    """The factors, with that of updates in a thread of their own: then all of a step are there."""
+    foretold = sum(work_seconds(o.work, hardware) for o in step if o.update_place is UpdatePlace.BESIDE)
+    if not measured.beside_s or not foretold:
+        return factors
+    return {**factors, "updates": min(max(measured.beside_s / foretold, SMALLEST_FACTOR), LARGEST_FACTOR)}
 
 
 def group_seconds(step: Step, hardware: Hardware) -> Mapping[str, float]:
-    """Returns the predicted seconds of each group in what the main thread computes: what its factor
-    rests on.
+    """Returns the predicted seconds of each group in what this processor's threads compute: what
+    its factor rests on.
     """
-    works = [o.work for o in step if o.update_place in (None, UpdatePlace.AT_ONCE)]
+    works = [o.work for o in step if o.update_place is not UpdatePlace.HOST]
     return {
         name: sum(work_seconds(_of_group(work, kinds), hardware) for work in works) for name, kinds in GROUPS.items()
     }
