@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memfit.core.plan import Plan
     from memfit.core.planning_state import is_planning, is_tracing
     from memfit.tensors.random_streams import microbatch_streams
+    from memfit.tensors.with_frozen import WithFrozen
 
 __version__ = VERSION
 
@@ -55,6 +56,7 @@ _ORIGINS = {
     "TornStepError": "memfit.core.errors",
     "UnsupportedError": "memfit.core.errors",
     "UsageError": "memfit.core.errors",
+    "WithFrozen": "memfit.tensors.with_frozen",
     "empty": "memfit.api",
     "fit": "memfit.api",
     "infer": "memfit.api",
@@ -83,6 +85,7 @@ __all__ = [
     "TornStepError",
     "UnsupportedError",
     "UsageError",
+    "WithFrozen",
     "__version__",
     "arena",
     "communicator",

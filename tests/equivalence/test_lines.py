@@ -17,6 +17,7 @@ from equivalence.line_loops import (
     PLANS,
     Loop,
     Run,
+    Words,
     accumulating,
     away,
     batch,
@@ -463,3 +464,60 @@ def test_two_networks_with_an_optimizer_each_play_against_each_other(gradients: 
     assert log == plain_log
     for one, other in zip(nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def _distilled(both: Any, words: Tensor) -> Tensor:
+    student = both(words)
+    with torch.no_grad():
+        teacher = both.teacher(words)
+    return nn.functional.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("by_lines", [True, False])
+def test_a_frozen_teacher_rests_beside_what_it_teaches(tmp_path: Any, *, by_lines: bool) -> None:
+    def both() -> Any:
+        torch.manual_seed(1)
+        return memfit.WithFrozen(Words(), teacher=Words().requires_grad_(requires_grad=False).eval())
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, log: list[float]) -> None:
+        torch.manual_seed(5)
+        for index in range(4):
+            loss = _distilled(model.train(), batch(index))
+            loss.backward()
+            log.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    theirs, plain_log = both(), []
+    loop(theirs, torch.optim.AdamW(theirs.trained.parameters(), lr=1e-2), plain_log)
+    ours, log = both(), []
+    optimizer = torch.optim.AdamW(ours.trained.parameters(), lr=1e-2)
+    homes = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK, gradient_home=Tier.DISK)
+    plan = Plan(
+        blocks={f"{part}{name}": homes for part in ("", "teacher.") for name in BLOCKS},
+        update=UpdateTime.AFTER_BACKWARD,
+    )
+    with memfit.fit(ours, optimizer, _distilled, batch(0), plan=plan, lines=by_lines) as job:
+        assert "teacher.layers.1" in job.block_names
+        if by_lines:
+            with job.lines() as lines:
+                loop(ours, optimizer, log)
+            assert lines.departures == ()
+        else:
+            torch.manual_seed(5)
+            log += [job.step(batch(index)).loss for index in range(4)]
+        job.save(tmp_path)
+    assert log == plain_log
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not ours.teacher.training
+    saved = Words()
+    memfit.fit(saved, torch.optim.AdamW(saved.parameters()), loss_of, batch(0), weights=tmp_path).close()
+    assert all(map(torch.equal, saved.parameters(), theirs.trained.parameters()))
+
+
+def test_a_frozen_model_that_would_train_is_refused() -> None:
+    with pytest.raises(UsageError, match="teacher.embedding.weight would train"):
+        memfit.WithFrozen(Words(), teacher=Words())
+    with pytest.raises(UsageError, match="has a 'head' itself"):
+        memfit.WithFrozen(Words(), head=nn.Identity())

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.core.errors import AwayError, UnsupportedError, UsageError
-from memfit.core.plan import BlockPlan, Plan, UpdateTime
+from memfit.core.plan import BlockPlan, CallPlan, Plan, UpdateTime
+from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 
 L: Any = pytest.importorskip("lightning", reason="memfit[lightning] is not installed: make test-hosts installs it")
@@ -78,12 +79,19 @@ def loader(count: int, **options: Any) -> Any:
 
 
 def train(
-    directory: Path, *, ours: bool, module: Any = None, resume: Path | None = None, steps: int = 6, **given: Any
+    directory: Path,
+    *,
+    ours: bool,
+    module: Any = None,
+    resume: Path | None = None,
+    steps: int = 6,
+    plan: Plan = PLAN,
+    **given: Any,
 ) -> Any:
     if ours:
         from memfit.integrations.lightning import MemfitStrategy
 
-        given["strategy"] = MemfitStrategy(plan=PLAN)
+        given["strategy"] = MemfitStrategy(plan=plan)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} | given
     module = module_of() if module is None else module
     checkpoint = L.pytorch.callbacks.ModelCheckpoint(
@@ -133,15 +141,52 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
         train(tmp_path / "refused", ours=True, resume=tmp_path / "ours" / "step=2.ckpt")
 
 
+MANUAL: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+
+
+@pytest.mark.parametrize("plan", [PLAN, None], ids=["on disk", "offloaded"])
+def test_a_module_that_optimizes_manually_is_bitwise_itself(plan: Plan | None, tmp_path: Path) -> None:
+    """Two backwards and a clipped step, then a step of its own, in every `training_step`."""
+
+    def manual() -> Any:
+        module = module_of(automatic=False)
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            optimizer: Any = module.optimizers()
+            optimizer.zero_grad()
+            for part in (slice(0, 2), slice(2, None)):
+                loss = (module.model(batch[0][part]) - batch[1][part]).square().sum() / len(batch[0])
+                module.manual_backward(loss)
+            module.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            again = module.model(batch[0]).square().mean()
+            module.manual_backward(again)
+            optimizer.step()
+            module.log("train_loss", loss)
+            return {"loss": again.detach()}
+
+        module.training_step = training_step
+        return module
+
+    offloaded = Plan(calls=(CallPlan(saved=Saved.OFFLOAD),) * 3, update=UpdateTime.AFTER_BACKWARD)
+    theirs = train(tmp_path / "plain", ours=False, module=manual(), steps=12, **MANUAL)
+    ours = train(tmp_path / "ours", ours=True, module=manual(), steps=12, plan=plan or offloaded, **MANUAL)
+    check_equal(ours, theirs)
+    assert len(theirs[0].seen) > 6
+
+
 def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     from memfit.integrations.lightning import MemfitStrategy
 
     with pytest.raises(UsageError, match="max_grad_norm"):
         MemfitStrategy(max_grad_norm=1.0)
-    for module in (module_of(automatic=False), module_of(optimizers=2)):
-        clip = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
-        with pytest.raises((UnsupportedError, RuntimeError), match="automatic_optimization=True|multiple optimizers"):
-            train(tmp_path, ours=True, module=module, **clip)
+    module = module_of(optimizers=2)
+    module.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="a job for each network"):
+        train(tmp_path, ours=True, module=module, **MANUAL)
+    with pytest.raises(UsageError, match="without self.manual_backward"):
+        train(tmp_path, ours=True, module=module_of(automatic=False), **MANUAL)
     with pytest.raises(AwayError, match="gradient_home='device'"):
         train(tmp_path, ours=True, gradient_clip_algorithm="value")
 

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, Any, Any, bool]] = {
     "SFT": ("SFT", LlamaForCausalLM, texts, False),
     "SFT of an adapter": ("SFT", LlamaForCausalLM, texts, True),
     "DPO of an adapter": ("DPO", LlamaForCausalLM, preferences, True),
+    "DPO with a reference": ("DPO", LlamaForCausalLM, preferences, False),
     "reward": ("Reward", LlamaForSequenceClassification, preferences, False),
 }
 
@@ -82,6 +83,11 @@ def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[li
     torch.manual_seed(0)
     more: dict[str, Any] = {"num_labels": 1} if kind == "Reward" else {}
     rows = data()
+    if kind == "DPO" and not is_adapted:
+        options["ref_model"] = model(LlamaConfig(**MODEL))
+        if ours:
+            layers = {f"{part}model.layers.{i}": DISK for part in ("", "reference.") for i in range(2)}
+            options["memfit"] = {"plan": Plan(blocks=layers, update=UpdateTime.AFTER_BACKWARD)}
     trainer: Any = host(
         model=model(LlamaConfig(**MODEL, **more)), args=config(**(given | changed)), train_dataset=rows,
         eval_dataset=rows.select(range(4)), processing_class=tokenizer(), **options,
@@ -89,6 +95,7 @@ def train(name: str, directory: Path, *, ours: bool, **changed: Any) -> tuple[li
     trainer.train()
     if ours:
         assert any(not tier.traits.is_device for tier in trainer.job.plan.tiers)
+        trainer.save_model(directory / "saved")
         trainer.close()
     log = [
         {key: value for key, value in entry.items() if not any(word in key for word in NOT_TOLD)}
@@ -104,6 +111,9 @@ def test_a_trainer_of_trl_is_bitwise_itself(name: str, tmp_path: Path) -> None:
     assert log == expected_log
     assert len(log[0]) > 5  # what TRL itself counts is there
     assert all(map(torch.equal, weights, expected))
+    if name == "DPO with a reference":
+        saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+        assert all(map(torch.equal, saved.parameters(), expected))
 
 
 def test_the_default_of_trl_that_does_not_go_with_a_limit_is_named(tmp_path: Path) -> None:

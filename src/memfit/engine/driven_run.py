@@ -139,6 +139,11 @@ class DrivenRun(StepRun):
         return self._lines.position >= len(self._schedule.calls)
 
     @property
+    def is_untouched(self) -> bool:
+        """No call of the trace was made yet."""
+        return self._lines.position == 0
+
+    @property
     def in_backward(self) -> bool:
         """Backward has begun, and has not come to its end."""
         return self.phase is EnginePhase.BACKWARD

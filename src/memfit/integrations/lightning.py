@@ -1,7 +1,7 @@
 """Lightning's `Trainer` inside a memory limit.
 
-In: a `LightningModule` with automatic optimization and one optimizer, and what `memfit.fit` shall
-do. Out: the same training, bit for bit, every hook in its place.
+In: a `LightningModule` with one optimizer, optimized automatically or manually, and what
+`memfit.fit` shall do. Out: the same training, bit for bit, every hook in its place.
 
 [Note: where a batch is first seen]
 `training_step` is no `forward`, and what it calls are parts of the module. So the strategy says
@@ -59,6 +59,8 @@ class MemfitStrategy(SingleDeviceStrategy):
         self._lines: Lines | None = None
         self._training = ExitStack()
         self._forward_only = ExitStack()
+        self._forward = ExitStack()
+        self._given: tuple[Any, Any] | None = None
         self._saved: Path | None = None
 
     # --- training --------------------------------------------------------------------------------
@@ -72,16 +74,18 @@ class MemfitStrategy(SingleDeviceStrategy):
         return batch
 
     def _begin(self, module: Any, batch: Any) -> None:
-        if not module.automatic_optimization or len(self.optimizers) != 1:
+        if len(self.optimizers) != 1:
             raise UnsupportedError(
-                "MemfitStrategy serves automatic_optimization=True with one optimizer: for your own calls of backward and step, write the loop with job.lines()"
+                f"MemfitStrategy serves one optimizer, and configure_optimizers gives {len(self.optimizers)}: write the loop yourself, with a job for each "
+                "network and its optimizer (docs/lines.md, several optimizers)"
             )
         if module.trainer.precision.startswith("16"):
             raise UnsupportedError('precision="16-mixed" reads gradients that may rest elsewhere: use "bf16-mixed"')
         options = dict(self._options)
         sample = options.pop("sample", batch)
         with _without_logs(module):
-            self.job = fit(module, self.optimizers[0], _loss, sample, lines=True, **options)
+            loss = _loss if module.automatic_optimization else _first_loss
+            self.job = fit(module, self.optimizers[0], loss, sample, lines=True, **options)
         if self._saved is not None:
             self.job.load(self._saved, restore_random=False)  # the trainer restores its own
             self._saved = None
@@ -91,8 +95,37 @@ class MemfitStrategy(SingleDeviceStrategy):
         """See `Strategy`: a forward of the user's own lines."""
         if self._lines is None:
             return super().training_step(*args, **kwargs)
-        with self._lines.forward(args, kwargs):
-            return super().training_step(*args, **kwargs)
+        module: Any = self.lightning_module
+        if module.automatic_optimization:
+            with self._lines.forward(args, kwargs):
+                return super().training_step(*args, **kwargs)
+        try:
+            with self._forward:
+                self._given = args, kwargs
+                self._begin_forward()
+                return super().training_step(*args, **kwargs)
+        finally:
+            self._given = None
+
+    def _begin_forward(self) -> None:
+        if self._lines is not None and self._given is not None:
+            self._forward.enter_context(self._lines.forward(*self._given))
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `Strategy`. In manual optimization a forward ends here, and what follows in the same
+        `training_step` is another one.
+        """
+        self._forward.close()
+        found = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._begin_forward()
+        return found
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """See `Strategy`. In manual optimization it stands between two forwards."""
+        self._forward.close()
+        found = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._begin_forward()
+        return found
 
     def teardown(self) -> None:
         """See `Strategy`. Model and optimizer are ordinary and complete again."""
@@ -172,6 +205,32 @@ def _loss(module: Any, batch: Any) -> torch.Tensor:
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     found = module.training_step(batch, 0) if takes_index else module.training_step(batch)
     return found["loss"] if isinstance(found, Mapping) else found
+
+
+class _BackwardBeginsError(Exception):
+    """Raised where a `training_step` under manual optimization asks for its first backward."""
+
+
+def _first_loss(module: Any, batch: Any) -> torch.Tensor:
+    """Returns what a module that optimizes manually runs back first; what it does then is not
+    done.
+    """
+    found: list[torch.Tensor] = []
+
+    def note(loss: torch.Tensor, *_: object, **__: object) -> None:
+        found.append(loss)
+        raise _BackwardBeginsError
+
+    module.manual_backward = note
+    try:
+        _loss(module, batch)
+    except _BackwardBeginsError:
+        return found[0]
+    finally:
+        del module.manual_backward
+    raise UsageError(
+        "training_step came to its end without self.manual_backward(loss): call it for the batch that is given to MemfitStrategy(sample=...), or for the first one"
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,9 +26,10 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from memfit.api import Job, fit
+from memfit.api import Job, Lines, fit
 from memfit.core.errors import UnsupportedError, UsageError
 from memfit.tensors.guard import is_away
+from memfit.tensors.with_frozen import WithFrozen, saved_model
 
 _OWN = ("lines", "max_grad_norm", "store", "resume", "durability", "scheme", "on_breach", "weights", "weight", "split")
 _STATES, _SCHEDULER, _LAST = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -60,6 +61,8 @@ class MemfitMixin:
         self._memfit_weights: Path | None = None
         self._memfit_states: Path | None = None
         self._memfit_in_checkpoint = False
+        self._memfit_lines: Lines | None = None
+        self._memfit_trainable: list[nn.Parameter] = []
         refused = [name for name in self._memfit_options if name in _OWN]
         if refused:
             raise UsageError(
@@ -104,9 +107,16 @@ class MemfitMixin:
         sample = max(batches, key=_elements) if sample is None else sample
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.model.train()
+        reference = getattr(self, "ref_model", None)
+        whole = self.model
+        if reference is not None:
+            # Nothing trains it; TRL leaves that to its `no_grad`.
+            self._memfit_trainable = [p for p in reference.parameters() if p.requires_grad]
+            reference.requires_grad_(requires_grad=False)
+            whole = WithFrozen(self.model, reference=reference)
         with _generators_kept():
             job = fit(
-                self.model,
+                whole,
                 optimizer,
                 _loss_of(self, items),
                 self._prepare_inputs(sample),  # type: ignore[attr-defined]
@@ -119,7 +129,19 @@ class MemfitMixin:
                 # Read where they are needed: one parameter's are in memory at a time.
                 optimizer.load_state_dict(torch.load(self._memfit_states, mmap=True, weights_only=True))
         self._memfit_weights = self._memfit_states = None
-        stack.enter_context(job.lines())
+        self._memfit_lines = stack.enter_context(job.lines())
+        stack.callback(self._memfit_end_lines)
+
+    def _memfit_end_lines(self) -> None:
+        self._memfit_lines = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer.compute_loss`. With a reference it is one forward of the lines, which calls
+        two models.
+        """
+        lines = self._memfit_lines if getattr(self, "ref_model", None) is not None else None
+        with nullcontext() if lines is None else lines.forward(inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def close(self) -> None:
         """Makes model and optimizer ordinary and complete again, if there is a job; see
@@ -132,6 +154,8 @@ class MemfitMixin:
         if self.job is not None:
             self.job.close()
             self.job = None
+            while self._memfit_trainable:
+                self._memfit_trainable.pop().requires_grad_()
 
     def __enter__(self) -> Self:
         return self
@@ -254,9 +278,9 @@ def _refuse(trainer: Any) -> None:
             args.gradient_checkpointing,
             "the plan decides what is computed again, and it would be paid for twice: leave it out",
         ),
-        "ref_model": (
-            getattr(trainer, "ref_model", None) is not None,
-            "a second model would stay whole beside the limit: use an adapter (peft_config), whose base is the reference",
+        "sync_ref_model=True": (
+            getattr(args, "sync_ref_model", False),
+            "its callback writes a reference whose weights are away: leave it out",
         ),
     }
     for name, (is_asked, why) in reasons.items():
@@ -274,7 +298,7 @@ def _loss_of(trainer: Any, items: Any) -> Callable[[Any, Any], Any]:
         try:
             with trainer.compute_loss_context_manager():
                 # A shallow copy: label smoothing takes labels out, TRL adds keys.
-                return trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+                return trainer.compute_loss(saved_model(model), dict(batch), num_items_in_batch=items)
         finally:
             for name, value in kept.items():
                 setattr(trainer, name, value)

@@ -27,6 +27,7 @@ from memfit.job.step_runner import StepRunner
 from memfit.job.together import fail_together, together
 from memfit.job.torch_states import write_states
 from memfit.job.watching import WatchedJob
+from memfit.tensors.with_frozen import saved_model
 
 
 class Job(WatchedJob):
@@ -306,7 +307,7 @@ class Job(WatchedJob):
         ):
             saved = save_job(
                 directory,
-                model=assembly.model,
+                model=saved_model(assembly.model),
                 optimizer=assembly.setup.optimizer,
                 blocks=assembly.blocks,
                 states=assembly.states,

@@ -157,6 +157,8 @@ class Lines:
         finally:
             self._is_scoped = False
             self._leave_model(model, (), {}, () if is_whole else None)
+            if self._run is not None and self._run.is_untouched:
+                self._give_up()
 
     def _enter_model(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_scoped or not self._may_begin():

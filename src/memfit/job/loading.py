@@ -51,6 +51,7 @@ from memfit.optimizers.interception import AwayStates
 from memfit.optimizers.structure_checks import check_whole_state
 from memfit.tensors.container import TensorEntry
 from memfit.tensors.random_states import check_torch
+from memfit.tensors.with_frozen import saved_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +251,7 @@ def load_into_job(source: str | Path, job: Assembly, *, restore_random: bool) ->
     path = Path(source).expanduser()
     with job.loading(), ExitStack() as stack:
         files = open_weight_files(path, stack)
-        matched, unused = match(files, job.model, path)
+        matched, unused = match(files, saved_model(job.model), path)
         warn_of_unused(unused)
         states = None
         if state_file(path) is not None:
