@@ -7,6 +7,7 @@ Every import is read from the source with `ast`: at the top, inside functions, u
 from __future__ import annotations
 
 import ast
+import functools
 import dis
 import re
 from collections import Counter
@@ -117,7 +118,12 @@ def is_lazy_scope(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
-def read_imports(path: Path, source: Path) -> Iterator[Import]:
+@functools.cache
+def read_imports(path: Path, source: Path) -> tuple[Import, ...]:
+    return tuple(_imports_of(path, source))
+
+
+def _imports_of(path: Path, source: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     lazy = {id(inner) for node in ast.walk(tree) if is_lazy_scope(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):

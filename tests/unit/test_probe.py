@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from memfit.allocator import install
 from memfit.api import probe_engine
 from memfit.cli import app
 from memfit.core.errors import MemfitWarning, UsageError
@@ -64,6 +63,12 @@ def test_the_command_measures_every_class_keeps_the_file_and_fit_takes_it(tmp_pa
     assert found.rates == written.rates and found.origin == written.origin
     assert found.link(Tier.DISK) == written.link(Tier.DISK)
     assert read_hardware(path) == written
+    # What each policy adds is told apart: watched operations take longer than plain ones, entries of calls too.
+    seconds = {kind: 1 / rate.per_s for kind, rate in written.rates.items()}
+    assert 5e-7 < seconds[WorkKind.OPERATIONS] < seconds[WorkKind.WATCHED] < 1e-3
+    assert seconds[WorkKind.OPERATIONS] < seconds[WorkKind.CALLS] < 1e-2
+    assert seconds[WorkKind.PIECES] > 1e-5
+    assert 1e-6 < seconds[WorkKind.PIECE_TRANSFERS] < 1e-3
 
 
 def test_its_tables_say_rates_links_and_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,22 +90,6 @@ def saved(tmp_path: Path, **changed: str) -> Hardware:
     made = Hardware.from_json(json.dumps(raw))
     saved_hardware.save(made, saved_hardware.saved_path(saved_hardware.identity_of(CPU)))
     return made
-
-
-def test_python_and_the_engine_have_rates_in_a_plausible_order(tmp_path: Path) -> None:
-    """What each policy adds is told apart: watched operations take longer than plain ones, frames longer than calls."""
-    install()
-    found = {
-        kind: 1 / rate.per_s for kind, rate in probe_engine.measure_engine(probing.probe(here(), tmp_path)).items()
-    }
-    assert {*found} == {
-        WorkKind.OPERATIONS, WorkKind.NODES, WorkKind.WATCHED, WorkKind.SELECTED, WorkKind.CALLS, WorkKind.FRAMES,
-        WorkKind.SWITCHES, WorkKind.STEPS, WorkKind.PIECES, WorkKind.PIECE_TRANSFERS,
-    }  # fmt: skip
-    assert 5e-7 < found[WorkKind.OPERATIONS] < found[WorkKind.WATCHED] < 1e-3
-    assert found[WorkKind.OPERATIONS] < found[WorkKind.CALLS] < 1e-2
-    assert found[WorkKind.PIECES] > 1e-5
-    assert 1e-6 < found[WorkKind.PIECE_TRANSFERS] < 1e-3
 
 
 def test_a_saved_link_counts_on_the_disk_that_was_measured_alone(tmp_path: Path) -> None:
