@@ -205,6 +205,8 @@ LARGE_CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, 
     "narrower by two": ((33, 96, 24, 24), (192, 96, 2, 2), 2, 0, 1),
     "patches": ((33, 3, 96, 96), (96, 3, 4, 4), 4, 0, 1),
     "of one point": ((33, 64, 24, 24), (256, 64, 1, 1), 1, 0, 1),
+    # From 16 rows on another kernel than below.
+    "of one point, to few": ((33, 24, 64, 64), (3, 24, 1, 1), 1, 0, 1),
 }
 """Shapes of input and weight, stride, padding, groups: larger than what is run as it is."""
 

@@ -28,6 +28,7 @@ MACHINE = Hardware(
 PROFILES = {
     "gpt": gpt_profile(layers=3, width=256, vocabulary=4096, tokens=64, rows=(8, 4, 1), factor=16),
     "tied": gpt_profile(layers=2, width=256, vocabulary=512, is_tied=True, rows=(8, 2, 1)),
+    "uneven": replace(gpt_profile(layers=2, width=256, batch_rows=7, tokens=64, rows=(7, 4, 2)), rows_are_alike=True),
     "chain": chain_profile(length=6),
 }
 
@@ -37,7 +38,7 @@ def candidates(profile: Profile, *, clips_norm: bool) -> list[Candidate]:
         candidate
         for rows in profile.traces
         for candidate in list_candidates(
-            profile, microbatches=profile.batch_rows // rows, tiers=(Tier.DISK,), clips_norm=clips_norm
+            profile, microbatches=-(-profile.batch_rows // rows), tiers=(Tier.DISK,), clips_norm=clips_norm
         )
     ]
 

@@ -277,6 +277,16 @@ def ways_of(sample: Any) -> Iterator[ByRows]:
             )
 
 
+def smaller_part(cut: Cut, batch: Any, count: int) -> dict[int, Any]:
+    """Returns the last of so many microbatches by its rows, where it has one less than the first
+    and takes less for that.
+    """
+    rows = cut.rows(batch)
+    if not cut.is_even or count > rows or not rows % count:
+        return {}
+    return {rows // count: cut.parts(batch, count)[-1]}
+
+
 @dataclass(frozen=True)
 class _List:
     """A list of the sample; `is_record`: its entries are mappings with the same keys."""

@@ -183,6 +183,9 @@ class CallProfile:
             its creation on; None: not traced.
         backward_adding_peak_bytes: the same, each until it has been added to the existing gradient;
             None: not traced.
+        gradient_sum_bytes: `gradient_bytes` in fp32 where they are narrower.
+        backward_summed_peak_bytes: as `backward_fresh_peak_bytes`, with each gradient copied as it
+            arrives into a sum that takes its place, in fp32 where it is narrower; None: not traced.
         backward_peak_bytes: peak of the bytes above those alive at the backward segment's entry,
             gradients of parameters excluded, if the call keeps all that it saves (what backward
             frees of that is subtracted).
@@ -215,6 +218,8 @@ class CallProfile:
     gradient_bytes: int = 0
     backward_fresh_peak_bytes: int | None = None
     backward_adding_peak_bytes: int | None = None
+    gradient_sum_bytes: int = 0
+    backward_summed_peak_bytes: int | None = None
     backward_peak_bytes: int = 0
     backward_leaves_bytes: int = 0
     forward_flops: int = 0
@@ -367,6 +372,8 @@ class Profile:
             the device.
         buffer_bytes: buffers of the model (always resident).
         is_accumulated: the batch is two micro-batches of the user's own loop, one after the other.
+        rows_are_alike: it is cut between rows of equal shapes, so that a microbatch of a row less
+            takes less.
         source: "fake" (traced without data) or "real" (a real step was run on real tensors).
         source_reason: why a fake trace was not possible; empty if it was or was not tried.
     """
@@ -390,6 +397,7 @@ class Profile:
     agrees_on_host: bool = False
     buffer_bytes: int = 0
     is_accumulated: bool = False
+    rows_are_alike: bool = False
     source: str = "fake"
     source_reason: str = ""
 

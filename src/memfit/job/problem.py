@@ -18,7 +18,7 @@ from torch import nn
 from memfit import devices
 from memfit.allocator import install
 from memfit.batches.batch import RowPlaces, UncuttableError
-from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, ways_of
+from memfit.batches.cutting import MOST_MICROBATCHES, ByRows, ByUser, Cut, UserSplit, Whole, smaller_part, ways_of
 from memfit.core.documents import read_document
 from memfit.core.errors import AwayError, PlanError, TierUnavailableError, UnsupportedError, UsageError
 from memfit.core.layout import FIRST_PIECE_ELEMENTS, PIECE_ELEMENTS
@@ -221,16 +221,16 @@ class Problem:
     ) -> Profile:
         rows = max(self.cut.rows(batch), *counts) if isinstance(self.cut, ByUser) else self.cut.rows(batch)
         parts = {-(-rows // k): _largest(self.cut.parts(batch, k)) for k in counts}
+        smaller = smaller_part(self.cut, batch, counts[0]) if len(counts) == 1 and checks_repeat else {}
         sizes_of_states = self._state_sizes(compute, StateFormat.GIVEN)
-        states = {name: found.nbytes for name, found in sizes_of_states.items()}
         updates = self._updates(compute, sizes_of_states)
         if compute is ComputeDtype.FLOAT16:
             loss = in_half(loss, device_of(self.model).type)
         first = FirstOf(loss)
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
-            "parts": parts, "whole_rows": rows, "state_bytes": states, "compute_dtype": compute, "workspaces": self.workspaces,
-            "checks_repeat": checks_repeat, "program": self.loss, "suffices": None,
+            "parts": parts, "whole_rows": rows, "state_bytes": {name: one.nbytes for name, one in sizes_of_states.items()}, "compute_dtype": compute, "workspaces": self.workspaces,
+            "checks_repeat": checks_repeat, "program": self.loss, "suffices": None, "smaller": smaller,
         }  # fmt: skip
 
         def completed(found: Profile) -> Profile:
@@ -262,7 +262,8 @@ class Problem:
     ) -> Profile:
         """The profile with what is known of the optimizer and of the loss's result."""
         at_home = {b.name: _sum_of(b, sizes_of_states, lambda one: one.home_bytes) for b in found.blocks}
-        found = replace(found, updates=updates, state_home_bytes=at_home, counts_losses=counts_losses)
+        known: dict[str, Any] = {"updates": updates, "state_home_bytes": at_home, "rows_are_alike": self.cut.is_even}
+        found = replace(found, **known, counts_losses=counts_losses)
         if not self._has_host:
             return replace(found, agrees_on_host=True)  # the same processor
         master = _master_dtype(compute)

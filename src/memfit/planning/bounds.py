@@ -15,6 +15,7 @@ of them goes on, so there they count k times.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,17 @@ from memfit.core.plan import Order, Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape, describe_step
 from memfit.core.tiers import Tier, is_processor
-from memfit.core.work_kinds import summed
+from memfit.core.work_kinds import Work, summed
 from memfit.prediction.clock import host_work_seconds, work_seconds
+from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lifetimes import ActivationEvent, Lifetimes
+from memfit.scheduling.microbatch_traces import input_bytes, traces_of
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
     commit_bytes,
     flat_gradient_bytes,
     flat_weight_bytes,
     master_home_bytes,
-    trace_of,
     uses_disk,
 )
 from memfit.scheduling.work_amounts import SEED_ENTRY, STEP_ITSELF, segment_work, update_work
@@ -68,6 +70,7 @@ class PeakBounds:
         # What backward makes; where it adds up in another dtype it takes more.
         self._gradients = [flat_gradient_bytes(block, is_summed=False) for block in profile.blocks]
         self._activations: dict[Any, tuple[_Moment, ...]] = {}
+        self._known = KnownFacts()
 
     def of(self, plan: Plan) -> int:
         """Bytes that the step's predicted device peak is not below.
@@ -86,8 +89,7 @@ class PeakBounds:
             total += 0 if index in shape.visiting else self._weights[index]
             if plan.block(block.name).state_home is Tier.DEVICE:
                 total += profile.resting_state_bytes(block.name) + master_home_bytes(plan, block)
-        inputs = (s for s in trace_of(profile, plan.microbatches).storages if s.is_input and not s.is_buffer)
-        return total + plan.microbatches * sum(s.nbytes for s in inputs)
+        return total + sum(input_bytes(trace) for trace in traces_of(profile, plan.microbatches, self._known))
 
     def _visiting_bytes(self, moment: _Moment, shape: StepShape) -> int:
         if moment.segment < 0:
@@ -100,9 +102,10 @@ class PeakBounds:
     def _moments(self, plan: Plan, shape: StepShape) -> tuple[_Moment, ...]:
         key = (plan.microbatches, plan.order, plan.calls, plan.cut_tail)
         if key not in self._activations:
-            facts = SegmentFacts(trace_of(self._profile, plan.microbatches), plan, shape, self._profile)
+            traces = traces_of(self._profile, plan.microbatches, self._known)
+            facts = [self._known.segments(trace, plan, shape, self._profile) for trace in traces]
             leaves = any(tier is not None for tier in shape.leaves)
-            self._activations[key] = _rises(facts) if leaves else _lifetimes(facts)
+            self._activations[key] = _rises(facts[0]) if leaves else _lifetimes(facts)
         return self._activations[key]
 
 
@@ -121,8 +124,11 @@ def _rises(facts: SegmentFacts) -> tuple[_Moment, ...]:
     return tuple(found)
 
 
-def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
-    """Bound for a plan whose activations stay: one microbatch, and all of them where they meet."""
+def _lifetimes(of_microbatches: Sequence[SegmentFacts]) -> tuple[_Moment, ...]:
+    """Bound for a plan whose activations stay: the largest microbatch, and all of them where they
+    meet.
+    """
+    facts = of_microbatches[0]
     plan, shape = facts.plan, facts.shape
     count = len(shape.segments)
     back = [segment for segment in reversed(range(count)) if shape.has_backward[segment]]
@@ -138,27 +144,40 @@ def _lifetimes(facts: SegmentFacts) -> tuple[_Moment, ...]:
             ((ActivationEvent.BACKWARD, segment) for segment in back if segment < shape.tail_segment), meeting
         )
     found: list[_Moment] = []
-    before = 0
-    for (event, segment), cost in zip(events, Lifetimes(facts, is_training=True).follow(events), strict=True):
+    costs = Lifetimes(facts, is_training=True).follow(events)
+    # Microbatches of as many rows share their facts; the last are the smaller ones.
+    fewer = of_microbatches[-1]
+    others = costs if fewer is facts else Lifetimes(fewer, is_training=True).follow(events)
+    larger = sum(one is facts for one in of_microbatches)
+    for index, ((event, segment), cost) in enumerate(zip(events, costs, strict=True)):
         meets = (event, segment) == meeting and plan.order is Order.LAYER_MAJOR
-        times = plan.microbatches if meets and (shape.tail_segment == count or event is ActivationEvent.BACKWARD) else 1
-        least = times * before + cost.rise_bytes
+        before, least = (costs[index - 1].after_bytes if index else 0), cost.rise_bytes
+        if meets and (shape.tail_segment == count or event is ActivationEvent.BACKWARD):
+            least += larger * before + (plan.microbatches - larger) * others[index - 1].after_bytes
+        else:
+            least += before
         if event is ActivationEvent.BACKWARD:
             least -= facts.backward_rise(segment) - facts.least_backward_rise(segment)
         found.append(_Moment(segment=segment, is_backward=event is ActivationEvent.BACKWARD, least_bytes=least))
-        before = cost.after_bytes
     return tuple(found)
 
 
-def compute_seconds(trace: TraceProfile, plan: Plan, shape: StepShape, hardware: Hardware) -> float:
-    """Seconds of pure compute of a training step: a lower bound of any schedule's time."""
+def compute_seconds(traces: Sequence[TraceProfile], plan: Plan, shape: StepShape, hardware: Hardware) -> float:
+    """Seconds of pure compute of a training step, from the trace of each microbatch: a lower bound
+    of any schedule's time.
+    """
+    found = {id(trace): _compute_work(trace, plan, shape) for trace in traces}
+    of_traces = [(found[id(trace)], 1.0) for trace in traces]
+    return work_seconds(summed(of_traces), hardware) + work_seconds(STEP_ITSELF, hardware)
+
+
+def _compute_work(trace: TraceProfile, plan: Plan, shape: StepShape) -> Work:
     works = [trace.prologue_work, trace.seed_work, SEED_ENTRY]
     for segment, has_backward in enumerate(shape.has_backward):
         works.append(segment_work(trace, plan, shape, segment, is_backward=False))
         if has_backward:
             works.append(segment_work(trace, plan, shape, segment, is_backward=True))
-    a_microbatch = work_seconds(summed((work, 1.0) for work in works), hardware)
-    return plan.microbatches * a_microbatch + work_seconds(STEP_ITSELF, hardware)
+    return summed((work, 1.0) for work in works)
 
 
 def update_seconds(plan: Plan, profile: Profile, block: int, hardware: Hardware) -> tuple[float, float]:

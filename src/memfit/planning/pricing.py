@@ -30,13 +30,13 @@ from memfit.prediction.predict import Appraisal, appraise
 from memfit.scheduling.build import build_forward, build_step
 from memfit.scheduling.known_facts import KnownFacts
 from memfit.scheduling.lower import lower
+from memfit.scheduling.microbatch_traces import traces_of
 from memfit.scheduling.sizes import (
     STAGING_BYTES,
     disk_bytes_with_store,
     flat_gradient_bytes,
     flat_weight_bytes,
     master_home_bytes,
-    trace_of,
     update_traffic,
 )
 
@@ -286,9 +286,9 @@ def loads_of(plan: Plan, question: PlanQuestion) -> Loads:
     """Adds up a plan's work, block by block, without its schedule."""
     profile, hardware = question.profile, question.hardware
     shape = describe_step(plan, profile)
-    trace = trace_of(profile, plan.microbatches)
-    key = "compute", trace.rows, plan.microbatches, plan.calls, plan.cut_tail
-    work_s = question.known.found(key, lambda: compute_seconds(trace, plan, shape, hardware))
+    traces = traces_of(profile, plan.microbatches, question.known)
+    key = "compute", traces[0].rows, plan.microbatches, plan.calls, plan.cut_tail
+    work_s = question.known.found(key, lambda: compute_seconds(traces, plan, shape, hardware))
     moved_s: dict[tuple[Tier, str], float] = {}
     resident, host_s = 0, 0.0
     for block, profiled in enumerate(profile.blocks):

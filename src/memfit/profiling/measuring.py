@@ -14,8 +14,9 @@ operation that cannot be made smaller, or that does not bear the values that it 
 (integers are 0, masks true), is taken to copy its largest operand.
 
 Of a convolution only the rows are made fewer: with other channels or pictures oneDNN goes another
-way, and what it takes grows by as much with each row. Where a run on few rows takes nothing, that
-was another way too, and the table is asked.
+way, and what it takes grows by as much with each row. Where the smaller of two runs takes nothing,
+that was another way too, and the larger one tells what a row takes; where both do, the table is
+asked.
 
 Only torch's own operators are tried; others may do more than compute.
 """
@@ -186,6 +187,8 @@ class Workspaces:
         if found is None:
             return None
         less, hidden = found
+        if less <= _NOTHING_BYTES:
+            return math.ceil(hidden * rows / few)  # half of the rows went another way
         return hidden + max(0, math.ceil((hidden - less) * (rows - few) / (few - few // 2)))
 
     def _run_rows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], count: int, rows: int) -> int | None:

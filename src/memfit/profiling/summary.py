@@ -22,6 +22,7 @@ from memfit.profiling.recorder import TraceRecorder
 from memfit.profiling.records import CallRecord, Role, SegmentRecord, StorageRecord, TraceEvent
 
 _MOST_CAUSES = 20
+_SUM_ITEM_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,15 @@ def summarize(
     storages = _storages(step, held)
     backward = _backward_ranges(step, _activations)
     gradients = _backward_ranges(step, _with_gradients), _backward_ranges(step, _until_added)
+    summed_gradients = _backward_stretches(step, _summed_range)
     unsaved = _Unsaved(step, forward_only)
     prologue = _forward_range(step, -1, ends[-1])
     seed = backward.get(-1, _Range(peak_bytes=0, end_bytes=0))
     return TraceProfile(
         rows=rows,
-        calls=tuple(_call(step, call, ends, backward, gradients, unsaved, block_names) for call in step.calls),
+        calls=tuple(
+            _call(step, call, ends, backward, gradients, summed_gradients, unsaved, block_names) for call in step.calls
+        ),
         storages=storages,
         loose_reads=tuple(sorted(step.loose_reads)),
         uses_random=step.uses_random,
@@ -97,11 +101,13 @@ def _call(
     ends: Mapping[int, int],
     backward: Mapping[int, _Range],
     gradients: tuple[Mapping[int, _Range], Mapping[int, _Range]],
+    summed_gradients: Mapping[int, _Range],
     unsaved: _Unsaved,
     block_names: Sequence[str],
 ) -> CallProfile:
     gone = backward.get(call.index)
     fresh, adding = (ranges.get(call.index) for ranges in gradients)
+    sums = summed_gradients.get(call.index)
     own = [block_names[index] for index in call.site.blocks]
     return CallProfile(
         index=call.index,
@@ -125,6 +131,8 @@ def _call(
         gradient_bytes=fresh.end_bytes - gone.end_bytes if fresh and gone else 0,
         backward_fresh_peak_bytes=fresh.peak_bytes if fresh else None,
         backward_adding_peak_bytes=adding.peak_bytes if adding else None,
+        gradient_sum_bytes=sums.end_bytes - gone.end_bytes if sums and gone else 0,
+        backward_summed_peak_bytes=sums.peak_bytes if sums else None,
         backward_peak_bytes=gone.peak_bytes if gone else 0,
         backward_leaves_bytes=gone.end_bytes if gone else 0,
         forward_flops=sum(s.flops for s in step.forward if s.call == call.index),
@@ -184,6 +192,24 @@ def _range(step: TraceRecorder, start: int, stop: int, weigh: Weigh) -> _Range:
             peak = max(peak, now + nbytes)
         elif record is not None:
             now += weigh(event, record) * nbytes
+            peak = max(peak, now)
+    return _Range(peak_bytes=peak, end_bytes=now)
+
+
+def _summed_range(step: TraceRecorder, start: int, stop: int) -> _Range:
+    """Peak and end with gradients of parameters as they are added apart (`homes.gradients`): the
+    first to arrive is copied into a sum, and is given up then.
+    """
+    now = peak = 0
+    for event, record, nbytes in step.events[start:stop]:
+        if event is TraceEvent.WORKSPACE:
+            peak = max(peak, now + nbytes)
+        elif record is not None and record.role is Role.GRADIENT and event is TraceEvent.ARRIVED:
+            total = nbytes * max(1, _SUM_ITEM_BYTES // (record.cause[3].itemsize if record.cause else _SUM_ITEM_BYTES))
+            peak = max(peak, now + total)
+            now += total - nbytes
+        elif record is not None:
+            now += _with_gradients(event, record) * nbytes
             peak = max(peak, now)
     return _Range(peak_bytes=peak, end_bytes=now)
 
@@ -280,10 +306,13 @@ def _forward_ends(step: TraceRecorder) -> dict[int, int]:
 
 
 def _backward_ranges(step: TraceRecorder, weigh: Weigh) -> dict[int, _Range]:
+    return _backward_stretches(step, lambda log, start, stop: _range(log, start, stop, weigh))
+
+
+def _backward_stretches(step: TraceRecorder, measure: Callable[[TraceRecorder, int, int], _Range]) -> dict[int, _Range]:
     stops = [segment.began for segment in step.backward[1:]] + [len(step.events)]
     return {
-        segment.call: _range(step, segment.began, stop, weigh)
-        for segment, stop in zip(step.backward, stops, strict=True)
+        segment.call: measure(step, segment.began, stop) for segment, stop in zip(step.backward, stops, strict=True)
     }
 
 

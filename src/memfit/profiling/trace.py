@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -64,6 +65,7 @@ def profile_step(
     *,
     rows: Sequence[int] | None = None,
     parts: Mapping[int, Any] | None = None,
+    smaller: Mapping[int, Any] = MappingProxyType({}),
     whole_rows: int | None = None,
     state_bytes: Mapping[str, int] | None = None,
     trace: Source = "auto",
@@ -83,6 +85,8 @@ def profile_step(
         rows: sizes of microbatches; the whole batch if None.
         parts: a microbatch of each size, the largest of them the whole batch, where batches are cut
             otherwise than by the dimension 0 of all tensors; takes the place of `rows`.
+        smaller: further microbatches by size, with `parts`, that are traced where that takes no
+            data.
         whole_rows: rows of the whole batch, with `parts`.
         state_bytes: bytes of optimizer state by parameter name, once the states exist.
         trace: "fake" traces shapes only; "real" runs real steps, one for each size, and needs the
@@ -122,7 +126,7 @@ def profile_step(
         model=model,
         loss=loss,
         rows=whole,
-        parts=parts,
+        parts={**smaller, **parts},
         block_map=block_map,
         compute=compute_dtype,
         known=KnownOperations(workspaces or Workspaces()),
@@ -150,15 +154,28 @@ def profile_step(
         found = None if largest is None else assembled([largest])
         if found is not None and suffices(found):
             return found
-    return assembled(*_trace_sizes(setting, sizes, trace, largest))
+    traced, source, reason = _trace_sizes(setting, sizes, trace, largest)
+    more = _smaller_ones(setting, smaller, traced[0]) if source == "fake" and not reason else []
+    return assembled([*traced, *more], source, reason)
 
 
 def _trace_largest(setting: TraceSetting, rows: int) -> Traced | None:
     """The trace of one size on fake tensors; None where that fails, which a trace of all sizes
     tells.
     """
+    return _trace_more(setting, rows, is_twice=setting.checks_repeat)
+
+
+def _smaller_ones(setting: TraceSetting, sizes: Iterable[int], beside: Traced) -> list[Traced]:
+    """Traces of further sizes; without those that make other calls than the size beside them."""
+    found = [_trace_more(setting, size) for size in sizes]
+    calls = [(call.site, call.blocks) for call in beside.profile.calls]
+    return [one for one in found if one and [(call.site, call.blocks) for call in one.profile.calls] == calls]
+
+
+def _trace_more(setting: TraceSetting, rows: int, *, is_twice: bool = False) -> Traced | None:
     try:
-        return _trace_one(setting, rows, is_fake=True, is_twice=setting.checks_repeat)
+        return _trace_one(setting, rows, is_fake=True, is_twice=is_twice)
     except (MemfitError, *_FAKE_FAILURES):
         return None
 

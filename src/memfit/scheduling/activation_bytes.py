@@ -21,21 +21,22 @@ class ActivationBytes:
 
     Args:
         schedule: of the step.
-        facts: of the plan's segments.
+        facts: of the plan's segments, for each microbatch.
         draft: takes what an action changes.
         is_itemized: activations are owned by what made them, not by their microbatch.
     """
 
-    def __init__(self, schedule: Schedule, facts: SegmentFacts, draft: OperationDraft, *, is_itemized: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, facts: Sequence[SegmentFacts], draft: OperationDraft, *, is_itemized: bool
+    ) -> None:
         self._facts = facts
-        self._shape: StepShape = facts.shape
+        self._shape: StepShape = facts[0].shape
         self._draft = draft
         self._is_itemized = is_itemized
         self._segment = {first: i for i, (first, _) in enumerate(self._shape.segments)}
         self._costs = self._all_costs(schedule)
         self._done = [0] * schedule.microbatches
         self._live = [0] * schedule.microbatches
-        self._cut_bytes = self._bytes_at_cut()
         # Backwards of the joint backward that are still to come; microbatches whose cut it has.
         self._joint_left = sum(isinstance(a, Backward) and not self.is_of_tail(a) for a in schedule)
         self._crossed: set[int] = set()
@@ -48,7 +49,8 @@ class ActivationBytes:
         """Gives up the gradients at the cuts when the joint backward is over."""
         if not self._joint_left:
             while self._crossed:
-                self._draft.change("activation", f"cut of m{self._crossed.pop()}", -self._cut_bytes)
+                m = self._crossed.pop()
+                self._draft.change("activation", f"cut of m{m}", -self._bytes_at_cut(m))
 
     def advance(self, action: Action, microbatches: Sequence[int], *, added: int = 0, relief: int = 0) -> int:
         """Takes the activations of microbatches through their next event.
@@ -87,16 +89,17 @@ class ActivationBytes:
             draft.rise(Tier.DEVICE, "gradient", "gradients that come later", rise)
         return moved
 
-    def relief_bytes(self, segment: int, arrival: Arrival) -> int:
+    def relief_bytes(self, segment: int, microbatch: int, arrival: Arrival) -> int:
         """Returns the bytes that a backward rises less by, because gradients come later than they
         are counted.
         """
-        return self._facts.backward_rise(segment) - self._facts.backward_rise(segment, arrival)
+        facts = self._facts[microbatch]
+        return facts.backward_rise(segment) - facts.backward_rise(segment, arrival)
 
-    def _bytes_at_cut(self) -> int:
+    def _bytes_at_cut(self, microbatch: int) -> int:
         """Returns the gradients of a microbatch's activations where its tail is cut off."""
         segments, tail = self._shape.segments, self._shape.tail_segment
-        return self._facts.gradient_bytes[segments[tail][0]] if tail < len(segments) else 0
+        return self._facts[microbatch].gradient_bytes[segments[tail][0]] if tail < len(segments) else 0
 
     def _keep_cut(self, action: Action, microbatch: int) -> int:
         """Counts the gradient at a microbatch's cut from the first joint backward of it on.
@@ -110,8 +113,9 @@ class ActivationBytes:
         if microbatch in self._crossed:
             return 0
         self._crossed.add(microbatch)
-        self._draft.change("activation", f"cut of m{microbatch}", self._cut_bytes)
-        return self._cut_bytes
+        nbytes = self._bytes_at_cut(microbatch)
+        self._draft.change("activation", f"cut of m{microbatch}", nbytes)
+        return nbytes
 
     def _change(self, microbatch: int, cost: EventCost) -> None:
         if not self._is_itemized:
@@ -125,12 +129,12 @@ class ActivationBytes:
     def _all_costs(self, schedule: Schedule) -> list[tuple[EventCost, ...]]:
         is_training = any(isinstance(a, Seed) for a in schedule)
         costs: list[tuple[EventCost, ...]] = []
-        for events in _events_by_microbatch(schedule, self._shape):
+        for facts, events in zip(self._facts, _events_by_microbatch(schedule, self._shape), strict=True):
             key = events, is_training, self._is_itemized
-            if key not in self._facts.costs:
-                life = Lifetimes(self._facts, is_training=is_training, is_itemized=self._is_itemized)
-                self._facts.costs[key] = life.follow(events)
-            costs.append(self._facts.costs[key])
+            if key not in facts.costs:
+                life = Lifetimes(facts, is_training=is_training, is_itemized=self._is_itemized)
+                facts.costs[key] = life.follow(events)
+            costs.append(facts.costs[key])
         return costs
 
 

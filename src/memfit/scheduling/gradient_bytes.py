@@ -74,6 +74,10 @@ class GradientBytes:
         is_apart = segment >= self._shape.tail_segment or not self._held.keys() & {*blocks}
         if not self._adds_apart and is_apart:
             return Arrival.FRESH
+        if self._adds_apart and is_apart and segment < self._shape.tail_segment:
+            first, last = self._shape.segments[segment]
+            peaks = [c.backward_summed_peak_bytes for c in self._facts.trace.calls[first : last + 1] if c.has_backward]
+            return Arrival.ADDING if None in peaks else Arrival.SUMMED
         is_adding = self._adds_apart or self._held.keys() >= {*blocks}
         return Arrival.ADDING if is_adding and segment < self._shape.tail_segment else Arrival.UNKNOWN
 
@@ -89,9 +93,12 @@ class GradientBytes:
         self._held_before = set(self._held)
         self.contribute(self._shape.loose)
 
-    def contribute(self, blocks: Iterable[int], segment: int | None = None) -> int:
+    def contribute(self, blocks: Iterable[int], segment: int | None = None, arrival: Arrival = Arrival.UNKNOWN) -> int:
         """Counts gradients from the first backward on that adds to them; returns the bytes of the
         largest one that is made beside the one it is added to.
+
+        `arrival` is the result of `arrival` before. Of sums that begin, the traced rise holds what
+        is copied into them.
 
         Where a shared weight's gradient waited in the trace, the traced rise holds the one that is
         added to it. What the tail has made lies on the parameter when the joint backward begins to
@@ -101,7 +108,8 @@ class GradientBytes:
         added = 0
         is_tail = segment is not None and segment >= self._shape.tail_segment
         if self._adds_apart:
-            return self._contribute_apart(blocks, is_tail=is_tail)
+            beside = self._contribute_apart(blocks, is_tail=is_tail)
+            return 0 if arrival is Arrival.SUMMED else beside
         if is_tail:
             come = self._held_before.intersection(blocks)
             self._held_before -= come

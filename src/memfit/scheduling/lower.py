@@ -50,6 +50,7 @@ from memfit.core.work_kinds import WorkKind, summed
 from memfit.scheduling.activation_bytes import ActivationBytes
 from memfit.scheduling.gradient_bytes import GradientBytes
 from memfit.scheduling.known_facts import KnownFacts
+from memfit.scheduling.microbatch_traces import traces_of
 from memfit.scheduling.operation_draft import OperationDraft
 from memfit.scheduling.pieces import Line, UpdatePieces
 from memfit.scheduling.references import check_references
@@ -61,7 +62,6 @@ from memfit.scheduling.sizes import (
     flat_gradient_bytes,
     flat_weight_bytes,
     gradient_home_bytes,
-    trace_of,
     update_traffic,
     uses_disk,
     weight_home_bytes,
@@ -122,18 +122,22 @@ def lower(
     plan_of_pass = replace(plan, microbatches=schedule.microbatches)
     shape = describe_step(plan_of_pass, profile)
     check_references(schedule, profile, shape, microbatches=plan.microbatches)
-    trace = trace_of(profile, microbatches or plan.microbatches)
+    known = known or KnownFacts()
+    traces = traces_of(profile, microbatches or plan.microbatches, known)
+    if len(traces) != schedule.microbatches:
+        # A pass over a part of the batch: it may be the larger microbatches.
+        traces = traces[:1] * schedule.microbatches
     return _Lowering(
         schedule,
         plan_of_pass,
         profile,
         shape,
-        trace,
+        traces,
         staging_bytes=staging_bytes,
         adds_apart=adds_apart,
         device=device,
         is_itemized=is_itemized,
-        known=known or KnownFacts(),
+        known=known,
     ).step(commits)
 
 
@@ -148,7 +152,7 @@ class _Lowering:
         plan: Plan,
         profile: Profile,
         shape: StepShape,
-        trace: TraceProfile,
+        traces: Sequence[TraceProfile],
         *,
         staging_bytes: int,
         adds_apart: bool | None,
@@ -162,15 +166,18 @@ class _Lowering:
         self._device = device
         self._shape = shape
         self._known = known
-        self._facts = facts = known.segments(trace, plan, shape, profile)
+        self._traces = traces
+        self._facts = [known.segments(trace, plan, shape, profile) for trace in traces]
         self._segment = {first: i for i, (first, _) in enumerate(shape.segments)}
         self._staging_bytes = staging_bytes if uses_disk(plan, shape) else 0
         if adds_apart is None:
             has_norm = any(isinstance(a, Norm) for a in schedule)
             adds_apart = plan.adds_apart(has_masters=profile.has_masters, clips_norm=has_norm)
         self._draft = OperationDraft(device)
-        self._gradients = GradientBytes(plan, profile, facts, adds_apart=adds_apart, change=self._draft.change_gradient)
-        self._activations = ActivationBytes(schedule, facts, self._draft, is_itemized=is_itemized)
+        self._gradients = GradientBytes(
+            plan, profile, self._facts[0], adds_apart=adds_apart, change=self._draft.change_gradient
+        )
+        self._activations = ActivationBytes(schedule, self._facts, self._draft, is_itemized=is_itemized)
         self._line = Line(UpdatePieces(plan, profile, known, is_summed=self._gradients.is_summed, device=device))
         self._line_bytes: Mapping[Tier, int] = dict(self._line.peak_bytes)
         self._owner = [f"B{index}" for index in range(len(profile.blocks))]
@@ -208,9 +215,9 @@ class _Lowering:
                     self._plan,
                     self._profile,
                     self._shape,
-                    self._facts,
+                    self._facts[0],
                     staging_bytes=self._staging_bytes,
-                    microbatches=self._schedule.microbatches,
+                    traces=self._traces,
                     device=self._device,
                 )
             ),
@@ -359,21 +366,23 @@ class _Lowering:
             self._tail_left = sum(self._shape.has_backward[self._shape.tail_segment :])
             microbatches = range(action.first, action.last + 1)
             tail = () if self._schedule.tail is None or self._schedule.microbatches == 1 else TAIL_ENTRY
-            seed = summed([(self._facts.trace.seed_work, 1.0), (SEED_ENTRY, 1.0), (tail, 1.0)])
-            self._draft.work = summed([(seed, float(len(microbatches)))])
+            entries = summed([(SEED_ENTRY, 1.0), (tail, 1.0)])
+            losses = [(self._traces[m].seed_work, 1.0) for m in microbatches]
+            self._draft.work = summed([*losses, (entries, float(len(microbatches)))])
         else:
             microbatches = range(action.microbatch, action.microbatch + 1)
         is_adding = False
         if isinstance(action, Start):
             own = STEP_ITSELF if action.microbatch == 0 else ()
-            self._draft.work = summed([(self._facts.trace.prologue_work, 1.0), (own, 1.0)])
+            self._draft.work = summed([(self._traces[action.microbatch].prologue_work, 1.0), (own, 1.0)])
         if isinstance(action, Backward):
             segment = self._segment[action.first]
             self._tail_left -= self._activations.is_of_tail(action)
-            relief = self._activations.relief_bytes(segment, self._gradients.arrival(segment))
+            arrival = self._gradients.arrival(segment)
+            relief = self._activations.relief_bytes(segment, action.microbatch, arrival)
             self._draft.adds_to = self._adds_to[segment]
             is_adding = self._gradients.holds(self._shape.contributes[segment])
-            added = self._gradients.contribute(self._adds_to[segment], segment)
+            added = self._gradients.contribute(self._adds_to[segment], segment, arrival)
         self._activations.advance(action, microbatches, added=added, relief=relief)
         if isinstance(action, Forward | Backward):
             self._work_on(action, is_adding=is_adding)
@@ -384,7 +393,7 @@ class _Lowering:
             self._gradients.end_waiting(self._segment[action.first])
 
     def _work_on(self, action: Forward | Backward, *, is_adding: bool) -> None:
-        draft, segment = self._draft, self._segment[action.first]
+        draft, segment, facts = self._draft, self._segment[action.first], self._facts[action.microbatch]
         is_backward = isinstance(action, Backward)
         draft.needs = self._shape.needs[segment]
         draft.waits = [token for b in draft.needs for token in self._waits(_FETCH, b)]
@@ -392,12 +401,12 @@ class _Lowering:
             draft.waits = [*draft.waits, *self._given_only(Token(_RELOAD, f"C{action.first} m{action.microbatch}"))]
         is_switch = self._schedule.is_interleaved and not is_backward
         key = (segment, is_backward, is_adding, is_switch)
-        if key not in self._facts.work:
-            work = segment_work(self._facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
+        if key not in facts.work:
+            work = segment_work(facts.trace, self._plan, self._shape, segment, is_backward=is_backward)
             sums = adding_work(self._profile, self._shape.contributes[segment]) if is_adding else ()
             switches = ((WorkKind.SWITCHES, 1.0),) if is_switch else ()
-            self._facts.work[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
-        draft.work = self._facts.work[key]
+            facts.work[key] = summed([(work, 1.0), (sums, 1.0), (switches, 1.0)])
+        draft.work = facts.work[key]
         # The bytes of an accumulate stay no longer than the compute action after it.
         draft.waits_after = self._take_leaving()
 

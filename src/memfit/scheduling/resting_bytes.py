@@ -5,14 +5,15 @@ In: `Plan`, `Profile`, `StepShape`. Out: `ByteChange`s, tier by tier and owner b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from memfit.core.layout import PINNED_STAGING_BYTES
 from memfit.core.plan import Plan
-from memfit.core.profile import Profile
+from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
 from memfit.core.step import ByteChange
 from memfit.core.tiers import Tier, is_processor
+from memfit.scheduling.microbatch_traces import input_bytes
 from memfit.scheduling.pieces import moved_weight_bytes
 from memfit.scheduling.segment_facts import SegmentFacts
 from memfit.scheduling.sizes import (
@@ -33,7 +34,7 @@ def resting_bytes(
     facts: SegmentFacts,
     *,
     staging_bytes: int,
-    microbatches: int,
+    traces: Sequence[TraceProfile],
     device: str,
 ) -> Iterable[ByteChange]:
     """Yields what rests in each tier, and what is held all the time for transfers.
@@ -42,13 +43,12 @@ def resting_bytes(
         plan: the decisions.
         profile: of the model.
         shape: of the plan.
-        facts: of the plan's segments, with the trace of a microbatch.
+        facts: of the plan's segments, with the trace of the largest microbatch.
         staging_bytes: of the disk's threads; 0 where nothing rests on disk.
-        microbatches: that the batch is cut into.
+        traces: of each microbatch that the batch is cut into.
         device: as `scheduling.lower` takes it.
     """
-    inputs = sum(s.nbytes for s in facts.trace.storages if s.is_input and not s.is_buffer)
-    batch_bytes = profile.buffer_bytes + inputs * microbatches
+    batch_bytes = profile.buffer_bytes + sum(input_bytes(trace) for trace in traces)
     if batch_bytes:
         yield ByteChange(Tier.DEVICE, "weight", "batch and buffers", batch_bytes)
     if lasting := facts.lasting_bytes:

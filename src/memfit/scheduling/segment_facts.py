@@ -45,10 +45,12 @@ class Arrival(Enum):
 
     FRESH: they are the first of the step, and counted whole from the segment's backward on. ADDING:
     all are added to gradients that are there, and the largest is counted beside them. UNKNOWN:
-    neither, or shared with other calls.
+    neither, or shared with other calls. SUMMED: likewise the first of the step, each of which is
+    copied into a sum of its own, in the masters' dtype, as it arrives.
     """
 
     FRESH = "fresh"
+    SUMMED = "summed"
     ADDING = "adding"
     UNKNOWN = "unknown"
 
@@ -221,7 +223,8 @@ class SegmentFacts(SegmentStorages):
         """
         first, last = self.shape.segments[segment]
         adding = self.backward_rise(segment, Arrival.ADDING) + self._largest_bytes(first, last)
-        return min(self.backward_rise(segment), self.backward_rise(segment, Arrival.FRESH), adding)
+        fresh = (self.backward_rise(segment, arrival) for arrival in (Arrival.FRESH, Arrival.SUMMED))
+        return min(self.backward_rise(segment), *fresh, adding)
 
     def _counted_bytes(self, first: int, last: int, arrival: Arrival) -> int:
         """Returns what is counted of a segment's gradients from its begin on, and is not there
@@ -231,6 +234,8 @@ class SegmentFacts(SegmentStorages):
         match arrival:
             case Arrival.FRESH:
                 return sum(c.gradient_bytes for c in calls)
+            case Arrival.SUMMED:
+                return sum(c.gradient_sum_bytes for c in calls)
             case Arrival.ADDING:
                 return self._largest_bytes(first, last)
             case Arrival.UNKNOWN:
@@ -243,6 +248,9 @@ class SegmentFacts(SegmentStorages):
             case Arrival.FRESH:
                 peak, begun = found.backward_fresh_peak_bytes, found.gradient_bytes
                 later = sum(c.gradient_bytes for c in self.trace.calls[first:call])
+            case Arrival.SUMMED:
+                peak, begun = found.backward_summed_peak_bytes, found.gradient_sum_bytes
+                later = sum(c.gradient_sum_bytes for c in self.trace.calls[first:call])
             case Arrival.ADDING:
                 peak, begun = found.backward_adding_peak_bytes, self._largest_bytes(first, self._last_of(call))
                 later = 0
