@@ -229,8 +229,8 @@ class Problem:
         first = FirstOf(loss)
         arguments = (self.model, first, batch, self.block_map)
         options: dict[str, Any] = {
-            "parts": parts, "whole_rows": rows, "state_bytes": {name: one.nbytes for name, one in sizes_of_states.items()}, "compute_dtype": compute, "workspaces": self.workspaces,
-            "checks_repeat": checks_repeat, "program": self.loss, "suffices": None, "smaller": smaller,
+            "parts": parts, "whole_rows": rows, "compute_dtype": compute, "workspaces": self.workspaces, "checks_repeat": checks_repeat,
+            "state_bytes": {name: one.nbytes for name, one in sizes_of_states.items()}, "program": self.loss, "suffices": None, "smaller": smaller,
         }  # fmt: skip
 
         def completed(found: Profile) -> Profile:
