@@ -80,7 +80,7 @@ def test_the_program_trains_a_saved_directory_on_files_and_saves_what_from_pretr
 def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from memfit.recipes import causal_recipe, read_tokens
+    from memfit.recipes import model_recipe, read_tokens
 
     llama(tmp_path, vocabulary=512)
     (tmp_path / "model.safetensors").unlink()
@@ -97,7 +97,7 @@ def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp
     kept = AutoTokenizer.from_pretrained(tmp_path / "out")
     if not is_built_in:
         assert kept(text.read_text())["input_ids"] == read_tokens(512, files=[text])[:-1].tolist()
-    recipe = causal_recipe(config, batch_size=2, sequence_length=16, learning_rate=1e-3, files=[text])
+    recipe = model_recipe(config, batch_size=2, sequence_length=16, learning_rate=1e-3, files=[text])
     initial = recipe.build_model(3).state_dict()
     assert sorted(trained) == sorted(initial)
     # Three steps of AdamW at 0.001 from what the seed gives.
@@ -107,7 +107,7 @@ def test_a_configuration_alone_is_initialised_and_trained(is_built_in: bool, tmp
 def test_the_directorys_own_tokenizer_is_used(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from memfit.recipes import causal_recipe, read_tokens
+    from memfit.recipes import model_recipe, read_tokens
     from memfit.recipes.token_batches import CorpusError
 
     llama(tmp_path)
@@ -120,7 +120,7 @@ def test_the_directorys_own_tokenizer_is_used(tmp_path: Path) -> None:
     tokens = read_tokens(300, files=[text], tokenizer=tmp_path / "tokenizer.json", end=2)
     assert tokens.dtype == torch.int32
     assert tokens.tolist() == [0, 290, 7, 1] * 30 + [2]
-    recipe = causal_recipe(tmp_path, batch_size=2, sequence_length=8, learning_rate=1e-3, files=[text])
+    recipe = model_recipe(tmp_path, batch_size=2, sequence_length=8, learning_rate=1e-3, files=[text])
     assert "its own tokenizer" in recipe.description
     assert set(next(recipe.batches(0)).flatten().tolist()) <= {0, 290, 7, 1, 2}
     with pytest.raises(CorpusError, match="gives the token 290, the model knows 290"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memfit.cli.console import app
 
 # The commands that load torch: their settings have to be there before it.
-_RUNS_TORCH = frozenset({"profile", "plan", "train", "report", "probe"})
+_RUNS_TORCH = frozenset({"profile", "plan", "train", "report", "probe", "verify"})
 
 
 def main() -> None:

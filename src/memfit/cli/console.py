@@ -13,13 +13,15 @@ from typer.core import TyperGroup
 
 from memfit.cli.doctor_command import doctor
 from memfit.cli.formats_command import FORMATS_SETTINGS, formats
+from memfit.cli.init_command import init
 from memfit.cli.interrupted import INTERRUPTED, leave_at_once
 from memfit.cli.plan_command import plan
 from memfit.cli.probe_command import probe
 from memfit.cli.profile_command import profile
 from memfit.cli.report_command import report
-from memfit.cli.store_command import export, verify
+from memfit.cli.store_command import export
 from memfit.cli.train_command import train
+from memfit.cli.verify_command import verify
 from memfit.core.errors import DoesNotFitError, MemfitError
 
 
@@ -48,7 +50,7 @@ app = typer.Typer(
     name="memfit",
     help="You say how much memory there is; memfit trains your PyTorch model inside it and shows the proof.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 
@@ -76,6 +78,7 @@ def _options(
     """
 
 
+app.command()(init)
 app.command()(profile)
 app.command()(plan)
 app.command()(train)

@@ -10,23 +10,9 @@ import typer
 from rich.console import Console
 
 from memfit.cli.explanation_tables import plan_data, print_explanation, read_plan_file, show_difference
+from memfit.cli.options import DecisionOptions, MachineOptions, SourceOptions, one_of, shared
 from memfit.cli.output import open_console, print_json, print_table
-from memfit.cli.source import (
-    AllowOption,
-    BatchOption,
-    CommandSource,
-    FunctionArgument,
-    HardwareOption,
-    ModelOption,
-    NumericsOption,
-    PlanOption,
-    RecipeOption,
-    SequenceOption,
-    TiersOption,
-    find_source,
-    given_hardware,
-    given_plan,
-)
+from memfit.cli.source import CommandSource
 from memfit.core.errors import UsageError
 from memfit.core.hardware import TierSpec
 from memfit.core.tiers import TIERS, is_processor
@@ -36,36 +22,20 @@ if TYPE_CHECKING:
     from memfit.api.advise import Advice
 
 
+@shared
 def plan(
     *,
-    function: FunctionArgument = None,
-    recipe: RecipeOption = None,
-    model: ModelOption = None,
-    batch: BatchOption = 8,
-    sequence: SequenceOption = 512,
-    limit: Annotated[
-        str | None, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")
-    ] = None,
-    host_limit: Annotated[str | None, typer.Option(help="Host memory beside a device.")] = None,
-    disk_limit: Annotated[str | None, typer.Option(help="Files: homes on disk, and a store.")] = None,
-    hardware: HardwareOption = None,
-    tiers: TiersOption = None,
-    emulate_device: Annotated[
-        bool, typer.Option("--emulate-device", help="Count a device of its own inside the process.")
-    ] = False,
-    numerics: NumericsOption = "auto",
-    allow: AllowOption = None,
-    plan: PlanOption = None,
-    block: Annotated[
-        list[str] | None, typer.Option(help="A module that is to be a block. May be repeated; else memfit finds them.")
-    ] = None,
-    directory: Annotated[Path | None, typer.Option(help="On the disk that homes would use.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Plan for gradients clipped to this norm.")] = None,
+    source: SourceOptions,
+    machine: MachineOptions,
+    decisions: DecisionOptions,
     lines: Annotated[bool, typer.Option("--lines", help="Plan for a loop of your own (job.lines()).")] = False,
     durability: Annotated[
         str | None, typer.Option(help="Plan for a run that a store commits: step, a number of steps, or exit.")
     ] = None,
-    scheme: Annotated[str | None, typer.Option(help="Of that store: generations or journal.")] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="Of that store: generations or journal.", autocompletion=one_of("generations", "journal")),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -98,16 +68,9 @@ def plan(
     """
     console = open_console(on_errors=Path("-") in (json, data))
     options = {
-        "limit": limit,
-        "host_limit": host_limit,
-        "disk_limit": disk_limit,
-        "hardware": given_hardware(hardware, tiers),
-        "emulate_device": emulate_device,
-        "numerics": numerics,  # its check says what it takes
-        "allow": allow or (),
-        "blocks": block,
-        "directory": directory,
-        "max_grad_norm": clip,
+        "limit": machine.limit,
+        **machine.keywords(),
+        **decisions.keywords(),
         "lines": lines,
         "durability": read_durability(durability),
         "scheme": scheme,
@@ -115,21 +78,21 @@ def plan(
     }
     if diff is not None:
         priced: list[Advice] = []
-        if any(named is not None for named in (function, recipe, model)):
+        if source.is_named:
             with console.status("predicting"):
-                source = find_source(function, recipe, model, batch, sequence)
-                priced = [_advised(source, {**options, "plan": read_plan_file(path)}) for path in diff]
+                found = source.build()
+                priced = [_advised(found, {**options, "plan": read_plan_file(path)}) for path in diff]
         before, after = map(read_plan_file, diff)
         show_difference(console, diff, before, after, priced, data)
         return
     with console.status("planning"):
-        source = find_source(function, recipe, model, batch, sequence)
-        advice = _advised(source, {**options, "plan": given_plan(plan), "compares": True})
+        found = source.build()
+        advice = _advised(found, {**options, "compares": True})
     if json == Path("-"):
         typer.echo(advice.plan.to_json())
     elif json is not None:
         write_plan(json, advice)
-    console.print(source.name, markup=False)
+    console.print(found.name, markup=False)
     _show(console, advice)
     if text:
         console.print(advice.schedule.text(), markup=False, soft_wrap=True)

@@ -10,18 +10,8 @@ import typer
 from rich.console import Console
 
 from memfit.cli.graph_file import check_graph_file, write_graph
+from memfit.cli.options import JsonOption, MachineOptions, SourceOptions, shared
 from memfit.cli.output import open_console, print_json, print_table
-from memfit.cli.source import (
-    BatchOption,
-    FunctionArgument,
-    HardwareOption,
-    ModelOption,
-    RecipeOption,
-    SequenceOption,
-    TiersOption,
-    find_source,
-    given_hardware,
-)
 from memfit.core.numbered_names import joined_names, split_number
 from memfit.core.plan import Plan
 from memfit.core.units import format_bytes
@@ -31,20 +21,13 @@ if TYPE_CHECKING:
     from memfit.core.profile import Profile, TraceProfile
 
 
+@shared
 def profile(
     *,
-    function: FunctionArgument = None,
-    recipe: RecipeOption = None,
-    model: ModelOption = None,
-    batch: BatchOption = 8,
-    sequence: SequenceOption = 512,
-    hardware: HardwareOption = None,
-    tiers: TiersOption = None,
+    options: SourceOptions,
+    machine: MachineOptions,
     largest: Annotated[int, typer.Option(min=0, help="How many kinds of the largest saved tensors to list.")] = 8,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Write the profile here as JSON; - writes it, and nothing else, to standard output."),
-    ] = None,
+    json: JsonOption = None,
     graph: Annotated[
         Path | None,
         typer.Option(help="Write the training graph: .json and .dot whole, .svg as a picture with equal calls as one."),
@@ -59,16 +42,22 @@ def profile(
     console = open_console(on_errors=json == Path("-"))
     check_graph_file(graph, graph_of)
     with console.status("tracing a step"):
-        machine = given_hardware(hardware, tiers)
-        source = find_source(function, recipe, model, batch, sequence)
+        source = options.build()
         from memfit.api import profile as profile_step
         from memfit.api.advise import advise
 
         found = profile_step(source.model, source.optimizer, source.loss, source.sample)
         there = None
-        if machine is not None:
-            plain = Plan()
-            there = advise(source.model, source.optimizer, source.loss, source.sample, plan=plain, hardware=machine)
+        if machine.is_named:
+            there = advise(
+                source.model,
+                source.optimizer,
+                source.loss,
+                source.sample,
+                limit=machine.limit,
+                plan=Plan(),
+                **machine.keywords(),
+            )
     trace = found.traces[found.batch_rows]
     console.print(f"{source.name}; one step of {found.batch_rows} rows, plain training, all predicted", markup=False)
     console.print()
@@ -109,13 +98,14 @@ def _data(name: str, found: Profile, trace: TraceProfile, there: Advice | None) 
 
 
 def _print_there(console: Console, there: Advice) -> None:
-    """Prints a plain step on the described machine."""
-    peak, capacity = there.predicted_peak_bytes, there.hardware.device_bytes
+    """Prints a plain step beside the limit, or on the described machine."""
+    limit = there.budget.limit_bytes
+    peak, capacity = there.predicted_peak_bytes, there.hardware.device_bytes if limit is None else limit
     missing = peak - capacity
     answer = "yes" if missing <= 0 else f"no, {format_bytes(missing)} more than there is: see memfit plan"
     rows = [
         ("predicted peak, reserve included", format_bytes(peak)),
-        ("capacity", format_bytes(capacity)),
+        ("capacity" if limit is None else "limit", format_bytes(capacity)),
         ("fits", answer),
         ("step, predicted", f"{there.timeline.seconds:.3g} s"),
     ]

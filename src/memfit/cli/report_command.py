@@ -8,22 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, SourceOptions, shared
 from memfit.cli.output import open_console, print_json, print_table
-from memfit.cli.source import (
-    AllowOption,
-    BatchOption,
-    FunctionArgument,
-    HardwareOption,
-    ModelOption,
-    NumericsOption,
-    PlanOption,
-    RecipeOption,
-    SequenceOption,
-    TiersOption,
-    find_source,
-    given_hardware,
-    given_plan,
-)
 from memfit.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,20 +18,12 @@ if TYPE_CHECKING:
     from memfit.report.subject import ReportSubject
 
 
+@shared
 def report(
     *,
-    function: FunctionArgument = None,
-    recipe: RecipeOption = None,
-    model: ModelOption = None,
-    batch: BatchOption = 8,
-    sequence: SequenceOption = 512,
-    plan: PlanOption = None,
-    limit: Annotated[str | None, typer.Option(help="Without --plan: choose a plan for this limit.")] = None,
-    allow: AllowOption = None,
-    numerics: NumericsOption = "auto",
-    clip: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm.")] = None,
-    hardware: HardwareOption = None,
-    tiers: TiersOption = None,
+    options: SourceOptions,
+    machine: MachineOptions,
+    decisions: DecisionOptions,
     largest: Annotated[int, typer.Option(min=1, help="How many of the largest moments to list.")] = 10,
     html: Annotated[
         Path | None, typer.Option(help="Write the report here as a page: one file, which needs no network.")
@@ -53,16 +31,12 @@ def report(
     perfetto: Annotated[
         Path | None, typer.Option(help="Write the step here as a trace that ui.perfetto.dev opens.")
     ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Write the page's data here; - writes it, and nothing else, to standard output."),
-    ] = None,
+    json: JsonOption = None,
 ) -> None:
     """Shows what a step under a plan is predicted to hold and to wait for."""
     console = open_console(on_errors=json == Path("-"))
     with console.status("predicting"):
-        machine = given_hardware(hardware, tiers)
-        source = find_source(function, recipe, model, batch, sequence)
+        source = options.build()
         from memfit.api.advise import advise
 
         advice = advise(
@@ -70,17 +44,14 @@ def report(
             source.optimizer,
             source.loss,
             source.sample,
-            limit=limit,
-            plan=given_plan(plan),
-            allow=allow or (),
-            numerics=numerics,  # type: ignore[arg-type]  # its check says what it takes
-            max_grad_norm=clip,
-            hardware=machine,
+            limit=machine.limit,
+            **machine.keywords(),
+            **decisions.keywords(),
         )
     _print_tables(console, source.name, advice, largest)
     if html is not None or perfetto is not None or json is not None:
         with console.status("drawing"):
-            _write_files(_subject(advice, source.name, clips_norm=clip is not None), html, perfetto, json)
+            _write_files(_subject(advice, source.name, clips_norm=decisions.clip is not None), html, perfetto, json)
     if html is not None:
         console.print(f"the page is in {html}", markup=False, soft_wrap=True)
     if perfetto is not None:

@@ -12,91 +12,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from memfit.core.errors import UsageError
-from memfit.core.hardware import Hardware
-
-FunctionArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MODULE:FUNCTION]",
-        help="Your function: it takes nothing and returns (model, optimizer, loss, sample), or a DataLoader in the sample's place.",
-    ),
-]
-RecipeOption = Annotated[str | None, typer.Option("--recipe", help="A built-in recipe, such as gpt2-small.")]
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        "--transformers",
-        metavar="DIR_OR_CONFIG",
-        help="A causal language model of transformers: a config.json, or a directory as save_pretrained writes it.",
-    ),
-]
-BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences a step, with --model.")]
-AllowOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow", help="A change of arithmetic that plans may use, such as bf16 or int8-state. May be repeated."
-    ),
-]
-PlanOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Take this plan (JSON, as memfit plan --json writes it; - reads standard input), or a technique by its name, such as zero-offload."
-    ),
-]
-NumericsOption = Annotated[
-    str,
-    typer.Option(
-        "--numerics",
-        help="exact: plans that give plain PyTorch's bits, or none. auto: sums are regrouped where nothing else fits, or where it is a tenth faster.",
-    ),
-]
-HardwareOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hardware",
-        metavar="NAME_OR_FILE",
-        help="Another machine, which need not be here: a name such as h200, or a JSON file as Hardware.to_json writes it.",
-    ),
-]
-TiersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tiers",
-        metavar="TIER=SIZE,...",
-        help="Capacities in place of those of --hardware, such as device=141GiB,host=128GiB,disk=64GiB.",
-    ),
-]
-SequenceOption = Annotated[int, typer.Option("--sequence", min=1, help="Tokens a sequence, with --model.")]
-
-
-def given_plan(path: Path | None) -> Path | str | None:
-    """The value of `plan=` for the option: the path, or what stands on standard input."""
-    return sys.stdin.read() if path == Path("-") else path
-
-
-def given_hardware(hardware: str | None, tiers: str | None) -> Hardware | None:
-    """The machine that --hardware and --tiers describe; None: this one.
-
-    Raises:
-        UsageError: no such machine, or sizes without one.
-    """
-    from memfit.core.machines import machine_names, read_hardware, read_tiers
-
-    sizes = {} if tiers is None else read_tiers(tiers)
-    found = read_hardware(hardware)
-    if found is None:
-        if tiers is not None:
-            raise UsageError(
-                f"--tiers gives sizes, and no speeds: name the machine with --hardware, a file or one of {', '.join(machine_names())}"
-            )
-        return None
-    return found.with_capacities(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +72,7 @@ def _from_config(path: Path, batch: int, sequence: int) -> CommandSource:
     prepare_process()
     run = build_configured(path, batch_size=batch, sequence_length=sequence)
     return CommandSource(
-        name=f"{type(run.model).__name__} of {path}, {batch} sequences of {sequence} tokens, AdamW",
+        name=run.words,
         model=run.model,
         optimizer=run.optimizer,
         loss=run.loss,

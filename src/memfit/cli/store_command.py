@@ -1,6 +1,4 @@
-"""`memfit verify` and `memfit export`: a run's directory, looked at and copied out without the
-program that made it.
-"""
+"""`memfit export`: a run's directory, copied out without the program that made it."""
 
 from __future__ import annotations
 
@@ -12,19 +10,6 @@ import typer
 DirectoryArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="A directory given to fit(store=...) or train --store.")
 ]
-
-
-def verify(directory: DirectoryArgument) -> None:
-    """Reads all that a run has committed and compares it with its checksums.
-
-    Exit code 1 if something is damaged.
-    """
-    from memfit.job.exporting import verify_run
-
-    report = verify_run(directory)
-    typer.echo(report.in_words())
-    if not report.is_whole:
-        raise typer.Exit(code=1)
 
 
 def export(

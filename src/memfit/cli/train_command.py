@@ -1,5 +1,5 @@
-"""`memfit train`: a function's model, a recipe or a causal language model of transformers, trained
-inside a limit, with the proof at the end.
+"""`memfit train`: a function's model, a recipe or a model of transformers, trained inside a limit,
+with the proof at the end.
 
 With `--store` it is a run that goes on where it was left.
 """
@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli.interrupted import INTERRUPTED
-from memfit.cli.source import (
-    AllowOption,
-    BatchOption,
-    FunctionArgument,
-    ModelOption,
-    NumericsOption,
-    PlanOption,
-    RecipeOption,
-    SequenceOption,
-    given_plan,
-)
+from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, SourceOptions, one_of, shared
 from memfit.cli.train_run import TrainRun, TrainSettings, check_save
 from memfit.core.errors import UsageError
 
@@ -33,12 +23,11 @@ if TYPE_CHECKING:
 DataOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="A file of UTF-8 text to train --model on; may be repeated. By default the source of Python's standard library."
+        help="For --model: files of UTF-8 text, or a safetensors file of images and labels. By default Python's own source, or drawn images."
     ),
 ]
 RateOption = Annotated[float, typer.Option(help="Learning rate of AdamW after warm-up, with --model.")]
-LimitOption = Annotated[str, typer.Option(help="Memory of the whole process (or of the GPU), such as 1.25GiB.")]
-DirectoryOption = Annotated[Path | None, typer.Option(help="Where homes on disk are made; temporary by default.")]
+DEFAULT_LIMIT = "1.25GiB"
 StoreOption = Annotated[
     Path | None,
     typer.Option(help="Commit each step here. A run that is there goes on; one that had its steps makes as many more."),
@@ -46,29 +35,24 @@ StoreOption = Annotated[
 SchemeOption = Annotated[
     str | None,
     typer.Option(
-        help="How a new store keeps a step: generations (the default, two of everything) or journal (one, and the gradients)."
+        help="How a new store keeps a step: generations (the default, two of everything) or journal (one, and the gradients).",
+        autocompletion=one_of("generations", "journal"),
     ),
 ]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in the store, and begin anew.")]
 SaveOption = Annotated[Path | None, typer.Option(help="Save the trained model here, with its tokenizer.")]
 
 
+@shared
 def train(
     *,
-    function: FunctionArgument = None,
-    recipe: RecipeOption = None,
-    model: ModelOption = None,
+    source: SourceOptions,
+    machine: MachineOptions,
+    decisions: DecisionOptions,
     data: DataOption = None,
-    batch: BatchOption = 8,
-    sequence: SequenceOption = 512,
     rate: RateOption = 1e-4,
-    limit: LimitOption = "1.25GiB",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 10,
     seed: Annotated[int, typer.Option(help="Of the weights and the order of the text.")] = 0,
-    allow: AllowOption = None,
-    numerics: NumericsOption = "auto",
-    plan: PlanOption = None,
-    directory: DirectoryOption = None,
     store: StoreOption = None,
     scheme: SchemeOption = None,
     fresh: FreshOption = False,
@@ -76,9 +60,10 @@ def train(
     report: Annotated[
         Path | None, typer.Option(help="Write a page about the last step here: measured beside predicted.")
     ] = None,
+    json: JsonOption = None,
 ) -> None:
-    """Trains your function's model, a recipe (gpt2-small by default), or --model on text, inside
-    the limit; prints the proof.
+    """Trains your function's model, a recipe (gpt2-small by default), or --model on text or images,
+    inside the limit (1.25GiB if none is named); prints the proof.
 
     The proof is predicted peak, measured peak, limit. A model given by --model is built without its
     weights, which come from its files, or are initialised, one at a time on their way home.
@@ -86,27 +71,22 @@ def train(
     from memfit.core.units import parse_bytes
     from memfit.job.machine import prepare_process
 
-    limit_bytes = parse_bytes(limit)
+    limit_bytes = parse_bytes(DEFAULT_LIMIT if machine.limit is None else machine.limit)
     check_save(save)
     if report is not None and not report.absolute().parent.is_dir():
         raise UsageError(f"the report cannot be written to {report}: there is no directory {report.parent}")
     process = prepare_process()
     settings = TrainSettings(
-        recipe=_chosen(function, recipe, model, data, batch, sequence, rate),
-        function=function,
+        recipe=_chosen(source, data, rate),
+        function=source.function,
         limit_bytes=limit_bytes,
         steps=steps,
         seed=seed,
         store=_open_store(store, fresh=fresh),
         save=save,
         report=report,
-        fitting={
-            "plan": given_plan(plan),
-            "allow": frozenset(allow or ()),
-            "numerics": numerics,
-            "directory": directory,
-            "scheme": scheme,
-        },
+        json=json,
+        fitting={**machine.keywords(), **decisions.keywords(), "scheme": scheme},
     )
     run = TrainRun(settings, lambda: process.peak_bytes().whole_bytes)
     try:
@@ -121,21 +101,14 @@ def train(
         raise typer.Exit(code=1)
 
 
-def _chosen(
-    function: str | None,
-    recipe: str | None,
-    model: Path | None,
-    data: list[Path] | None,
-    batch: int,
-    sequence: int,
-    rate: float,
-) -> Recipe | None:
+def _chosen(source: SourceOptions, data: list[Path] | None, rate: float) -> Recipe | None:
     """The recipe; None for the user's function."""
+    function, recipe, model = source.function, source.recipe, source.model
     if function is not None:
         if recipe is not None or model is not None or data:
             raise UsageError(f"{function} brings its own model and batches: leave --recipe, --model and --data out")
         return None
-    from memfit.recipes import causal_recipe, find_recipe
+    from memfit.recipes import find_recipe, model_recipe
 
     if model is None:
         if data:
@@ -143,7 +116,13 @@ def _chosen(
         return find_recipe(recipe or "gpt2-small")
     if recipe is not None:
         raise UsageError("name --recipe or --model, not both")
-    return causal_recipe(model, batch_size=batch, sequence_length=sequence, learning_rate=rate, files=tuple(data or ()))
+    return model_recipe(
+        model,
+        batch_size=source.batch,
+        sequence_length=source.sequence,
+        learning_rate=rate,
+        files=tuple(data or ()),
+    )
 
 
 def _open_store(store: Path | None, *, fresh: bool) -> Path | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from memfit.cli.interrupted import leave_at_once
+from memfit.cli.output import open_console, print_json
 from memfit.cli.training import Training, from_function, from_recipe
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class TrainSettings:
         store: directory of the run; None: nothing is committed.
         save: directory for the trained model; None: it is not saved.
         report: page of the report on its last step; None: there is none.
+        json: file for the same as JSON, `-` for standard output; None: there is none.
         fitting: further keywords of `memfit.fit`.
     """
 
@@ -48,6 +50,7 @@ class TrainSettings:
     store: Path | None
     save: Path | None
     report: Path | None
+    json: Path | None
     fitting: Mapping[str, Any]
 
 
@@ -62,6 +65,7 @@ class TrainRun:
     def __init__(self, settings: TrainSettings, read_peak_bytes: Callable[[], int]) -> None:
         self._settings = settings
         self._read_peak_bytes = read_peak_bytes
+        self._console = open_console(on_errors=settings.json == Path("-"))
         self._job: Job | None = None
 
     def make(self) -> bool:
@@ -73,7 +77,9 @@ class TrainRun:
         from memfit.report.progress import TrainingProgress
 
         settings = self._settings
-        with TrainingProgress(total_steps=settings.steps, limit_bytes=settings.limit_bytes) as progress:
+        with TrainingProgress(
+            total_steps=settings.steps, limit_bytes=settings.limit_bytes, console=self._console
+        ) as progress:
             training = self._build(progress)
             before_bytes = self._read_peak_bytes()
             progress.wait_for("planning")
@@ -91,17 +97,19 @@ class TrainRun:
                 progress.wait_for(f"saving to {settings.save}")
                 job.save(settings.save)
                 training.keep_tokenizer(settings.save)
-        _tell(job, training, results, seconds)
+        self._tell(job, training, results, seconds)
         if settings.report is not None:
             job.report(settings.report)
-            typer.echo(f"the report is in {settings.report}")
+            self._say(f"the report is in {settings.report}")
         proof = job.proof(before_bytes=before_bytes)
-        typer.echo(proof.table())
-        typer.echo(proof.line())
+        self._say(proof.table())
+        self._say(proof.line())
         if settings.store is not None:
-            typer.echo(
+            self._say(
                 f"committed: step {total} in {settings.store}; the same command goes on from there, --fresh begins anew"
             )
+        if settings.json is not None:
+            print_json(settings.json, _data(job, training, results, seconds, proof.data()))
         job.close(restore=False)
         return proof.holds
 
@@ -150,6 +158,28 @@ class TrainRun:
         for note in training.notes:
             progress.announce(note)
 
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _tell(self, job: Job, training: Training, results: list[StepResult], seconds: float) -> None:
+        """Summary of the steps, and under which settings."""
+        from memfit.core.units import format_bytes
+        from memfit.job.settings_used import used_settings
+
+        made = len(results)
+        amount = sum(training.amount(result.rows) for result in results)
+        read, written = job.bytes_moved
+        per_step = ", ".join(
+            f"{what} {format_bytes(sum(moved.values()) // made)}"
+            for what, moved in (("read", read), ("written", written))
+        )
+        last = [result.loss for result in results[-3:]]
+        self._say(
+            f"{made} steps in {seconds:.0f} s, {amount / seconds:.0f} {training.unit}/s; disk {per_step} a step; "
+            f"loss {results[0].loss:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
+        )
+        self._say("ran with " + "; ".join(f"{what}: {how}" for what, how in used_settings()))
+
     def interrupt(self) -> None:
         """Closes the job after Ctrl-C, and says where the run stands.
 
@@ -187,23 +217,30 @@ def check_save(save: Path | None, model: Any = None) -> None:
         saving.check_save(save, model)
 
 
-def _tell(job: Job, training: Training, results: list[StepResult], seconds: float) -> None:
-    """Summary of the steps, and under which settings."""
-    from memfit.core.units import format_bytes
-    from memfit.job.settings_used import used_settings
-
-    made = len(results)
-    amount = sum(training.amount(result.rows) for result in results)
+def _data(
+    job: Job, training: Training, results: list[StepResult], seconds: float, proof: dict[str, Any]
+) -> dict[str, Any]:
+    """The run as JSON values."""
     read, written = job.bytes_moved
-    per_step = ", ".join(
-        f"{what} {format_bytes(sum(moved.values()) // made)}" for what, moved in (("read", read), ("written", written))
-    )
-    last = [result.loss for result in results[-3:]]
-    typer.echo(
-        f"{made} steps in {seconds:.0f} s, {amount / seconds:.0f} {training.unit}/s; disk {per_step} a step; "
-        f"loss {results[0].loss:.2f} -> {sum(last) / len(last):.2f} (mean of the last {len(last)})"
-    )
-    typer.echo("ran with " + "; ".join(f"{what}: {how}" for what, how in used_settings()))
+    return {
+        "title": training.description,
+        "plan": job.reason,
+        "steps": [
+            {
+                "step": job.steps - len(results) + 1 + index,
+                "loss": result.loss if result.is_finite else None,
+                "seconds": result.seconds,
+                "peak_bytes": result.peak_bytes,
+            }
+            for index, result in enumerate(results)
+        ],
+        "seconds": seconds,
+        "unit": training.unit,
+        "amount": sum(training.amount(result.rows) for result in results),
+        "bytes_read": read,
+        "bytes_written": written,
+        "proof": proof,
+    }
 
 
 def _make_steps(job: Job, training: Training, progress: TrainingProgress, steps: range) -> list[StepResult]:

@@ -9,8 +9,8 @@ Nothing is downloaded. Needs the extra `memfit[transformers]`.
 
 from __future__ import annotations
 
-from memfit.recipes.causal import causal_recipe
 from memfit.recipes.gpt import RECIPES, Recipe, find_recipe
+from memfit.recipes.model_recipe import model_recipe
 from memfit.recipes.token_batches import CorpusError, TokenWindows, read_tokens
 
-__all__ = ["RECIPES", "CorpusError", "Recipe", "TokenWindows", "causal_recipe", "find_recipe", "read_tokens"]
+__all__ = ["RECIPES", "CorpusError", "Recipe", "TokenWindows", "find_recipe", "model_recipe", "read_tokens"]

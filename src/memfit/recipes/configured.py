@@ -1,5 +1,4 @@
-"""A causal language model of any transformers configuration, without its weights: to ask what it
-would take.
+"""A model of any transformers configuration, without its weights: to ask what it would take.
 
 In: a `config.json`, sizes of a batch. Out: a model whose weights have shapes and no bytes, its
 optimizer, a sample. Nothing is downloaded.
@@ -7,6 +6,7 @@ optimizer, a sample. Nothing is downloaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,39 +17,34 @@ from torch import Tensor, nn
 from memfit.core.documents import CONFIG_LIMIT_BYTES, parse_json, read_document
 from memfit.core.errors import UsageError
 from memfit.recipes.extra import need_transformers
-from memfit.recipes.gpt import build_adamw, causal_language_loss
+from memfit.recipes.gpt import build_adamw
+from memfit.recipes.model_tasks import ModelTask, build_of_task, prepare_config, task_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun:
-    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch of
-    token numbers.
-    """
+    """A training run to be profiled, not run: `model` (weights of no bytes), AdamW, one batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    sample: Tensor
-
-    @staticmethod
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross-entropy; see `causal_language_loss`."""
-        return causal_language_loss(model, batch)
+    loss: Callable[[nn.Module, Any], Tensor]
+    sample: Any
+    words: str
 
 
-def causal_config(path: str | Path, *, sequence_length: int) -> Any:
-    """The configuration of a causal language model, made ready for training: no cache, weights in
-    fp32.
+def task_config(path: str | Path, *, sequence_length: int) -> tuple[ModelTask, Any]:
+    """The task of a configuration, and the configuration, made ready for training.
 
     Args:
         path: a `config.json`, or a directory with one.
-        sequence_length: tokens of a sequence that are predicted.
+        sequence_length: tokens of a sequence, for language models.
 
     Raises:
-        UsageError: no such file, not a configuration, not of a causal language model, or sequences
-            longer than it takes.
+        UsageError: no such file, not a configuration, of no task that is known, or sequences longer
+            than it takes.
     """
     need_transformers("--model")
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     file = config_file(path)
     try:
@@ -61,41 +56,16 @@ def causal_config(path: str | Path, *, sequence_length: int) -> Any:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{file} is no configuration of a causal language model of transformers ({type(error).__name__}: {str(error)[:200]})"
+            f"{file} is no configuration of a model of transformers ({type(error).__name__}: {str(error)[:200]})"
         ) from error
-    named = list(getattr(config, "architectures", None) or ())
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if causal is None or (named and named != [causal.__name__]):
-        raise UsageError(
-            f"{file} describes {named[0] if named else type(config).__name__}, which is no causal language model: the command line trains those on text. "
-            "From Python any model can be trained: memfit.empty, memfit.fit(weights=directory)"
-        )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and sequence_length > longest:
-        raise UsageError(f"sequences of {sequence_length} tokens: {file} takes at most {longest}")
-    config.use_cache = False
-    config.dtype = torch.float32
-    return config
+    task = task_of(config, file)
+    prepare_config(task, config, file, sequence_length=sequence_length)
+    return task, config
 
 
 def config_file(path: str | Path) -> Path:
     """`path`, or the `config.json` in it."""
     return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-
-
-def build_causal(config: Any) -> nn.Module:
-    """The model of a configuration, in training mode."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UsageError(
-            f"transformers cannot build a model of this configuration ({type(error).__name__}: {error})"
-        ) from error
-    # transformers cannot tell it from every class's name; see `causal_language_loss`.
-    model.loss_type = "ForCausalLM"
-    return model.train()
 
 
 def build_configured(path: str | Path, *, batch_size: int, sequence_length: int) -> ConfiguredRun:
@@ -105,22 +75,25 @@ def build_configured(path: str | Path, *, batch_size: int, sequence_length: int)
 
     Args:
         path: a `config.json`, or a directory with one.
-        batch_size: sequences a step.
-        sequence_length: tokens of a sequence that are predicted.
+        batch_size: rows a step.
+        sequence_length: tokens of a sequence, for language models.
 
     Raises:
-        UsageError: see `causal_config`.
+        UsageError: see `task_config`.
     """
     if batch_size < 1 or sequence_length < 1:
         raise UsageError(f"a batch of {batch_size} sequences of {sequence_length} tokens: give at least 1 of each")
-    config = causal_config(path, sequence_length=sequence_length)
+    task, config = task_config(path, sequence_length=sequence_length)
     with torch.device("meta"):
-        model = build_causal(config)
+        model = build_of_task(task, config)
     _hollow(model)
+    rows = "images" if task.name == "images" else f"sequences of {sequence_length} tokens"
     return ConfiguredRun(
         model=model,
         optimizer=build_adamw(model, learning_rate=1e-4),
-        sample=torch.zeros(batch_size, sequence_length + 1, dtype=torch.int64),
+        loss=task.loss,
+        sample=task.sample(config, batch_size, sequence_length),
+        words=f"{type(model).__name__} of {path}, {batch_size} {rows}, AdamW",
     )
 
 

@@ -8,11 +8,11 @@ Multitask Learners", section 2.3, without dropout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from jaxtyping import Float, Int64
@@ -28,6 +28,22 @@ if TYPE_CHECKING:
     from transformers import GPT2Config
 
 
+class BatchStream(Protocol):
+    """Endless batches; says where it stands, and goes on from there."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, int]:
+        """Position."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One training run, in the parts that a user would write by hand."""
@@ -37,9 +53,9 @@ class Recipe:
     description: str
     """One line for a list."""
     batch_size: int
-    """Sequences a step."""
-    sequence_length: int
-    """Tokens of a sequence that are predicted."""
+    """Rows a step."""
+    sequence_length: int | None
+    """Tokens of a sequence; None: rows are not text."""
     build_model: Callable[[int], nn.Module]
     """Seed -> the model, in training mode, on the CPU in fp32.
 
@@ -51,12 +67,11 @@ class Recipe:
     """Optimizer and number of steps -> the learning-rate schedule, stepped once after each training
     step.
     """
-    loss: Callable[[nn.Module, Tensor], Tensor]
-    """Model and batch -> mean loss in nats a token, a scalar."""
-    batches: Callable[[int], WindowStream]
-    """Seed -> endless batches of `(batch_size, sequence_length + 1)` token numbers.
-
-    Reads the text at the call.
+    loss: Callable[[nn.Module, Any], Tensor]
+    """Model and batch -> mean loss in nats a token (or an image), a scalar."""
+    batches: Callable[[int], BatchStream]
+    """Seed -> endless batches: `(batch_size, sequence_length + 1)` token numbers of text, or images
+    with labels. Text is read at the call.
     """
     keep_tokenizer: Callable[[Path], None]
     """Directory of a save -> the tokenizer is in it too."""

@@ -1,7 +1,7 @@
-"""A training run on text for any causal language model of transformers, from its configuration or
-the directory where it was saved.
+"""A training run for a model of transformers, from its configuration or the directory where it was
+saved: language models and sequence-to-sequence models on text, classifiers on images.
 
-In: a `config.json` or a directory as `save_pretrained` writes it; files of text. Out: a `Recipe`.
+In: a `config.json` or a directory as `save_pretrained` writes it; files. Out: a `Recipe`.
 Nothing is downloaded and no code of the directory runs.
 """
 
@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from memfit.core.errors import UsageError
-from memfit.recipes.configured import build_causal, causal_config
+from memfit.recipes.configured import task_config
 from memfit.recipes.corpus import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
-from memfit.recipes.gpt import Recipe, build_adamw, build_warmup, causal_language_loss
+from memfit.recipes.gpt import Recipe, build_adamw, build_warmup
+from memfit.recipes.image_batches import DrawnImages, FileImages, ImageStream
 from memfit.recipes.keeping import copy_tokenizer, write_built_in_tokenizer
+from memfit.recipes.model_tasks import IMAGES, ModelTask, builder_of, class_count, image_shape
 from memfit.recipes.token_batches import TokenWindows, WindowStream, read_tokens
 
 _BUILT_IN_TOKENS = 16_384
@@ -31,7 +30,7 @@ _WEIGHT_FILES = (
 )
 
 
-def causal_recipe(
+def model_recipe(
     path: str | Path,
     *,
     batch_size: int,
@@ -44,21 +43,26 @@ def causal_recipe(
     Weights are fp32, read from the directory's files if it has some (bf16 ones convert), else
     initialised. Text becomes tokens by the directory's own `tokenizer.json`; where there is none,
     by the built-in byte pairs, as many as the vocabulary has room for. Behind each file stands the
-    configuration's end-of-text token.
+    configuration's end-of-text token. A sequence-to-sequence model learns the second half of each
+    sequence from its first. Images come from a safetensors file (`image_batches.FileImages`), or
+    are drawn.
 
     Args:
         path: a `config.json`, or a directory with one.
-        batch_size: sequences a step.
-        sequence_length: tokens of a sequence that are predicted.
+        batch_size: rows a step.
+        sequence_length: tokens of a sequence, for language models.
         learning_rate: of AdamW, after warm-up.
-        files: UTF-8 text; none: the source of Python's standard library.
+        files: UTF-8 text, or one file of images; none: the source of Python's standard library, or
+            drawn images.
 
     Raises:
-        UsageError: see `causal_config`; a vocabulary too small for the built-in tokens; weights
+        UsageError: see `task_config`; a vocabulary too small for the built-in tokens; weights
             that were trained on another vocabulary than the built-in one.
     """
-    config = causal_config(path, sequence_length=sequence_length)
+    task, config = task_config(path, sequence_length=sequence_length)
     source = Path(path)
+    if task is IMAGES:
+        return _image_recipe(task, config, source, batch_size, learning_rate, files)
     tokenizer = source / "tokenizer.json"
     own = tokenizer if source.is_dir() and tokenizer.is_file() else None
     vocabulary = int(config.vocab_size)
@@ -67,7 +71,7 @@ def causal_recipe(
             f"{source} has a vocabulary of {vocabulary} and no tokenizer.json: the built-in tokens need {SMALLEST_VOCABULARY}; put a tokenizer.json beside "
             "the configuration"
         )
-    has_weights = source.is_dir() and any((source / name).is_file() for name in _WEIGHT_FILES)
+    has_weights = _has_weights(source)
     if has_weights and own is None:
         raise UsageError(
             f"{source} holds trained weights and no tokenizer.json: text cut by the built-in tokens would mean nothing to them. Put its tokenizer beside them "
@@ -86,10 +90,10 @@ def causal_recipe(
         ),
         batch_size=batch_size,
         sequence_length=sequence_length,
-        build_model=partial(_build, config),
+        build_model=builder_of(task, config),
         build_optimizer=partial(build_adamw, learning_rate=learning_rate),
         build_scheduler=build_warmup,
-        loss=causal_language_loss,
+        loss=task.loss,
         batches=partial(_batches, known, tuple(files), own, end, batch_size, sequence_length),
         keep_tokenizer=partial(copy_tokenizer, source) if own is not None else partial(write_built_in_tokenizer, known),
         is_large=True,
@@ -97,11 +101,35 @@ def causal_recipe(
     )
 
 
-def _build(config: Any, seed: int) -> nn.Module:
-    # The caller's random numbers go on as if no model had been drawn from them.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build_causal(config)
+def _has_weights(source: Path) -> bool:
+    return source.is_dir() and any((source / name).is_file() for name in _WEIGHT_FILES)
+
+
+def _image_recipe(
+    task: ModelTask, config: Any, source: Path, batch_size: int, learning_rate: float, files: Sequence[Path]
+) -> Recipe:
+    if len(files) > 1:
+        raise UsageError("--data names one file of images: a safetensors file with the tensors 'images' and 'labels'")
+    shape, classes = image_shape(config), class_count(config)
+    images = FileImages(files[0], shape, classes) if files else DrawnImages(shape, classes)
+    has_weights = _has_weights(source)
+    return Recipe(
+        name=source.name,
+        description=(
+            f"{type(config).__name__.removesuffix('Config')} of {source}, {'weights from its files' if has_weights else 'new weights'}, "
+            f"{batch_size} images of {'x'.join(map(str, shape))}{f' of {files[0]}' if files else ', drawn'}, {classes} classes, AdamW"
+        ),
+        batch_size=batch_size,
+        sequence_length=None,
+        build_model=builder_of(task, config),
+        build_optimizer=partial(build_adamw, learning_rate=learning_rate),
+        build_scheduler=build_warmup,
+        loss=task.loss,
+        batches=partial(ImageStream, images, batch_size),
+        keep_tokenizer=lambda _: None,
+        is_large=True,
+        weights=source if has_weights else None,
+    )
 
 
 def _batches(
