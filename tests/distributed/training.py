@@ -549,3 +549,50 @@ def under_a_limit(rank: int, size: int, share: float) -> dict[str, Any]:
         "measured": max(r.peak_bytes for r in results),
         "differ": same(weights_of(model), weights_of(expected)) if plan.microbatches == 1 else [],
     }
+
+
+class Keeping:
+    """Context in which every tensor of a page or more that Gloo was given lives on: as its own threads may keep them."""
+
+    def __enter__(self) -> None:
+        self._own = dist.broadcast, dist.all_to_all_single
+        kept = self.kept = list[Any]()
+
+        def keeping(act: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                kept.extend(each for each in args if isinstance(each, torch.Tensor) and each.nbytes > 4096)
+                return act(*args, **options)
+
+            return call
+
+        dist.broadcast, dist.all_to_all_single = map(keeping, self._own)
+
+    def __exit__(self, *_: object) -> None:
+        dist.broadcast, dist.all_to_all_single = self._own
+
+
+def peaks(rank: int, size: int, stage: int, tier: str, k: int) -> list[tuple[str, int, int]]:
+    """Returns the actions of the third step whose tensors were above prediction, as (action, predicted, measured); blocks go in several pieces."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, other) for width, other in ((256, 1100), (1100, 1100), (1100, 256))))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    rows = torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))
+    own_loss = lambda given, batch: ((given(batch) - 0.3) ** 2).mean()  # noqa: E731, given to `fit`
+    with Keeping():
+        job = memfit.fit(
+            model,
+            optimizer,
+            own_loss,
+            rows,
+            plan=plan_for(model, size, stage, tier, k),
+            enforce=False,
+            emulate_device=True,
+        )
+        for _ in range(3):
+            job.step(rows)
+        measured = job._runner.measured
+        assert measured is not None and measured.step == 3
+        predicted = measured.prepared.timeline
+        job.close()
+    pairs = zip(predicted.moments, measured.timeline.moments, strict=True)
+    return [(a.action, a.peak_bytes, b.peak_bytes) for a, b in pairs if b.peak_bytes > a.peak_bytes]

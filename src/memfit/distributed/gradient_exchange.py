@@ -20,7 +20,14 @@ import torch
 
 from memfit.core.shares import EXCHANGED_ELEMENTS, BlockCut
 from memfit.distributed.rank_group import RankGroup
-from memfit.distributed.transport import Group, exchange, gather_in_place, gather_small, sum_in_order
+from memfit.distributed.transport import (
+    Group,
+    exchange,
+    free_exchanged,
+    gather_in_place,
+    gather_small,
+    sum_in_order,
+)
 from memfit.homes.device_gradients import flat_gradient
 from memfit.homes.exchanged_gradients import ArrivedGradients, GradientExchange
 from memfit.homes.home import ByteHome, TransferHandle, write_tensor
@@ -119,19 +126,23 @@ class _BlockExchange:
             for piece, run in zip(sent.split(sizes), runs, strict=True):
                 self._fill(piece, start, run)
             parts = exchange(group, sent, sizes, [sizes[self._rank]] * self._size)
-            del sent
+            # The next piece comes into memory that these have left.
+            free_exchanged(sent)
             total = sum_in_order(parts)
             if self._home.is_shared:
                 self._add(total, start, runs[self._rank])
+                free_exchanged(total)
                 continue
             borders = [0]
             for size in sizes:
                 borders.append(borders[-1] + size)
             whole = torch.empty(borders[-1], dtype=dtype, device=self._device)
             whole[borders[self._rank] : borders[self._rank + 1]] = total
+            free_exchanged(total)
             gather_in_place(group, whole, borders)
             for piece, run in zip(whole.split(sizes), runs, strict=True):
                 self._add(piece, start, run)
+            free_exchanged(whole)
 
     @property
     def _device(self) -> torch.device:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from memfit.core.shares import SPREAD_BYTES
 from memfit.core.tiers import Tier
 from memfit.distributed.rank_group import RankGroup
-from memfit.distributed.transport import Group, gather_in_place
+from memfit.distributed.transport import Group, free_exchanged, gather_in_place
 from memfit.homes.home import DONE, ByteHome, TransferHandle
 from memfit.tensors.trees import bytes_view, new_storage
-
-_SPREAD_BYTES = 1 << 20
 
 
 class RankHome(ByteHome):
@@ -40,6 +39,11 @@ class RankHome(ByteHome):
         self._group = group
         self._borders = tuple(borders)
         self._first, self._last = borders[group.rank : group.rank + 2]
+
+    @property
+    def own(self) -> ByteHome:
+        """See `ByteHome.own`."""
+        return self.local
 
     @property
     def has_spare_slot(self) -> bool:
@@ -156,16 +160,17 @@ class SpreadHome(RankHome):
             return
         shares = list(zip(self._borders, self._borders[1:], strict=False))
         longest = max(last - first for first, last in shares)
-        staged = new_storage(min(_SPREAD_BYTES, longest) * self._group.size)
-        for start in range(0, longest, _SPREAD_BYTES):
-            parts = [(min(first + start, last), min(first + start + _SPREAD_BYTES, last)) for first, last in shares]
+        staged = new_storage(min(SPREAD_BYTES, longest) * self._group.size)
+        for start in range(0, longest, SPREAD_BYTES):
+            parts = [(min(first + start, last), min(first + start + SPREAD_BYTES, last)) for first, last in shares]
             places = [0]
             for first, last in parts:
                 places.append(places[-1] + last - first)
             first, last = parts[self._group.rank]
-            self.local.read(first, last - first, staged, places[self._group.rank]).wait()
+            self.local.read_next(first, last - first, staged, places[self._group.rank]).wait()
             gather_in_place(group, bytes_view(staged, 0, places[-1]), places)
             for rank, (first, last) in enumerate(parts):
                 if rank != self._group.rank and last > first:
                     # Waited for: the next piece comes into the same memory.
                     self.local.write(first, last - first, staged, places[rank]).wait()
+        free_exchanged(bytes_view(staged, 0, staged.nbytes()))

@@ -9,6 +9,11 @@ tensor takes the whole buffer once more; broadcasts take nothing, need no paddin
 and put the same bytes on the wire. *Reduction*: an all-to-all of shares, then a sum in ascending
 rank order. Gloo's reduce-scatter moves twice the bytes and adds in no rank's order; this one gives
 the same bits on any transport. Measured for Gloo in docs/log.md.
+
+[Note: who holds a buffer that was exchanged]
+Gloo's own threads keep the tensors of a collective that is complete until they run again, which on
+busy cores can be many collectives later. So a buffer is not given up by dropping it, but by
+`free_exchanged`, which takes its bytes away whoever still holds the tensor.
 """
 
 from __future__ import annotations
@@ -139,6 +144,14 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
         # One after the other: the bits depend on the order of the ranks and on nothing else.
         total.add_(part)
     return total
+
+
+def free_exchanged(buffer: Tensor) -> None:
+    """Frees the bytes of a buffer of one's own, of which every collective is complete, and of every
+    view of it. See [Note: who holds a buffer that was exchanged].
+    """
+    # Complete: one under way would write into freed memory ([Note: memory of a collective]).
+    buffer.untyped_storage().resize_(0)
 
 
 def equal_borders(numel: int, ranks: int) -> list[int]:

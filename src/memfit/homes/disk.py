@@ -12,7 +12,7 @@ import torch
 from memfit.core.layout import ALIGNMENT_BYTES
 from memfit.core.tiers import Tier
 from memfit.core.units import round_up
-from memfit.homes.home import DONE, ByteHome, TransferHandle, TransferThen
+from memfit.homes.home import DONE, ByteHome, TransferGroup, TransferHandle, TransferThen
 from memfit.homes.staging import Staged, Staging
 from memfit.store import Memory, Region, memory_of_storage
 from memfit.tensors.trees import bytes_view, new_storage
@@ -103,6 +103,29 @@ class DiskHome(ByteHome):
             ),
             is_write=False,
         )
+
+    def read_next(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """See `ByteHome.read_next`: to memory of the host. What was not written comes from the
+        version before.
+        """
+        if not self.has_spare_slot:
+            return self.read(offset, nbytes, into, into_offset)
+        end = offset + nbytes
+        self._join(offset, end)
+        written = [
+            (max(a, offset), min(a + count, end)) for a, count in self._written if a < end and offset < a + count
+        ]
+        kept = [(offset + a, offset + b) for a, b in _gaps([(a - offset, b - a) for a, b in written], nbytes)]
+        slots: tuple[tuple[Literal["spare", "current"], list[tuple[int, int]]], ...] = (
+            ("spare", written),
+            ("current", kept),
+        )
+        handles = [
+            self._region.read(a, b - a, memory_of_storage(into, into_offset + a - offset, b - a), slot=slot)
+            for slot, spans in slots
+            for a, b in spans
+        ]
+        return TransferGroup(handles)
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """See `ByteHome.write`."""

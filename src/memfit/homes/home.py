@@ -152,11 +152,22 @@ class ByteHome(Protocol):
         """See above."""
         return False
 
+    @property
+    def own(self) -> ByteHome:
+        """Home of the bytes that this process holds, the first at 0; this one, if it has all."""
+        return self
+
     def read(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of the home into a storage, which must live until the handle is
         done.
         """
         ...
+
+    def read_next(self, offset: int, nbytes: int, into: torch.UntypedStorage, into_offset: int = 0) -> TransferHandle:
+        """Begins to read as `read` does what was written last, where writes do not change yet what
+        reads see.
+        """
+        return self.read(offset, nbytes, into, into_offset)
 
     def write(self, offset: int, nbytes: int, source: torch.UntypedStorage, source_offset: int = 0) -> TransferHandle:
         """Begins to copy a range of a storage into the home; the storage must live and stay

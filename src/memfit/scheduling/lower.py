@@ -62,6 +62,7 @@ from memfit.scheduling.sizes import (
     flat_gradient_bytes,
     flat_weight_bytes,
     gradient_home_bytes,
+    spread_bytes,
     update_traffic,
     uses_disk,
     weight_home_bytes,
@@ -201,6 +202,7 @@ class _Lowering:
         # that runs next.
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
+        self._spread_bytes = 0
         # The last update of the pipeline.
         self._pipeline: Token | None = None
 
@@ -274,6 +276,10 @@ class _Lowering:
                 self._update(b)
             case Spread(block=b):
                 draft.waits = self._updated(b)
+                # One after the other: the largest one's staging, until all are waited for.
+                size = spread_bytes(self._plan, self._profile, self._profile.blocks[b])
+                draft.change("staging", "weights among ranks", max(size - self._spread_bytes, 0))
+                self._spread_bytes = max(size, self._spread_bytes)
                 draft.gives = Token(_SPREAD, self._owner[b])
             case Keep(blocks=blocks):
                 for b in blocks:
@@ -446,6 +452,9 @@ class _Lowering:
             self._take_leaving()
         if _UPDATE in kinds:
             self._line.wait_for_all()
+        if _SPREAD in kinds and self._spread_bytes:
+            self._draft.change("staging", "weights among ranks", -self._spread_bytes)
+            self._spread_bytes = 0
         self._draft.waits = [token for kind in kinds for token in self._given if token.kind == kind]
 
     def _is_here(self, block: int) -> bool:

@@ -18,7 +18,7 @@ from memfit.core.layout import ALIGNMENT_BYTES, Scheme, flat_layout, spare_room_
 from memfit.core.plan import Plan
 from memfit.core.profile import BlockProfile, Profile, TraceProfile
 from memfit.core.shape import StepShape
-from memfit.core.shares import EXCHANGED_ELEMENTS, UNIT_ELEMENTS, BlockCut, Share, cut_block
+from memfit.core.shares import EXCHANGED_ELEMENTS, SPREAD_BYTES, UNIT_ELEMENTS, BlockCut, Share, cut_block
 from memfit.core.tiers import Tier, updates_in_place
 from memfit.core.units import MIB, round_up
 
@@ -136,13 +136,23 @@ def _held_state_bytes(profile: Profile, block: BlockProfile, held: Sequence[rang
 
 def exchange_bytes(plan: Plan, block: BlockProfile) -> int:
     """Bytes by which ranks exchange a block's gradient: a piece for each rank goes, and one from
-    each comes; where all have the whole sum, a third one.
+    each comes.
     """
     if plan.ranks == 1:
         return 0
     elements = sum(math.prod(p.shape) for p in block.parameters if p.requires_grad)
-    buffers = 3 if plan.block(block.name).gradients_over is Share.WHOLE else 2
-    return buffers * WIDE_BYTES * min(elements + UNIT_ELEMENTS * plan.ranks, EXCHANGED_ELEMENTS * plan.ranks)
+    return 2 * WIDE_BYTES * min(elements + UNIT_ELEMENTS * plan.ranks, EXCHANGED_ELEMENTS * plan.ranks)
+
+
+def spread_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
+    """Bytes by which a block's new weights go to all ranks, each of which has updated its share: a
+    piece of each rank's share, where the weights rest in no processor's memory.
+    """
+    homes = plan.block(block.name)
+    if not homes.spreads or homes.weight_home.traits.is_device or homes.weight_home.traits.is_addressable:
+        return 0
+    cut = cut_of(plan, profile, block)
+    return plan.ranks * min(SPREAD_BYTES, cut.largest([p.nbytes for p in block.parameters]))
 
 
 def update_share(plan: Plan, profile: Profile, block: BlockProfile) -> float:
