@@ -46,7 +46,7 @@ ARROWS: dict[str, frozenset[str]] = {
         # Models and steps.
         "profiling": "core batches devices tensors",
         "engine": "core activations devices homes huggingface store tensors",
-        "checkpoints": "core allocator devices engine files homes huggingface store tensors",
+        "checkpoints": "core allocator devices distributed engine files homes huggingface store tensors",
         "verification": "core allocator devices",
         # What a user holds.
         "recipes": "core",

@@ -20,6 +20,7 @@ from memfit.api.given_plans import read_given
 from memfit.api.lines_plan import check_asked
 from memfit.api.over_ranks import begin_over_ranks, fitting_ranks
 from memfit.checkpoints.checkpointer import check_run
+from memfit.checkpoints.rank_stores import RankRunStore
 from memfit.checkpoints.run_store import RunStore
 from memfit.core.aliases import own_allowances
 from memfit.core.errors import MemfitWarning, StoreInUseError, UsageError
@@ -32,6 +33,7 @@ from memfit.core.plan import Plan
 from memfit.core.profile import Profile
 from memfit.core.tiers import Tier
 from memfit.deferred.aside import WeightsAside
+from memfit.distributed.rank_group import RankGroup
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier
 from memfit.job.held import refuse_held
@@ -275,7 +277,7 @@ def fit(
                 )
             _check_on_breach(on_breach, store or resume, durability)
             giving_up = stack.enter_context(ExitStack())
-            run = _open_run(store, resume, durability, scheme, giving_up)
+            run = _open_run(store, resume, durability, scheme, giving_up, ranks)
             if run is not None and run.is_resumed:
                 check_run(run, model, optimizer)
                 weights = None  # they are the run's
@@ -348,7 +350,9 @@ def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) ->
     """Begins the job: under the given plan, the run's own, or the fastest that fits."""
     resumed, told = setup.resumed_plan, ""
     if setup.ranks is not None:
-        runner = begin_over_ranks(setup, setup.ranks, sample, given or resumed)
+        # A run of another number of ranks goes on with what its plan says of each block.
+        own = None if resumed is None else replace(resumed, ranks=setup.ranks.size)
+        runner = begin_over_ranks(setup, setup.ranks, sample, given or own)
     elif given is not None and given.ranks > 1:
         raise UsageError(
             f"the plan is for {given.ranks} ranks, and this process is alone: start as many by torchrun, and initialize torch.distributed before fit"
@@ -423,6 +427,7 @@ def _open_run(
     durability: Durability,
     scheme: Scheme | None,
     stack: ExitStack,
+    ranks: RankGroup | None,
 ) -> RunStore | None:
     """The directory of the run, given up by the stack; None where nothing is committed."""
     if store is not None and resume is not None:
@@ -438,10 +443,13 @@ def _open_run(
         return None
     if scheme not in (None, "generations", "journal"):
         raise UsageError(f'scheme is "generations" or "journal", not {scheme!r:.80}')
-    make = partial(RunStore, where, durability=durability, must_exist=resume is not None, scheme=scheme)
+    kind = RunStore if ranks is None else partial(RankRunStore, ranks)
+    make = partial(kind, where, durability=durability, must_exist=resume is not None, scheme=scheme)
     try:
         run = make()
     except StoreInUseError:
+        if ranks is not None:
+            raise  # the others wait elsewhere
         # A job that nobody can reach any more, because the function that had it raised, holds its
         # store until its cycles are collected.
         gc.collect()

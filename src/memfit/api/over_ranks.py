@@ -65,7 +65,6 @@ def begin_over_ranks(setup: Setup, ranks: RankGroup, sample: Any, given: Plan | 
     """
     asked = {
         'on_breach="replan"': setup.replans,
-        "store=": setup.run is not None,
         "lines=": setup.lines_sample is not None,
     }
     for name, is_asked in asked.items():

@@ -224,9 +224,9 @@ class RunCheckpointer(Checkpointer):
         step = part(self.run.state, "step", int)
         if told:
             warnings.warn(f"since step {step} of the run in {self.run.directory}: {told}", MemfitWarning, stacklevel=2)
-        committed = self.run.committed.step
-        assert committed is not None
-        self._house.take_over(self.copies.load, forget, has_weights=self._scheme.has_weights, step=committed)
+        self._house.take_over(
+            self.copies.load, forget, has_weights=self._scheme.has_weights, step=self.run.resumed.step
+        )
         self.copies.load_buffers()
 
     def restore_settings(self) -> None:
@@ -235,7 +235,7 @@ class RunCheckpointer(Checkpointer):
         Raises `StoreError`.
         """
         of, optimizer = self._of, part(self.run.state, "optimizer", dict)
-        run_state.give_numbers(optimizer.get("numbers"), of.states, of.optimizer)
+        run_state.give_numbers(self.run.resumed.numbers, of.states, of.optimizer)
         run_state.give_settings(run_state.settings_of(optimizer), of.optimizer)
         run_state.give_extra(self.run.state.get("extra state", {}), of.model)
         of.noise.seed = part(self.run.state, "noise seed", int)
@@ -248,11 +248,12 @@ class RunCheckpointer(Checkpointer):
         if self.run.is_resumed:
             run_state.give_random(part(self.run.state, "random", dict))
         self.registry.note_positions()
-        if not self.run.is_resumed:
+        if self.run.is_new:
             # nothing is in the store yet
             self.note_changed(block.index for block in self._of.blocks)
             with self._phase("commit"):
                 self._commit(is_first=True)
+            self.run.commits.note_first()
 
     # --- what belongs to a step ------------------------------------------------------------------
 
@@ -284,12 +285,13 @@ class RunCheckpointer(Checkpointer):
 
     def commit_if_due(self) -> None:
         """See `Checkpointer.commit_if_due`."""
-        if self.run.committed.is_due:
-            self.commit()
+        if self.run.commits.any(self.run.committed.is_due):
+            with self._phase("commit"):
+                self._commit()
 
     def commit(self) -> None:
         """See `Checkpointer.commit`."""
-        if self.run.committed.has_uncommitted:
+        if self.run.commits.any(self.run.committed.has_uncommitted):
             with self._phase("commit"):
                 self._commit()
             LOG.debug("committed step %d in %s", self._house.step, self.run.directory)
@@ -300,6 +302,11 @@ class RunCheckpointer(Checkpointer):
         self.commit()
 
     def _commit(self, *, is_first: bool = False) -> None:
+        with self.run.commits.committing():
+            self._commit_alone(is_first=is_first)
+        self.copies.note_committed()
+
+    def _commit_alone(self, *, is_first: bool) -> None:
         if not self.registry.has_positions:
             raise StoreError(
                 f"step {self._house.step} cannot be committed: where its data and random numbers stood could not be noted "
@@ -312,7 +319,7 @@ class RunCheckpointer(Checkpointer):
             flips = self.copies.write()
             if is_first:
                 self.run.committed.end_step(self._house.step)
-            self.run.committed.commit(self._state, flips=flips, force=True)
+            self.run.commits.commit(self._state, flips)
         except REFUSALS as error:
             if not is_refusal(error):
                 raise
@@ -323,7 +330,6 @@ class RunCheckpointer(Checkpointer):
                 where="commit",
                 torn=False,
             ) from error
-        self.copies.note_committed()
 
     def _state(self) -> dict[str, Any]:
         of = self._of
@@ -344,6 +350,7 @@ class RunCheckpointer(Checkpointer):
             "extra state": run_state.take_extra(of.model),
             "model": self._facts,
             **self.registry.state(),
+            **self.run.commits.state(),
         }
 
     def report(self) -> CommitReport:
@@ -386,10 +393,7 @@ def check_run(run: RunStore, model: nn.Module, optimizer: torch.optim.Optimizer)
 
     Raises `StoreError`.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    for spec in run.committed.disk.regions.values():
-        if spec.tag == "weight":
-            found |= {place.name: place.shape for place in spec.tensors}
+    found = run.resumed.weight_shapes()
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     run_state.check_parameters(wanted, found, run.directory)
     if part(run.state, "format", int) != _FORMAT:

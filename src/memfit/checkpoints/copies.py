@@ -6,14 +6,14 @@ for the next commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from memfit import devices
 from memfit.checkpoints.region_layout import BUFFERS
-from memfit.checkpoints.run_store import RunStore
+from memfit.checkpoints.run_store import RunStore, pieces_of
 from memfit.checkpoints.schemes import CommitScheme
 from memfit.core.errors import UsageError
 from memfit.engine.housing import House
@@ -24,8 +24,6 @@ from memfit.store import TensorPlace, dtype_name
 from memfit.store.os_errors import store_error
 from memfit.tensors.shared_elements import copy_shared
 from memfit.tensors.trees import bytes_view, new_storage
-
-_COPY_BYTES = 4 << 20
 
 
 class StoreCopies:
@@ -54,8 +52,9 @@ class StoreCopies:
             region: (block.index, home)
             for block in self._house.blocks
             for region in self._scheme.copied_regions(block)
-            if (home := self._house.placed.get(region, (0, None))[1]) is not None
-            if not home.is_stored and self._run.has(region)
+            if (placed := self._house.placed.get(region, (0, None))[1]) is not None
+            # What this rank holds of it, where ranks share homes.
+            if not (home := placed.own).is_stored and self._run.has(region)
         }
 
     @property
@@ -107,23 +106,14 @@ class StoreCopies:
 
         Raises `StoreError`.
         """
-        if home.is_stored:
-            return
-        disk, whole = self._run.home(region), home.bytes
-        for start, count in _pieces(home.nbytes, whole):
-            if whole is not None:
-                disk.read(start, count, whole, start).wait()
-                continue
-            staged = new_storage(count)
-            disk.read(start, count, staged).wait()
-            home.write(start, count, staged).wait()
+        self._run.resumed.fill(region, home.own)
 
     def load_buffers(self) -> None:
         """Gives the model's buffers their committed values, in place. Raises `StoreError`."""
         if not self._run.has(BUFFERS):
             return
         for place in self._run.regions[BUFFERS].tensors:
-            value = self._run.committed.read_tensor(BUFFERS, place.name)
+            value = self._run.resumed.read_tensor(BUFFERS, place.name)
             try:
                 copy_shared(self._model.get_buffer(place.name), value)
             except ValueError as error:
@@ -140,10 +130,10 @@ class StoreCopies:
             home.read(start, count, staged).wait()
             return staged, 0
 
-        return self._write_pieces(region, _pieces(home.nbytes, None), fetch)
+        return self._write_pieces(region, pieces_of(home.nbytes, None), fetch)
 
     def _write(self, region: str, source: torch.UntypedStorage, nbytes: int) -> bool:
-        return self._write_pieces(region, _pieces(nbytes, source), lambda start, _: (source, start))
+        return self._write_pieces(region, pieces_of(nbytes, source), lambda start, _: (source, start))
 
     def _write_pieces(
         self,
@@ -199,15 +189,6 @@ class StoreCopies:
         # Pinned homes are written by a stream that the host does not follow.
         if devices.is_accelerator(self._device):
             devices.of(self._device).synchronize(self._device)
-
-
-def _pieces(nbytes: int, storage: torch.UntypedStorage | None) -> Iterator[tuple[int, int]]:
-    """Cuts bytes that are not in the processor's memory into pieces, each of which is staged there:
-    yields (start, count).
-    """
-    step = max(1, nbytes if storage is not None and storage.device.type == "cpu" else _COPY_BYTES)
-    for start in range(0, nbytes, step):
-        yield start, min(step, nbytes - start)
 
 
 def _buffer(model: nn.Module, place: TensorPlace) -> torch.Tensor:

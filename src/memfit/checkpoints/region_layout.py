@@ -89,6 +89,9 @@ def _state_place(slot: ParameterSlot, state: StateSlot) -> TensorPlace:
     if state.codec is not None:  # bytes, to everybody but the codec
         offset, nbytes = state.span(0, state.numel)
         return _place(name, torch.uint8, (nbytes,), None, offset)
+    if state.is_like_weight and state.numel < slot.numel:
+        # A rank's share of it.
+        return _place(name, state.dtype, (state.numel,), None, state.offset_bytes)
     stride = slot.stride if state.is_like_weight else None
     return _place(name, state.dtype, state.shape, stride, state.offset_bytes)
 

@@ -342,9 +342,10 @@ def placed_numbers(numbers: Mapping[str, Any], parameter: torch.Tensor, group: M
 def take_numbers(states: Mapping[int, BlockStates]) -> dict[str, Any]:
     """By parameter, the states that are single numbers (step counters).
 
-    Parameters that were never updated are left out.
+    Parameters that were never updated are left out, and those that other processes update.
     """
-    return {name: dict(values) for own in states.values() for name, values in own.numbers.items()}
+    slots = [(own, slot) for own in states.values() for slot in own.block.slots if slot.held or not slot.numel]
+    return {slot.name: dict(own.numbers[slot.name]) for own, slot in slots if slot.name in own.numbers}
 
 
 def give_numbers(numbers: Any, states: Mapping[int, BlockStates], optimizer: torch.optim.Optimizer) -> None:

@@ -8,20 +8,28 @@ homes in memory, written by each commit, where it does not. See [Note: one layou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from memfit.checkpoints.run_state import part
 from memfit.core.layout import Scheme
-from memfit.homes import DiskHome, Staging
+from memfit.homes import ByteHome, DiskHome, Staging
 from memfit.homes.regions import gradient_region
 from memfit.store import CommittedStore, DiskIO, DiskStore, Durability, RegionSpec
-from memfit.store.committed import check_durability, check_journaled
+from memfit.store.committed import State, check_durability, check_journaled
 from memfit.store.directory import is_there
 from memfit.store.journal import Journal
 from memfit.store.manifest import MANIFEST_NAME
 from memfit.store.os_errors import store_error
+from memfit.tensors.trees import new_storage
 
+RANKS_NAME = "ranks.json"
+"""Says which stores a run on several ranks has; see `checkpoints.rank_stores`."""
+COPY_BYTES = 4 << 20
 FORMAT = "1"
 """Format of what a run keeps in a store; `identity["memfit run"]`."""
 _STATE_BYTES = 256 << 10
@@ -54,20 +62,17 @@ class RunStore:
         io: the disk's threads, for whatever else the job moves.
         state: the small state of the last commit; empty for a new run.
         is_resumed: a step was committed before.
+        resumed: the commit that is gone on from.
+        commits: how the run is committed.
     """
 
     def __init__(
         self, directory: str | Path, *, durability: Durability, must_exist: bool, scheme: Scheme | None = None
     ) -> None:
         check_durability(durability)
-        self.scheme: Scheme = scheme or "generations"
-        self.directory = Path(directory).expanduser().absolute()
-        self.durability: Durability = durability
-        self.state: dict[str, Any] = {}
-        self._regions: dict[str, RegionSpec] = {}
-        self._committed: CommittedStore | None = None
-        self.io = DiskIO()
+        self._set_up(directory, durability, scheme)
         try:
+            refuse_ranks(self.directory)
             if must_exist or is_there(self.directory / MANIFEST_NAME):
                 self._open(must_exist=must_exist)
             if self._committed is not None:
@@ -78,6 +83,17 @@ class RunStore:
             self.io.close()
             raise
         self.is_resumed = self._committed is not None
+
+    def _set_up(self, directory: str | Path, durability: Durability, scheme: Scheme | None) -> None:
+        self.scheme: Scheme = scheme or "generations"
+        self.directory = Path(directory).expanduser().absolute()
+        self.durability: Durability = durability
+        self.state: dict[str, Any] = {}
+        self._regions: dict[str, RegionSpec] = {}
+        self._committed: CommittedStore | None = None
+        self.resumed = ResumedCommit(self)
+        self.commits = Commits(self)
+        self.io = DiskIO()
 
     def _take_scheme(self, wanted: Scheme | None) -> None:
         self.scheme = self.committed.disk.scheme
@@ -114,6 +130,11 @@ class RunStore:
         """The open store. Before `prepare`, a new run has none."""
         assert self._committed is not None, "the store of the run was not made yet"
         return self._committed
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing was committed to the open store yet."""
+        return not self.is_resumed
 
     @property
     def nbytes(self) -> int:
@@ -235,3 +256,104 @@ class RunStore:
             if self._committed is not None:
                 self._committed.close()
             self.io.close()
+
+
+class ResumedCommit:
+    """The commit that a run goes on from: its small state, and the bytes of its regions.
+
+    Args:
+        run: the store, open.
+    """
+
+    def __init__(self, run: RunStore) -> None:
+        self.run = run
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return part(self.run.state, "step", int)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of its weights, by name."""
+        specs = self.run.committed.disk.regions.values()
+        return {place.name: place.shape for spec in specs if spec.tag == "weight" for place in spec.tensors}
+
+    @property
+    def numbers(self) -> Any:
+        """Counters of the optimizer; see `run_state.take_numbers`."""
+        return part(self.run.state, "optimizer", dict).get("numbers")
+
+    def fill(self, region: str, home: ByteHome) -> None:
+        """Fills a home with the bytes of a region; the store's own have them.
+
+        Raises:
+            StoreError: the disk.
+        """
+        if home.is_stored:
+            return
+        disk, whole = self.run.home(region), home.bytes
+        for start, count in pieces_of(home.nbytes, whole):
+            if whole is not None:
+                disk.read(start, count, whole, start).wait()
+                continue
+            staged = new_storage(count)
+            disk.read(start, count, staged).wait()
+            home.write(start, count, staged).wait()
+
+    def read_tensor(self, region: str, name: str) -> torch.Tensor:
+        """Reads a tensor; see `CommittedStore.read_tensor`."""
+        return self.run.committed.read_tensor(region, name)
+
+    def close(self) -> None:
+        """Closes what is open beside the run's own store."""
+
+
+class Commits:
+    """Commits of a run: by this process alone.
+
+    Args:
+        run: the store.
+    """
+
+    def __init__(self, run: RunStore) -> None:
+        self.run = run
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001, a vote
+        """Tells whether any of the processes that commit together says so."""
+        return flag
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Context of all that a commit does."""
+        yield
+
+    def commit(self, state: Callable[[], State], flips: Sequence[str]) -> None:
+        """Commits the step that ended last; see `CommittedStore.commit`."""
+        self.run.committed.commit(state, flips=flips, force=True)
+
+    def note_first(self) -> None:
+        """Notes that the first version of a new store is committed."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns what each commit's small state has beside that of the job."""
+        return {}
+
+
+def refuse_ranks(directory: Path) -> None:
+    """Refuses a directory that has a run on several ranks, where this process is alone. Raises
+    `StoreError`.
+    """
+    if is_there(directory / RANKS_NAME):
+        raise store_error(
+            f"the run in {directory} is one on several ranks: start two processes or more with torchrun, any number of which can go on with it; "
+            "job.save on them writes files that one process can begin from"
+        )
+
+
+def pieces_of(nbytes: int, storage: torch.UntypedStorage | None) -> Iterator[tuple[int, int]]:
+    """Cuts bytes that are not in the processor's memory into pieces, each of which is staged there:
+    yields (start, count).
+    """
+    step = max(1, nbytes if storage is not None and storage.device.type == "cpu" else COPY_BYTES)
+    for start in range(0, nbytes, step):
+        yield start, min(step, nbytes - start)

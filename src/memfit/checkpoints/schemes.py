@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 
+from memfit.checkpoints.rank_layout import rank_regions, shares_of
+from memfit.checkpoints.rank_stores import RankRunStore
 from memfit.checkpoints.region_layout import regions_of
 from memfit.checkpoints.run_state import part
 from memfit.checkpoints.run_store import RunStore
@@ -28,6 +30,7 @@ from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes.optimizer_states import BlockStates
 from memfit.homes.regions import master_region, state_region, updated_regions, weight_region
+from memfit.homes.sharing import Sharing
 from memfit.homes.weights import BlockWeights
 
 _REGION_OF = {"weight": weight_region, "master": master_region, "state": state_region}
@@ -85,9 +88,10 @@ class DoubleBuffered:
     ("generations").
     """
 
-    def __init__(self, run: RunStore, plan: Plan) -> None:
+    def __init__(self, run: RunStore, plan: Plan, sharing: Sharing | None) -> None:
         self._run = run
         self._plan = plan
+        self._sharing = sharing
 
     def prepare(
         self,
@@ -97,7 +101,13 @@ class DoubleBuffered:
         identity: Mapping[str, str],
     ) -> None:
         """See `CommitScheme`."""
-        self._run.prepare(regions_of(blocks, states, buffers, masters=masters_of(self._plan)), identity)
+        regions = regions_of(blocks, states, buffers, masters=masters_of(self._plan))
+        if self._sharing is not None:
+            assert isinstance(self._run, RankRunStore), "ranks commit to stores of their own"
+            regions = rank_regions(regions, blocks, self._sharing)
+            shapes = {slot.name: slot.shape for block in blocks for slot in block.slots}
+            self._run.take_shares(shares_of(regions, blocks, states, self._sharing), shapes)
+        self._run.prepare(regions, identity)
 
     def copied_regions(self, block: BlockWeights) -> tuple[str, ...]:
         """See `CommitScheme`."""
@@ -106,6 +116,8 @@ class DoubleBuffered:
 
     def has_weights(self, block: str) -> bool:
         """See `CommitScheme`."""
+        if self._run.is_new:
+            return False  # its homes are filled from elsewhere
         before = Plan.from_json(part(self._run.state, "plan", str))
         return before.block(block).weight_home is Tier.DISK
 
@@ -163,6 +175,12 @@ class Journaled:
             )
 
 
-def scheme_of(run: RunStore, plan: Plan) -> CommitScheme:
-    """Makes the scheme that a run's store is laid out by."""
-    return {"generations": DoubleBuffered, "journal": Journaled}[run.scheme](run, plan)
+def scheme_of(run: RunStore, plan: Plan, sharing: Sharing | None = None) -> CommitScheme:
+    """Makes the scheme that a run's store is laid out by.
+
+    Args:
+        run: the store.
+        plan: of the job.
+        sharing: of its homes between ranks.
+    """
+    return Journaled(run, plan) if run.scheme == "journal" else DoubleBuffered(run, plan, sharing)

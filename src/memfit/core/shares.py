@@ -29,8 +29,6 @@ EXCHANGED_ELEMENTS = 1 << 18
 # New weights that rest in no processor's memory go to the other ranks in pieces of so many bytes of
 # each rank.
 SPREAD_BYTES = 1 << 20
-# Small tensors by which ranks agree: the transport's threads may keep them for a while.
-AGREEMENT_BYTES = 4096
 
 
 class Share(StrEnum):

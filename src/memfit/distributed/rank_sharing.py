@@ -25,7 +25,7 @@ from memfit.distributed.rank_homes import SharedHome, SpreadHome
 from memfit.distributed.transport import gather_in_place
 from memfit.homes.factories import HomeRequest
 from memfit.homes.home import DONE, ByteHome, TransferHandle
-from memfit.homes.sharing import Sharing
+from memfit.homes.sharing import RegionPart, Sharing
 from memfit.homes.state_ranks import StateRanks
 from memfit.homes.weights import BlockWeights, ParameterSlot
 from memfit.optimizers import StateTensor
@@ -58,19 +58,29 @@ class RankSharing(Sharing):
             return tuple(range(numel) for numel in cut.numels)
         return cut.held(self._group.rank)
 
+    def part(self, block: BlockWeights, tag: str) -> RegionPart:
+        """See `Sharing.part`."""
+        if not self._is_cut(block, tag):
+            nbytes = block.nbytes if tag == "weight" else block.master_nbytes
+            return RegionPart(first=0, nbytes=nbytes, elements=tuple(range(slot.numel) for slot in block.slots))
+        first, last = self._borders(block, tag)[self._group.rank : self._group.rank + 2]
+        # A region has at least a page, also where nothing of the block is this rank's.
+        nbytes = max(last - first, ALIGNMENT_BYTES)
+        return RegionPart(first=first, nbytes=nbytes, elements=self._cuts[block.index].held(self._group.rank))
+
     def request(self, block: BlockWeights, request: HomeRequest) -> HomeRequest:
         """See `Sharing.request`."""
-        if not self._is_cut(block, request):
+        if not self._is_cut(block, request.tag):
             return request
-        first, last = self._borders(block, request)[self._group.rank : self._group.rank + 2]
+        part = self.part(block, request.tag)
+        first, last = part.first, part.first + part.nbytes
         ends = tuple(end - first for end in request.ends if first < end <= last)
-        # A region has at least a page, also where nothing of the block is this rank's.
-        return replace(request, nbytes=max(last - first, ALIGNMENT_BYTES), ends=ends)
+        return replace(request, nbytes=part.nbytes, ends=ends)
 
     def home(self, block: BlockWeights, request: HomeRequest, local: ByteHome) -> ByteHome:
         """See `Sharing.home`."""
-        name, borders = request.region, self._borders(block, request)
-        if self._is_cut(block, request):
+        name, borders = request.region, self._borders(block, request.tag)
+        if self._is_cut(block, request.tag):
             return SharedHome(name, request.nbytes, local, self._group, borders)
         if request.tag == "weight" and self._homes[block.index].spreads:
             return SpreadHome(name, request.nbytes, local, self._group, borders)
@@ -80,14 +90,14 @@ class RankSharing(Sharing):
         """See `Sharing.exchange`."""
         return RankExchange(self._group, self._cuts, keeps_norms=keeps_norms, keeps_peaks=keeps_peaks)
 
-    def _is_cut(self, block: BlockWeights, request: HomeRequest) -> bool:
+    def _is_cut(self, block: BlockWeights, tag: str) -> bool:
         homes = self._homes[block.index]
         over = {"weight": homes.weights_over, "master": homes.states_over, "gradient": homes.gradients_over}
         # States are laid out by what a rank holds of them already (`BlockStates`).
-        return over.get(request.tag, Share.WHOLE) is Share.DATA
+        return over.get(tag, Share.WHOLE) is Share.DATA
 
-    def _borders(self, block: BlockWeights, request: HomeRequest) -> tuple[int, ...]:
-        sizes = [slot.nbytes if request.tag == "weight" else slot.master_nbytes for slot in block.slots]
+    def _borders(self, block: BlockWeights, tag: str) -> tuple[int, ...]:
+        sizes = [slot.nbytes if tag == "weight" else slot.master_nbytes for slot in block.slots]
         return self._cuts[block.index].borders(sizes)
 
 

@@ -89,7 +89,8 @@ def round_masters(masters: ByteHome, block: BlockWeights, home: ByteHome) -> Non
         size = slot.master_dtype.itemsize
         for start in range(0, slot.numel, PIECE_ELEMENTS):
             piece = torch.empty(min(PIECE_ELEMENTS, slot.numel - start), dtype=slot.master_dtype, device=device)
-            masters.read(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
+            # Gathered: processes that share the masters all make the weights again.
+            masters.gather(slot.master_offset_bytes + start * size, piece.nbytes, piece.untyped_storage()).wait()
             rounded = piece.to(slot.dtype)
             at = slot.offset_bytes + start * slot.dtype.itemsize
             home.write(at, rounded.nbytes, rounded.untyped_storage()).wait()  # frees it next

@@ -318,7 +318,7 @@ def assemble(
         noise=noise,
         scaler=scaler,
     )
-    scheme = None if setup.run is None else scheme_of(setup.run, plan)
+    scheme = None if setup.run is None else scheme_of(setup.run, plan, sharing)
     if scheme is not None:
         prepare_store(scheme, committed)  # before homes are made in it
     house = House(

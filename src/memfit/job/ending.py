@@ -5,7 +5,7 @@ In: an assembly. Out: the model and the optimizer, whole again; or a refusal.
 
 from __future__ import annotations
 
-from memfit.core.errors import UnsupportedError
+from memfit.core.errors import PeerError, UnsupportedError
 from memfit.job.assembly import Assembly
 from memfit.job.together import together
 
@@ -27,8 +27,14 @@ def end_job(assembly: Assembly, *, restore: bool) -> None:
     # A group that has failed brings nothing back: what other ranks hold cannot be reached.
     is_whole = restore and ranks.failure is None
     if is_whole:
-        with together(ranks, "job.close"):
-            assembly.end(restore=True)
+        try:
+            with together(ranks, "job.close"):
+                assembly.end(restore=True)
+        except PeerError:
+            if ranks.failure is not None:
+                # Another rank was lost meanwhile: what is left here goes as well.
+                end_job(assembly, restore=False)
+            raise
     # First the group: until it is gone, collectives may still write to this job's memory.
     is_gone = ranks.close()
     if not is_whole and is_gone:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from memfit.core.errors import DoesNotFitError, MemfitWarning, StoreError, TornStepError, UsageError
+from memfit.core.errors import DoesNotFitError, MemfitWarning, PeerError, StoreError, TornStepError, UsageError
 from memfit.core.log import LOG
 from memfit.core.units import format_bytes, parse_bytes
 from memfit.homes.weights import check_untouched
@@ -397,8 +397,16 @@ class Job(WatchedJob):
         if restore is None and not assembly.has_ended:
             self._check_restorable(assembly)
         self._runner.compared.keep()
-        if commit and not self._is_closed and assembly.has_started and assembly.torn is None:
-            self._commit_last(assembly)
+        ranks = assembly.setup.ranks
+        has_peers = ranks is None or ranks.failure is None  # a commit is one of all ranks
+        if commit and has_peers and not self._is_closed and assembly.has_started and assembly.torn is None:
+            try:
+                self._commit_last(assembly)
+            except PeerError:
+                if ranks is not None and ranks.failure is not None:
+                    # Another rank was lost meanwhile: there is nothing to go on with.
+                    self.close(restore=False, commit=False)
+                raise
         self._was_closed = True
         clipping.unwatch(self)
         for change in self._runner.take_back_changes():

@@ -11,7 +11,6 @@ from memfit.core.layout import PINNED_STAGING_BYTES
 from memfit.core.plan import Plan
 from memfit.core.profile import Profile, TraceProfile
 from memfit.core.shape import StepShape
-from memfit.core.shares import AGREEMENT_BYTES
 from memfit.core.step import ByteChange
 from memfit.core.tiers import Tier, is_processor
 from memfit.scheduling.microbatch_traces import input_bytes
@@ -61,8 +60,6 @@ def resting_bytes(
         yield ByteChange(Tier.HOST, "staging", "pinned pieces", PINNED_STAGING_BYTES)
     if moved := moved_weight_bytes(plan, profile, device):
         yield ByteChange(Tier.HOST, "staging", "weights of updates", moved)
-    if plan.ranks > 1:
-        yield ByteChange(beside, "staging", "agreements of ranks", AGREEMENT_BYTES)
     for index, block in enumerate(profile.blocks):
         homes, owner = plan.block(block.name), f"B{index}"
         states = state_home_bytes(plan, profile, block) + resting_master_bytes(plan, profile, block)

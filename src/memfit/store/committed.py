@@ -28,6 +28,7 @@ from memfit.store.manifest import check_step
 from memfit.store.memory_ranges import memory_of_tensor
 from memfit.store.os_errors import store_error
 from memfit.store.placement import RegionSpec
+from memfit.store.publish import Vote
 from memfit.store.region import Region
 from memfit.store.state import decode_state, encode_state
 from memfit.store.verify import StoreReport, check_store
@@ -272,7 +273,14 @@ class CommittedStore(ClosesAtExit):
         self.disk.advance(flips)
         self._ended = self.step
 
-    def commit(self, state: State | Callable[[], State], *, flips: Iterable[str] = (), force: bool = False) -> bool:
+    def commit(
+        self,
+        state: State | Callable[[], State],
+        *,
+        flips: Iterable[str] = (),
+        force: bool = False,
+        vote: Vote | None = None,
+    ) -> bool:
         """Commits the ended step with its state, if the durability asks for it.
 
         See [Note: commit] in `publish`.
@@ -282,6 +290,7 @@ class CommittedStore(ClosesAtExit):
                 only if it is needed.
             flips: further blocks of the step whose spare slot holds their new version, whole.
             force: commit in any case, and also the same step again with another state.
+            vote: see `DiskStore.commit`.
 
         Returns:
             True if a commit was made.
@@ -296,7 +305,7 @@ class CommittedStore(ClosesAtExit):
         step = self.step
         if step is None:
             raise UsageError("nothing was written yet: call `end_step` first")
-        self.disk.commit(step, flips, state=encode_state(state() if callable(state) else state))
+        self.disk.commit(step, flips, state=encode_state(state() if callable(state) else state), vote=vote)
         self._ended = None
         self._steps_since = 0
         return True

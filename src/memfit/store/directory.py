@@ -22,6 +22,7 @@ from memfit.store.manifest import (
     LIMIT_BYTES,
     MANIFEST_NAME,
     NEW_MANIFEST_NAME,
+    PREPARED_MANIFEST_NAME,
     Manifest,
     file_name,
     read_manifest,
@@ -164,19 +165,19 @@ def _write_first_manifest(
         raise explain(error, doing="write the manifest", path=target) from error
 
 
-def read_manifest_file(directory: Path, *, operations: FileOperations) -> Manifest:
-    """Reads and checks the manifest of a directory.
+def read_manifest_file(directory: Path, *, operations: FileOperations, name: str = MANIFEST_NAME) -> Manifest:
+    """Reads and checks the manifest of a directory, or another of that form.
 
     Raises:
         StoreError: there is none, or it cannot be used.
     """
-    path = directory / MANIFEST_NAME
+    path = directory / name
     try:
         # Without waiting: a pipe in the place of the manifest would hang the reader.
         descriptor = operations.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise store_error(
-            f"there is no store at {directory}: it has no {MANIFEST_NAME}; check the path, or create one", errno.ENOENT
+            f"there is no store at {directory}: it has no {name}; check the path, or create one", errno.ENOENT
         ) from error
     except OSError as error:
         raise explain(error, doing="open the manifest", path=path) from error
@@ -279,7 +280,7 @@ def remove_files(directory: Path, files: Iterable[str], *, operations: FileOpera
     Raises:
         StoreError: something cannot be removed.
     """
-    for name in (MANIFEST_NAME, NEW_MANIFEST_NAME, *files):
+    for name in (MANIFEST_NAME, NEW_MANIFEST_NAME, PREPARED_MANIFEST_NAME, *files):
         path = directory / name
         try:
             operations.unlink(path)

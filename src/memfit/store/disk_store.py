@@ -36,7 +36,7 @@ from memfit.store.manifest import (
 from memfit.store.next_commit import JournalNote, check_in_place, complete_sums, next_manifest
 from memfit.store.os_errors import explain, store_error
 from memfit.store.placement import RegionSpec, lay_out, lay_out_moving
-from memfit.store.publish import DoubtError, make_durable, publish, sync_files
+from memfit.store.publish import DoubtError, PeerDoubtError, Vote, make_durable, publish, sync_files
 from memfit.store.region import Region
 from memfit.store.region_table import RegionTable
 from memfit.store.state_files import read_state, write_state
@@ -346,6 +346,7 @@ class DiskStore(ClosesAtExit):
         *,
         state: bytes | None = None,
         journal: JournalNote | None = None,
+        vote: Vote | None = None,
     ) -> None:
         """Makes the spare slots of regions current, all at once, as a step. See [Note: commit].
 
@@ -358,6 +359,7 @@ class DiskStore(ClosesAtExit):
             state: the small state of the step, in a store that has files for it.
             journal: says about a step under way what belongs into the manifest; then the small
                 state stays, and `step` must be the store's.
+            vote: of the ranks whose stores commit together; see [Note: commit of several stores].
 
         Raises:
             UsageError: a bad step, an unknown or repeated region, one without a spare slot, one
@@ -398,8 +400,15 @@ class DiskStore(ClosesAtExit):
                 if self._durable:
                     written = () if entry is None or state is None else (self._state_handles[entry.file],)
                     sync_files((*self._handles, *written), step=self._manifest.step)
-                publish(self.directory, content, step=step, operations=self._operations, durable=self._durable)
-            except DoubtError as error:
+                publish(
+                    self.directory,
+                    content,
+                    step=step,
+                    operations=self._operations,
+                    durable=self._durable,
+                    vote=vote,
+                )
+            except (DoubtError, PeerDoubtError) as error:
                 self._in_doubt = error.doubt
                 raise
             self._manifest = manifest

@@ -43,6 +43,10 @@ VERSIONS: dict[Scheme, int] = {"generations": 2, "journal": 3}
 """
 MANIFEST_NAME = "manifest.json"
 NEW_MANIFEST_NAME = "manifest.json.new"
+PREPARED_MANIFEST_NAME = "manifest.json.prepared"
+"""Manifest of a commit that waits for those of other stores; see `publish`, [Note: commit of
+several stores].
+"""
 LIMIT_BYTES = 16 * MIB
 """A longer manifest is not read.
 

@@ -28,18 +28,39 @@ write, and a second sync would succeed and prove nothing. If (5) fails with an e
 open whether it happened, or (6) fails, nobody can say which of the two manifests a power cut would
 leave; neither version may be overwritten. In both cases the store can only be read, and asks to be
 opened again.
+
+[Note: commit of several stores]
+Ranks that train together have a store each, and a step is committed when all of them have it. So
+between (4) and (5) the new manifest gets a name of its own, durably: the store is *prepared*. Then
+the ranks vote. If all are prepared, each does (5) and (6) by itself; if one could not, none does.
+A rank that is lost in the vote, or behind it, leaves others that may have done (5): whoever opens
+the set next does it for those that are prepared, if all others are, or have done it
+(`finish_commits`). A prepared version lies in the spare slots, which nobody writes before that.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from memfit.core.errors import StoreError
+from memfit.core.errors import PeerError, StoreError
+from memfit.store.directory import is_there, read_manifest_file
 from memfit.store.file_operations import FileHandle, FileOperations, sync_directory, write_small_file
-from memfit.store.manifest import MANIFEST_NAME, NEW_MANIFEST_NAME, Manifest, write_manifest
-from memfit.store.os_errors import explain
+from memfit.store.lock import DirectoryLock
+from memfit.store.manifest import (
+    MANIFEST_NAME,
+    NEW_MANIFEST_NAME,
+    PREPARED_MANIFEST_NAME,
+    Manifest,
+    write_manifest,
+)
+from memfit.store.os_errors import explain, store_error
+
+Vote = Callable[[], str | None]
+"""Tells the other ranks that this one's store is prepared. Returns None when all are, or why one
+could not; raises where nobody knows."""
 
 _NOTHING_WAS_DONE = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
@@ -56,6 +77,14 @@ class DoubtError(StoreError):
     def __init__(self, message: str, doubt: str = "") -> None:
         super().__init__(message)
         self.doubt = doubt
+
+
+class PeerDoubtError(PeerError):
+    """Another rank was lost while a commit was voted on: `doubt` says what that means for the
+    store.
+    """
+
+    doubt = ""
 
 
 def sync_files(handles: Iterable[FileHandle], *, step: int | None) -> None:
@@ -80,25 +109,60 @@ def sync_files(handles: Iterable[FileHandle], *, step: int | None) -> None:
             ) from error
 
 
-def publish(directory: Path, content: bytes, *, step: int | None, operations: FileOperations, durable: bool) -> None:
+def publish(
+    directory: Path,
+    content: bytes,
+    *,
+    step: int | None,
+    operations: FileOperations,
+    durable: bool,
+    vote: Vote | None = None,
+) -> None:
     """Puts a manifest in the place of the one before.
+
+    Args:
+        directory: of the store.
+        content: the manifest.
+        step: its step, for messages.
+        operations: the system calls.
+        durable: waits for stable storage.
+        vote: of the ranks that commit together; see [Note: commit of several stores].
 
     Raises:
         DoubtError: it may or may not be the durable one.
         StoreError: the one before is whole and current, and this may be repeated.
+        PeerError: the same, because another rank could not commit.
     """
     target, fresh = directory / MANIFEST_NAME, directory / NEW_MANIFEST_NAME
     doing = f"write the manifest of step {step} (the step before is whole and current)"
     try:
         write_small_file(fresh, content, operations=operations, durable=durable)
+        if vote is not None:
+            prepared = directory / PREPARED_MANIFEST_NAME
+            operations.rename(fresh, prepared)
+            fresh = prepared
+            # Durable before the vote: others may do what cannot be taken back.
+            sync_directory(directory, operations=operations)
     except OSError as error:
         raise explain(error, doing=doing, path=target) from error
     doubt = f"step {step} may or may not have become durable"
+    if vote is not None:
+        try:
+            refusal = vote()
+        except BaseException as error:
+            raise _unknown(error, doubt) from error
+        if refusal is not None:
+            try:
+                operations.unlink(fresh)
+                sync_directory(directory, operations=operations)
+            except OSError as error:
+                raise explain(error, doing="take the prepared step back", path=fresh) from error
+            raise PeerError(refusal)
     unsure = f"make step {step} durable (both steps are whole; open again)"
     try:
         operations.rename(fresh, target)
     except OSError as error:
-        if error.errno in _NOTHING_WAS_DONE:
+        if error.errno in _NOTHING_WAS_DONE and vote is None:
             raise explain(error, doing=doing, path=target) from error
         raise _doubt(error, doing=unsure, path=target, doubt=doubt) from error
     if durable:
@@ -106,6 +170,54 @@ def publish(directory: Path, content: bytes, *, step: int | None, operations: Fi
             sync_directory(directory, operations=operations)
         except OSError as error:
             raise _doubt(error, doing=unsure, path=directory, doubt=doubt) from error
+
+
+def finish_commits(directories: Sequence[Path], *, operations: FileOperations) -> None:
+    """Brings the stores of ranks to the last commit that all of them have, or are prepared for. See
+    [Note: commit of several stores].
+
+    Raises:
+        StoreInUseError: a live job has one of them.
+        StoreError: one is missing or damaged.
+    """
+    with ExitStack() as stack:
+        found: list[tuple[Path, int, int]] = []
+        for directory in directories:
+            lock = DirectoryLock(directory, operations=operations)
+            stack.callback(lock.release)
+            committed = read_manifest_file(directory, operations=operations).generation
+            reached = committed
+            if is_there(directory / PREPARED_MANIFEST_NAME):
+                prepared = read_manifest_file(directory, operations=operations, name=PREPARED_MANIFEST_NAME)
+                reached = max(committed, prepared.generation)
+            found.append((directory, committed, reached))
+        goal = min(reached for _, _, reached in found)
+        for directory, committed, _ in found:
+            if committed > goal or committed < goal - 1:
+                raise store_error(
+                    f"the stores of ranks beside {directory} are of different commits ({committed} and {goal}): one was replaced or restored alone; "
+                    "restore all of them from one copy"
+                )
+        for directory, committed, _ in found:
+            fresh = directory / PREPARED_MANIFEST_NAME
+            try:
+                if committed < goal:
+                    operations.rename(fresh, directory / MANIFEST_NAME)
+                else:
+                    with suppress(FileNotFoundError):
+                        operations.unlink(fresh)
+                sync_directory(directory, operations=operations)
+            except OSError as error:
+                raise explain(error, doing="finish the last commit of the ranks", path=fresh) from error
+
+
+def _unknown(cause: BaseException, doubt: str) -> BaseException:
+    """Returns an error of a vote whose outcome is not known here, as one of doubt."""
+    if isinstance(cause, PeerError):
+        error = PeerDoubtError(str(cause))
+        error.doubt = doubt
+        return error
+    return DoubtError(f"the ranks' vote on a commit failed: {cause}", doubt)
 
 
 def make_durable(

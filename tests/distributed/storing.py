@@ -1,0 +1,174 @@
+"""Runs on ranks that are committed to a store, in tests of stores over ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memfit
+from distributed.training import OPTIMIZERS, batch_of, build, loss, plan_for, same, weights_of
+from memfit.store import FileOperations
+
+ROWS = 12
+"""Of a step, however many ranks there are."""
+
+
+def rows_of(rank: int, size: int, step: int) -> torch.Tensor:
+    """This rank's part of a step's rows."""
+    return batch_of("tower", step, 0, ROWS).tensor_split(size)[rank]
+
+
+def expected(sizes: Sequence[int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Plain PyTorch in one process, whose steps were made by so many ranks each."""
+    model = build("tower")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step, size in enumerate(sizes):
+        optimizer.zero_grad()
+        for rank in range(size):
+            part = rows_of(rank, size, step)
+            (loss(model, part) * torch.tensor(len(part) / ROWS)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, sizes: Sequence[int]) -> list[str]:
+    """Returns the names of weights and states that are not those of plain PyTorch."""
+    plain, plain_optimizer = expected(sizes)
+    states = [
+        f"{name}.{key}"
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)
+        for key, value in plain_optimizer.state[q].items()
+        if not torch.equal(torch.as_tensor(optimizer.state[p][key]), torch.as_tensor(value))
+    ]
+    return same(weights_of(model), weights_of(plain)) + states
+
+
+def begin(
+    rank: int, size: int, directory: str, stage: int, tier: str, **options: Any
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, memfit.Job]:
+    """Begins a run, or goes on with it."""
+    model = build("tower")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    plan = plan_for(model, size, stage, tier, 1)
+    job = memfit.fit(
+        model, optimizer, loss, rows_of(rank, size, 0), plan=plan, enforce=False, store=directory, **options
+    )
+    return model, optimizer, job
+
+
+def go_on(
+    rank: int, size: int, directory: str, until: int, stage: int, tier: str, before: Sequence[int]
+) -> tuple[int, list[str]]:
+    """Goes on with a run until it has some steps; returns how many it had, and what differs from plain PyTorch.
+
+    Args:
+        before: ranks that made each step of the run so far, at least as many steps as it has.
+    """
+    model, optimizer, job = begin(rank, size, directory, stage, tier)
+    done = job.steps
+    for step in range(done, until):
+        job.step(rows_of(rank, size, step))
+    job.close()
+    return done, differing(model, optimizer, [*before[:done], *[size] * (until - done)])
+
+
+def killed_in_a_commit(rank: int, size: int, directory: str, instant: str, stage: int, tier: str) -> str:
+    """Kills rank 1 at an instant of the commit of its second step; returns what the others raise.
+
+    Args:
+        instant: "unprepared", "prepared", "voted" or "renamed".
+    """
+    own, is_armed = FileOperations.rename, [False]
+
+    def rename(self: FileOperations, source: Path, target: Path) -> None:
+        is_vote = target.name.endswith(".prepared")
+        if is_armed[0] and instant == ("unprepared" if is_vote else "voted"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        own(self, source, target)
+        if is_armed[0] and instant == ("prepared" if is_vote else "renamed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    FileOperations.rename = rename  # type: ignore[method-assign]
+    try:
+        _, _, job = begin(rank, size, directory, stage, tier)
+        try:
+            job.step(rows_of(rank, size, 0))
+            job.step(rows_of(rank, size, 1))
+            is_armed[0] = rank == 1
+            job.step(rows_of(rank, size, 2))
+        finally:
+            job.close()
+    except memfit.PeerError as error:
+        return str(error)
+    finally:
+        FileOperations.rename = own  # type: ignore[method-assign]
+    return ""
+
+
+def full_disk(rank: int, size: int, directory: str) -> list[Any]:
+    """Rank 1's disk is full in one commit, and not any more in the next; returns what each rank raised, and what it went on to."""
+    is_armed = [False]
+    model, optimizer, job = begin(rank, size, directory, 3, "disk")
+    write: Callable[..., None] = FileOperations.rename
+
+    def rename(self: FileOperations, source: Path, target: Path) -> None:
+        if is_armed[0]:
+            raise OSError(28, "No space left on device")
+        write(self, source, target)
+
+    FileOperations.rename = rename  # type: ignore[method-assign]
+    raised = ""
+    try:
+        job.step(rows_of(rank, size, 0))
+        is_armed[0] = rank == 1
+        began = time.monotonic()
+        try:
+            job.step(rows_of(rank, size, 1))
+        except memfit.MemfitError as error:
+            raised = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        is_armed[0] = False
+        job.step(rows_of(rank, size, 1))
+        job.close()
+    finally:
+        FileOperations.rename = write  # type: ignore[method-assign]
+    return [raised, differing(model, optimizer, [size, size]), seconds]
+
+
+def endless(rank: int, size: int, directory: str, stage: int, tier: str, started: str) -> tuple[int, str, float]:
+    """Trains, commits and saves until another rank is lost; returns the steps that the run had, the error and when it came."""
+    done = -1
+    try:
+        _, _, job = begin(rank, size, directory, stage, tier)
+        done = job.steps
+        Path(f"{started}-{rank}").touch()
+        try:
+            for step in range(done, 1 << 30):
+                job.step(rows_of(rank, size, step))
+                if step % 7 == 3:
+                    job.save(f"{directory}-save")
+        except memfit.PeerError as error:
+            return done, f"{type(error).__name__}: {error}", time.time()
+        finally:
+            job.close()
+    except memfit.PeerError as error:
+        return done, f"{type(error).__name__}: {error}", time.time()
+    return done, "", time.time()
+
+
+def two_more(
+    rank: int, size: int, directory: str, stage: int, tier: str, before: Sequence[int]
+) -> tuple[int, list[str]]:
+    """Goes on with a run for two steps; see `go_on`."""
+    model, optimizer, job = begin(rank, size, directory, stage, tier)
+    done = job.steps
+    for step in range(done, done + 2):
+        job.step(rows_of(rank, size, step))
+    job.close()
+    return done, differing(model, optimizer, [*before[:done], size, size])

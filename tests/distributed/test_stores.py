@@ -1,0 +1,63 @@
+"""Runs on ranks that are committed to a store: what a crash leaves is the last step that every rank has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distributed.processes import RankFailedError, Ranks
+
+GO_ON = "distributed.storing:go_on"
+LONG_S = 100.0  # longer than a test may wait: nothing here is ended by a timeout
+
+
+def test_a_run_goes_on_on_any_number_of_ranks_and_from_any_home_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    run, made = str(tmp_path / "run"), list[int]()
+    # (ranks, steps, ZeRO's stage, tier): other numbers of ranks, other homes, other cuts.
+    for size, until, stage, tier in ((4, 2, 3, "disk"), (2, 3, 1, "device"), (3, 4, 3, "disk"), (3, 5, 3, "disk")):
+        found = ranks.run(size, GO_ON, run, until, stage, tier, made)
+        assert found == [(len(made), [])] * size
+        made += [size] * (until - len(made))
+
+
+@pytest.mark.parametrize(
+    ("instant", "least", "stage", "tier"),
+    [("unprepared", 1, 3, "disk"), ("prepared", 1, 3, "device"), ("voted", 2, 1, "disk"), ("renamed", 2, 3, "disk")],
+)
+def test_a_commit_in_which_a_rank_is_killed_is_one_of_all_ranks_or_of_none(
+    ranks: Ranks, tmp_path: Path, instant: str, least: int, stage: int, tier: str
+) -> None:
+    run = str(tmp_path / "run")
+    ranks.begin(2, "distributed.storing:killed_in_a_commit", run, instant, stage, tier, timeout_s=LONG_S)
+    (is_good, raised), (_, ended) = (ranks.answer(rank) for rank in range(2))
+    assert is_good, raised
+    assert "rank 1 was lost" in raised
+    assert ended == "the process ended with -9"
+    for done, differing in ranks.run(2, GO_ON, run, 3, stage, tier, [2, 2]):
+        # A commit that every rank is prepared for is finished: so it may count before the vote ends.
+        assert done in ({1} if instant == "unprepared" else {least, 2})
+        assert differing == []
+
+
+def test_a_full_disk_of_one_rank_keeps_all_at_the_commit_before_and_the_run_goes_on(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks.run(2, "distributed.storing:full_disk", str(tmp_path / "run"), timeout_s=LONG_S)
+    assert second[0].startswith("StoreError: could not write the manifest of step 1")
+    assert first[0] == f"PeerError: rank 1: {second[0]}"
+    assert first[1] == second[1] == []
+
+
+def test_a_run_of_ranks_is_refused_by_a_process_alone_and_the_other_way_round(ranks: Ranks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ranks.run(2, GO_ON, str(run), 1, 3, "device", []) == [(0, [])] * 2
+    assert json.loads((run / "ranks.json").read_text())["ranks"] == 2
+    with pytest.raises(RankFailedError, match="is one on several ranks: start two processes"):
+        ranks.run(1, GO_ON, str(run), 1, 0, "device", [2])
+    assert ranks.run(1, GO_ON, str(tmp_path / "alone"), 1, 0, "device", []) == [(0, [])]
+    with pytest.raises(RankFailedError, match="is one of a single process"):
+        ranks.run(2, GO_ON, str(tmp_path / "alone"), 1, 3, "device", [1])
