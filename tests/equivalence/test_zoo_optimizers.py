@@ -20,7 +20,9 @@ from equivalence import plans, zoo
 from equivalence.compare import JobLike, assert_equal_training, number
 from equivalence.plain import MakeOptimizer, PlainTrainer, RandomState, adamw, rows_of, sgd, split_rows
 from equivalence.with_memfit import fit_variant, fit_with, profile_by_name
-from memfit.core.plan import Plan
+from memfit.core.plan import BlockPlan, Plan
+from memfit.core.tiers import Tier
+from memfit.optimizers import OptimizerDriver
 
 
 def _every_second(names: Sequence[Any]) -> list[Any]:
@@ -233,3 +235,39 @@ def test_a_loss_that_returns_sum_and_count_is_weighted_by_its_counts(tmp_path: P
 
 def test_the_weight_of_rows_is_their_number() -> None:
     assert rows_of({"x": torch.zeros(3, 2)}) == 3.0
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("where", ["device", "disk"])
+def test_parameters_of_a_resident_block_are_updated_in_one_step_of_the_class(
+    where: str, monkeypatch: pytest.MonkeyPatch, *, foreach: bool | None
+) -> None:
+    """Where nothing of them comes or goes; all at once in memory no more than the largest alone."""
+    together: list[list[str]] = []
+    plain_update = OptimizerDriver.update_together
+
+    def noted(self: OptimizerDriver, lent: Any) -> Any:
+        together.append([name for name, *_ in lent])
+        return plain_update(self, lent)
+
+    monkeypatch.setattr(OptimizerDriver, "update_together", noted)
+
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
+
+    def loss(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
+        return model(values).square().mean()
+
+    (ours, our_optimizer), (theirs, optimizer) = new(), new()
+    homes = BlockPlan(weight_home=Tier(where), state_home=Tier(where))
+    with memfit.fit(ours, our_optimizer, loss, torch.ones(2, 8), plan=Plan(blocks={"0": homes, "1": homes})) as job:
+        for _ in range(3):
+            job.step(torch.ones(2, 8))
+            loss(theirs, torch.ones(2, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    joined = where == "device" and foreach is None  # a bias does not fit beside its weight
+    assert together == ([["1.weight", "1.bias"], ["0.weight", "0.bias"]] * 2 if joined else [])

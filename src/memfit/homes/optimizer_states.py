@@ -192,6 +192,12 @@ class BlockStates:
         """Tells whether the parameter has states: it has been updated, or came with them."""
         return name in self.numbers
 
+    def rests_on(self, device: torch.device) -> bool:
+        """Tells whether all states lie in memory of the device, as they are computed with."""
+        home = self.home
+        is_plain = all(state.codec is None for states in self.slots.values() for state in states)
+        return is_plain and (home is None or home.memory_at(device) is not None)
+
     def begin_read(self, slot: ParameterSlot, first: int, count: int, device: torch.device | None = None) -> StatePiece:
         """Begins to read elements [first, first + count) of each state tensor of the weight's size,
         and other tensors whole.

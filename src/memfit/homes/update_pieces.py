@@ -7,8 +7,8 @@ piece by piece. The master is what is updated (`homes.weights`, [Note: masters])
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,48 @@ class PieceUpdates:
                 count = min(size, held.stop - start)
                 yield UpdatePiece(slot, start, count, start == starts[0], start == starts[-1])
 
+    def groups(self, block: BlockWeights) -> Iterator[tuple[UpdatePiece, ...]]:
+        """Yields the pieces of `cut`, those together that one step of the optimizer's class
+        updates: whole parameters of a block all of which rests where it is updated.
+
+        Temporary memory is that of the largest one: the class takes them one by one, or else the
+        elements of a group are not more than those of that one.
+        """
+        pieces = list(self.cut(block))
+        # Pieces that come are read one ahead of the one that is updated: a group would hold more.
+        if len(pieces) < 2 or not self._is_resident(block):
+            yield from ((piece,) for piece in pieces)
+            return
+        most = max(piece.count for piece in pieces)
+        # Elsewhere the class may hold temporary memory for all of a group at once.
+        is_one_by_one = self._driver.takes_one_by_one and block.update_device.type == "cpu"
+        group: list[UpdatePiece] = []
+        elements = 0
+        for piece in pieces:
+            is_whole = piece.is_first and piece.is_last and self._is_elementwise(piece.slot)
+            if group and not (is_whole and (is_one_by_one or elements + piece.count <= most)):
+                yield tuple(group)
+                group, elements = [], 0
+            group.append(piece)
+            elements += piece.count
+            if not is_whole:
+                yield tuple(group)
+                group, elements = [], 0
+        if group:
+            yield tuple(group)
+
+    def _is_resident(self, block: BlockWeights) -> bool:
+        """Tells whether nothing of the block's update comes or goes."""
+        states = self._states[block.index]
+        slots = [slot for slot in block.slots if self._is_due(slot)]
+        return (
+            not block.has_masters
+            and not block.updates_on_host
+            and not block.travels
+            and states.rests_on(block.update_device)
+            and all(states.exists(s.name) and self._gradients.here.of(s) is not None for s in slots)
+        )
+
     def _is_due(self, slot: ParameterSlot) -> bool:
         return slot.name in self.trained and self._gradients.has(slot)
 
@@ -158,6 +200,24 @@ class PieceUpdates:
         )
         return self._moved.take(nbytes)
 
+    def apply_together(self, block: BlockWeights, group: Sequence[Coming]) -> list[TransferHandle]:
+        """Updates a group of `groups`, and begins to write it home."""
+        if len(group) == 1:
+            return self.apply(block, group[0])
+        numbers = self._states[block.index].numbers
+        lent = [
+            (
+                coming.piece.slot.name,
+                coming.weight,
+                self._gradients.finish_piece(coming.gradient),
+                {**numbers.get(coming.piece.slot.name, {}), **coming.state.values()},
+            )
+            for coming in group
+        ]
+        # Nothing was waited for: what rests here has neither to come nor to go.
+        found = self._driver.update_together(lent)
+        return [h for coming, new in zip(group, found, strict=True) for h in self._keep(block, coming, new)]
+
     def apply(self, block: BlockWeights, coming: Coming) -> list[TransferHandle]:
         """Waits for a piece, updates it, and begins to write it home."""
         piece, weight, state = coming.piece, coming.weight, coming.state
@@ -175,6 +235,12 @@ class PieceUpdates:
                 if placed.is_like_weight and placed.key in values:
                     values[placed.key] = values[placed.key].as_strided(slot.shape, slot.stride)
         new = self._driver.update(slot.name, weight, gradient, values, first=piece.is_first, last=piece.is_last)
+        return self._keep(block, replace(coming, weight=weight), new)
+
+    def _keep(self, block: BlockWeights, coming: Coming, new: dict[str, Any]) -> list[TransferHandle]:
+        """Begins to write an updated piece home."""
+        piece, weight, states = coming.piece, coming.weight, self._states[block.index]
+        slot = piece.slot
         self._watchers.tell(block.name, lambda: _updated(block, piece, weight))
         if not self._is_elementwise(slot):
             new = {

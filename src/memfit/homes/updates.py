@@ -205,7 +205,7 @@ class _SubmittedUpdate:
         if block.updates_on_host:
             assert self._stream is not None and host_stream is not None
             self._behind, self._stream = self._stream.record_event(), host_stream
-        self._left = deque(pieces.cut(block))
+        self._left = deque(pieces.groups(block))
         self._begun = 0
         self._leaving: list[TransferHandle] = []
 
@@ -218,7 +218,7 @@ class _SubmittedUpdate:
         """Context in which work goes to the stream of the thread that submitted the update."""
         return nullcontext() if self._stream is None else devices.of(self._stream.device).on(self._stream)
 
-    def begin(self) -> Coming | None:
+    def begin(self) -> tuple[Coming, ...] | None:
         """Begins to read the next piece; None if that fails, which ends the update."""
         try:
             with self._in_order():
@@ -226,14 +226,14 @@ class _SubmittedUpdate:
                     # Before a weight comes down from the device, or a new one goes up to it:
                     # kernels still read there.
                     self._stream.wait_event(self._behind)
-                coming = self._pieces.begin(self._block, self._left.popleft())
+                coming = tuple(self._pieces.begin(self._block, piece) for piece in self._left.popleft())
         except BaseException as error:  # noqa: BLE001, raised where the handle is waited for
             self._end(error)
             return None
         self._begun += 1
         return coming
 
-    def apply(self, coming: Coming) -> None:
+    def apply(self, coming: tuple[Coming, ...]) -> None:
         """Updates a piece that was begun, in order. Does nothing after an error."""
         if self.handle.is_done:
             return
@@ -245,7 +245,7 @@ class _SubmittedUpdate:
                     # copies from and to them are done then.
                     self._behind.synchronize()
                 # The piece before goes home and the next ones come while this one is computed.
-                before, self._leaving = self._leaving, self._pieces.apply(self._block, coming)
+                before, self._leaving = self._leaving, self._pieces.apply_together(self._block, coming)
                 TransferGroup(before).wait()
         except BaseException as error:  # noqa: BLE001, as above
             self._end(error)
@@ -298,7 +298,7 @@ class _Pipeline:
             job.end_if_done()
             coming = coming or self._next()  # one that was asked for while this was computed
 
-    def _next(self) -> tuple[_SubmittedUpdate, Coming] | None:
+    def _next(self) -> tuple[_SubmittedUpdate, tuple[Coming, ...]] | None:
         """Begins to read the next piece; None if there is none."""
         while True:
             while self._job is None or not self._job.is_left:

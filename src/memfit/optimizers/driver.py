@@ -44,6 +44,8 @@ class OptimizerDriver:
     thread runs autograd.
 
     Attributes:
+        takes_one_by_one: a step on a processor has temporary memory of one parameter at a time,
+            however many there are: torch's own loops.
         on_host: tells whether updates of parameters on an accelerator can run on the host.
         users_step: stands in for the user's `optimizer.step` while adopted.
     """
@@ -69,6 +71,8 @@ class OptimizerDriver:
         decided = {i: verdict for i, verdict in known.items() if verdict is not None}
         self._verdicts: dict[int, Verdict] = decided or detect(optimizer, list(self._entries.values()))
         self.on_host = HostUpdates(optimizer, list(self._entries.values()), self._verdicts)
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self.takes_one_by_one = is_torchs and not any(group.get("foreach") for group in optimizer.param_groups)
         self._master_dtype: torch.dtype | None = None
         self._layouts: dict[tuple[str, torch.dtype], tuple[StateTensor, ...]] = {}
         self._costs: dict[tuple[Any, ...], UpdateCost] = {}
@@ -105,7 +109,7 @@ class OptimizerDriver:
         """
         entry = self._entry(name)
         chosen = device or entry.parameter.device
-        return narrowed(self._verdicts[entry.group], dtype or self._dtype_of(entry), chosen.type)
+        return narrowed(self._verdicts[entry.group], dtype or (self._master_dtype or entry.parameter.dtype), chosen.type)
 
     def state_layout(self, name: str, dtype: torch.dtype | None = None) -> tuple[StateTensor, ...]:
         """The states that this parameter has after its first steps, without allocating anything of
@@ -120,7 +124,7 @@ class OptimizerDriver:
             UnsupportedError: the states cannot be foretold, or are not tensors and numbers.
         """
         entry = self._entry(name)
-        chosen = dtype or self._dtype_of(entry)
+        chosen = dtype or (self._master_dtype or entry.parameter.dtype)
         key = (entry.name, chosen)
         if key not in self._layouts:
             if self._interception is None:
@@ -146,7 +150,7 @@ class OptimizerDriver:
             UnsupportedError: as `state_layout`.
         """
         entry = self._entry(name)
-        chosen, where = dtype or self._dtype_of(entry), device or entry.parameter.device
+        chosen, where = dtype or (self._master_dtype or entry.parameter.dtype), device or entry.parameter.device
         kind = self.verdict(name, chosen).kind
         # Equal for parameters that look alike to the class.
         looks = (kind is UpdateKind.ELEMENTWISE) or tuple(entry.parameter.shape)
@@ -266,40 +270,76 @@ class OptimizerDriver:
                 scalars that changed between pieces.
             UnsupportedError: the optimizer needs all parameters at once, or a sparse gradient.
         """
-        entry = self._entry(name)
-        verdict = self.verdict(name, weight_piece.dtype, weight_piece.device)
         with self._lock:
-            shadow = self._shadow_for(entry)
-            if verdict.kind is UpdateKind.JOINT:
-                raise UnsupportedError(
-                    f"{entry.name!r} cannot be updated alone: {verdict.reason}. Its optimizer must see all weights, "
-                    "gradients and states at once: replace it."
-                )
-            if first == (entry.name in self._open):
-                told = "a second first piece" if first else "a piece before the first one"
-                raise UsageError(f"update of {entry.name!r}: {told} in one step.")
-            group = shadow.groups[entry.group]
-            structure.check_piece(entry, verdict, group, weight_piece, gradient_piece, whole=first and last)
-            structure.check_alignment(entry, verdict, weight_piece, last=last)
-            part, scalars = self._lend(entry, weight_piece, gradient_piece, state_piece)
-            if first:
-                self._open[entry.name] = scalars
-            elif not structure.same_scalars(self._open[entry.name], scalars):
-                raise UsageError(
-                    f"The scalar states of {entry.name!r} changed between two pieces of one step. Every piece needs "
-                    "them as they were before the step; store the new ones with the last piece."
-                )
-            state = shadow.run([part])[0]
-            layout = self.state_layout(entry.name, part.weight.dtype)
-            structure.check_keys(type(self._optimizer).__name__, entry.name, layout, state)
+            part = self._opened(name, weight_piece, gradient_piece, state_piece, first=first, last=last)
+            assert self._shadow is not None
+            return self._closed([part], [weight_piece.shape], self._shadow.run([part]), last=last)[0]
+
+    def update_together(self, lent: Sequence[tuple[str, torch.Tensor, torch.Tensor, Mapping[str, Any]]]) -> list[State]:
+        """One step of the user's class on several whole parameters, each elementwise; as `update`
+        for each of them.
+
+        Args:
+            lent: name, weight, gradient and state of each.
+        """
+        with self._lock:
+            parts = [self._opened(*each, first=True, last=True) for each in lent]
+            assert self._shadow is not None
+            return self._closed(parts, [weight.shape for _, weight, _, _ in lent], self._shadow.run(parts), last=True)
+
+    def _opened(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, Any],
+        *,
+        first: bool,
+        last: bool,
+    ) -> Part:
+        """Returns the part to run of a piece that may come now."""
+        entry = self._entry(name)
+        verdict = self.verdict(name, weight.dtype, weight.device)
+        if self._shadow is None:
+            raise UsageError(f"update of {entry.name!r} outside of a step; call begin_step first.")
+        if entry.name in self._done:
+            raise UsageError(f"{entry.name!r} was already updated in this step.")
+        if verdict.kind is UpdateKind.JOINT:
+            raise UnsupportedError(
+                f"{entry.name!r} cannot be updated alone: {verdict.reason}. Its optimizer must see all weights, "
+                "gradients and states at once: replace it."
+            )
+        if first == (entry.name in self._open):
+            told = "a second first piece" if first else "a piece before the first one"
+            raise UsageError(f"update of {entry.name!r}: {told} in one step.")
+        group = self._shadow.groups[entry.group]
+        structure.check_piece(entry, verdict, group, weight, gradient, whole=first and last)
+        structure.check_alignment(entry, verdict, weight, last=last)
+        part, scalars = _lend(entry, self.state_layout(entry.name, weight.dtype), weight, gradient, state)
+        if first:
+            self._open[entry.name] = scalars
+        elif not structure.same_scalars(self._open[entry.name], scalars):
+            raise UsageError(
+                f"The scalar states of {entry.name!r} changed between two pieces of one step. Every piece needs "
+                "them as they were before the step; store the new ones with the last piece."
+            )
+        return part
+
+    def _closed(
+        self, parts: Sequence[Part], shapes: Sequence[torch.Size], states: Sequence[State], *, last: bool
+    ) -> list[State]:
+        """Returns new states, of the shapes in which their pieces came."""
+        given: list[State] = []
+        for part, shape, state in zip(parts, shapes, states, strict=True):
+            layout = self.state_layout(part.name, part.weight.dtype)
+            structure.check_keys(type(self._optimizer).__name__, part.name, layout, state)
             if last:
-                del self._open[entry.name]
-                self._done.add(entry.name)
+                del self._open[part.name]
+                self._done.add(part.name)
             # a 0-d weight: states go back as the piece came
-            if weight_piece.shape != part.weight.shape:
-                like = {t.key for t in layout if t.shape_kind == "like"}
-                state = {key: value.view(weight_piece.shape) if key in like else value for key, value in state.items()}
-            return state
+            like = {t.key for t in layout if t.shape_kind == "like"} if shape != part.weight.shape else ()
+            given.append({key: value.view(shape) if key in like else value for key, value in state.items()})
+        return given
 
     # The user's object.
 
@@ -365,47 +405,38 @@ class OptimizerDriver:
             self._layouts.clear()
             self._adopted_shapes.clear()
 
-    def _dtype_of(self, entry: Entry) -> torch.dtype:
-        """Returns the dtype of what is updated: the master's for floating parameters."""
-        return self._master_dtype or entry.parameter.dtype
-
     def _entry(self, name: str) -> Entry:
         entry = self._entries.get(self._alias.get(name, name))
         if entry is None:
             raise UsageError(f"The optimizer updates no parameter called {name!r}.")
         return entry
 
-    def _shadow_for(self, entry: Entry) -> Shadow:
-        if self._shadow is None:
-            raise UsageError(f"update of {entry.name!r} outside of a step; call begin_step first.")
-        if entry.name in self._done:
-            raise UsageError(f"{entry.name!r} was already updated in this step.")
-        return self._shadow
-
-    def _lend(
-        self, entry: Entry, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, Any]
-    ) -> tuple[Part, State]:
-        """The part to run, with copies of the scalars: the class counts in place, the next piece
-        needs the old ones.
-        """
-        layout = self.state_layout(entry.name, weight.dtype)
-        scalar_keys = {t.key for t in layout if t.shape_kind == "scalar"}
-        scalars = {key: value for key, value in state.items() if key in scalar_keys}
-        lent = dict(state)
-        lent.update({key: value.clone() for key, value in scalars.items() if isinstance(value, torch.Tensor)})
-        if not entry.parameter.shape:
-            # A 0-d weight lies in its home as one element; the class knows it without dimensions.
-            weight, gradient = weight.view(()), gradient.view(())
-            lent = {key: value if key in scalars or value is None else value.view(()) for key, value in lent.items()}
-        part = Part(
-            group=entry.group, name=entry.name, parameter=entry.parameter, weight=weight, gradient=gradient, state=lent
-        )
-        return part, {
-            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()
-        }
-
     def _check_loaded(self, loaded: Mapping[Any, State]) -> None:
         structure.check_groups(self._optimizer, self._entries.values(), self._structure)
         for name, entry in self._entries.items():
             state = loaded.get(entry.parameter, {})
             structure.check_whole_state("load_state_dict", name, self.state_layout(name), state)
+
+
+def _lend(
+    entry: Entry,
+    layout: Sequence[StateTensor],
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: Mapping[str, Any],
+) -> tuple[Part, State]:
+    """The part to run, with copies of the scalars: the class counts in place, the next piece needs
+    the old ones.
+    """
+    scalar_keys = {t.key for t in layout if t.shape_kind == "scalar"}
+    scalars = {key: value for key, value in state.items() if key in scalar_keys}
+    lent = dict(state)
+    lent.update({key: value.clone() for key, value in scalars.items() if isinstance(value, torch.Tensor)})
+    if not entry.parameter.shape:
+        # A 0-d weight lies in its home as one element; the class knows it without dimensions.
+        weight, gradient = weight.view(()), gradient.view(())
+        lent = {key: value if key in scalars or value is None else value.view(()) for key, value in lent.items()}
+    part = Part(
+        group=entry.group, name=entry.name, parameter=entry.parameter, weight=weight, gradient=gradient, state=lent
+    )
+    return part, {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()}
