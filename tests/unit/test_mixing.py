@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit.core.errors import DoesNotFitError
 from memfit.core.hardware import Hardware, Link, TierSpec
 from memfit.core.limits import Budget
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
@@ -163,7 +164,7 @@ def test_lanes_are_busy_for_what_their_work_takes() -> None:
 def test_shares_fill_the_room_by_arithmetic() -> None:
     """Recompute and keep: as large a part of the layers is kept as there is room for."""
     profile = large_profile()
-    judge = Judge(question(profile, card(), None), Plan(prefetch=2), find_units(profile), first_index=0)
+    judge = Judge(question(profile, card(), None), Plan(prefetch=2), find_units(profile), indices=itertools.count())
     prices = judge.prices((CallPlan(), RECOMPUTE), (BlockPlan(),))
     kept, repeated = (judge(uniform(judge.units, p, BlockPlan())) for p in (CallPlan(), RECOMPUTE))
     top, bottom = (max(judged.slots.values()) for judged in (kept, repeated))
@@ -196,19 +197,72 @@ def test_small_models_get_no_mixed_plans() -> None:
     assert not widening.mixes(question(large_profile(), replace(card(), device="cpu"), GIB))
 
 
-@pytest.mark.parametrize("limit", [4.0, 5.0, 7.0])
+def of_whole_batches(layers: int) -> Profile:
+    profile = large_profile(layers)
+    return replace(profile, traces={4: profile.traces[4]})
+
+
+@pytest.mark.parametrize("limit", [1.8, 2.6])
 def test_mixed_plans_fit_are_legal_and_no_slower_than_uniform_ones(limit: float) -> None:
-    profile, hardware = large_profile(), card()
+    profile, hardware = of_whole_batches(3), card()
     budget = Budget(limit_bytes=int(limit * GIB))
-    alike = choose_plan(profile, budget, hardware, tiers=TIERS, mixes_below=0.0)
-    mixed, again = (choose_plan(profile, budget, hardware, tiers=TIERS) for _ in range(2))
-    assert mixed == again
+    alike = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,), mixes_below=0.0)
+    mixed = choose_plan(profile, budget, hardware, tiers=(Tier.HOST,))
+    assert mixed == choose_plan(profile, budget, hardware, tiers=(Tier.HOST,))
     assert mixed.bound_s is not None and mixed.bound_s <= mixed.timeline.seconds * (1 + 1e-9)
     assert alike.bound_s is None
     assert mixed.weighed_s <= alike.weighed_s
     check_schedule(mixed.schedule, mixed.plan, profile)
     step = lower(build_step(mixed.plan, profile, clips_norm=False), mixed.plan, profile, device="card")
     assert appraise(step, hardware).peak_bytes == mixed.timeline.peak_bytes <= limit * GIB
+
+
+@settings(max_examples=1, deadline=None)
+@given(parts=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3, unique=True))
+def test_a_larger_limit_is_never_slower(parts: list[float]) -> None:
+    """Two layers; the slow test draws more of everything."""
+    profile, hardware = replace(of_whole_batches(2), host_update_obstacle="for fewer plans"), card(host=4e9)
+    seconds = [
+        choose_plan(profile, Budget(limit_bytes=int((1.2 + 1.6 * part) * GIB)), hardware, tiers=(Tier.HOST,)).weighed_s
+        for part in sorted(parts)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_of_210_pairs_of_limits_the_larger_is_never_slower(data: st.DataObject) -> None:
+    """Models of 2 to 5 layers, one or two microbatches, links and updates of several speeds, two or three tiers: seven limits each."""
+    profile = large_profile(data.draw(st.integers(2, 5)))
+    profile = replace(
+        profile, traces={rows: profile.traces[rows] for rows in data.draw(st.sampled_from([(4,), (4, 2)]))}
+    )
+    hardware = card(
+        host=data.draw(st.sampled_from([2e9, 8e9, 22e9])),
+        disk=data.draw(st.sampled_from([1e9, 5e9])),
+        host_updates=data.draw(st.sampled_from([5e8, 2e9])),
+    )
+    tiers = data.draw(st.sampled_from([(Tier.HOST,), TIERS]))
+    alone = choose_plan(profile, Budget(limit_bytes=1 << 42), hardware, tiers=tiers, mixes_below=0.0)
+    with pytest.raises(DoesNotFitError) as refused:
+        choose_plan(profile, Budget(limit_bytes=1), hardware, tiers=tiers, mixes_below=0.0)
+    least, most = refused.value.smallest_limit_bytes or 0, alone.timeline.peak_bytes
+    parts = sorted(data.draw(st.lists(st.floats(0.0, 1.0), min_size=7, max_size=7, unique=True)))
+    limits = [round(least + part * (most - least)) for part in parts]
+    chosen = [choose_plan(profile, Budget(limit_bytes=limit), hardware, tiers=tiers) for limit in limits]
+    for (first, a), (second, b) in itertools.combinations(zip(limits, chosen, strict=True), 2):
+        assert a.timeline.peak_bytes <= first and b.timeline.peak_bytes <= second
+        assert b.weighed_s <= a.weighed_s
+
+
+@given(least=st.integers(1, 1 << 45), factors=st.tuples(st.floats(1, 50), st.floats(1, 50)))
+def test_limits_of_two_questions_are_of_one_series(least: int, factors: tuple[float, float]) -> None:
+    less, more = (int(least * factor) for factor in sorted(factors))
+    first, second = (list(widening.series_of_limits(least, asked)) for asked in (less, more))
+    assert second[: len(first)] == first
+    assert first[0][1] <= least + 1 and first[-1][1] >= less
+    assert all(limit < less for _, limit in first[:-1])
 
 
 def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:

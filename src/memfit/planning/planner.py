@@ -35,15 +35,14 @@ from memfit.planning.bounds import PeakBounds
 from memfit.planning.candidates import MasterForms
 from memfit.planning.classics import CLASSICS, check_classic
 from memfit.planning.plan_choice import ClassicPoint, PlanChoice, give_reason, pareto_front
-from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, is_within, price_all
+from memfit.planning.pricing import BuiltCandidate, PlanQuestion, PricedCandidate, price_all
 from memfit.planning.refusals import Refusal
+from memfit.planning.uniform_search import UNIFORM_PATIENCE, UniformSearch
 from memfit.planning.widening import mixes, search_mixed
 from memfit.prediction.bytes import peaks
 from memfit.prediction.predict import predict
 from memfit.prediction.residents import peak_report
-from memfit.scheduling.sizes import (
-    STAGING_BYTES,
-)
+from memfit.scheduling.sizes import STAGING_BYTES, home_bytes
 
 
 def choose_plan(
@@ -130,26 +129,22 @@ def choose_plan(
     return _answer(question, mixes_below=0.0 if classic is not None else mixes_below, compares=compares)
 
 
-# Uniform plans that are built in vain before mixed ones are looked for.
-_PATIENCE = 60
-
-
 def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> PlanChoice:
     priced = price_all(question)
     if question.like is not None:
         priced = [p for p in priced if _masters(p.candidate.plan) == _masters(question.like)]
     priced = [p for p in priced if question.allows(p)]
-    search = _UniformSearch(priced, question)
+    search = UniformSearch(priced, question)
     bound_s: float | None = None
     built: list[BuiltCandidate] = []
     least_s = min(p.seconds_bound for p in priced)
     if mixes_below and mixes(question):
         # Mixed plans are mostly faster: once they are known, most uniform ones need not be built.
-        search.run(patience=_PATIENCE)
+        search.run(patience=UNIFORM_PATIENCE)
         fitting = [b for b in search.built if b.fits]
         found_s = min((b.weighed_s for b in fitting), default=math.inf)
-        if fitting and least_s < min(b.cost.seconds for b in fitting) and found_s < mixes_below:
-            mixed = search_mixed(fitting, question, len(priced))
+        if fitting and least_s < min([mixes_below, *(b.cost.seconds for b in fitting)]):
+            mixed = search_mixed(search, question)
             built, bound_s = list(mixed.built), mixed.bound_s
             found_s = min([found_s, *(b.weighed_s for b in built if b.fits)])
         search.run(best_s=found_s)
@@ -159,6 +154,8 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
     fitting = [b for b in built if b.fits]
     if not fitting:
         built += _search_leanest(waiting, built, question)
+        if not any(b.fits_elsewhere for b in built):
+            built += _search_leanest_beside(search.crowded, question)
         raise _does_not_fit(built, question)
     best = min(fitting, key=lambda b: (b.weighed_s, b.priced.index))
     step = question.lower(best.priced.candidate.plan)
@@ -230,50 +227,6 @@ def _masters(plan: Plan) -> tuple[bool, bool]:
     return plan.splits_masters, plan.drops_masters
 
 
-class _UniformSearch:
-    """Builds what could win, in the order of its bound; can stop and go on.
-
-    Args:
-        priced: candidates.
-        question: that they answer.
-
-    Attributes:
-        built: candidates that were built.
-        waiting: candidates that were not, because their residents alone are too much.
-    """
-
-    def __init__(self, priced: list[PricedCandidate], question: PlanQuestion) -> None:
-        self._left = sorted(priced, key=lambda p: (p.weighed_bound, p.index), reverse=True)
-        self._question = question
-        self._best_s = math.inf
-        self.built: list[BuiltCandidate] = []
-        self.waiting: list[PricedCandidate] = []
-
-    def run(self, *, patience: float = math.inf, best_s: float = math.inf) -> None:
-        """Goes on until nothing that is left can win.
-
-        Args:
-            patience: it stops when so many in turn, after the first that fits, were not the best.
-            best_s: of a plan that was found elsewhere.
-        """
-        self._best_s = min(self._best_s, best_s)
-        in_vain = 0
-        while self._left and in_vain < patience:
-            # A bound may be a rounding above what it bounds.
-            if self._best_s <= self._left[-1].weighed_bound * (1 + 1e-9):
-                return
-            candidate = self._left.pop()
-            # The fastest of all is built in any case: what it would need is asked first.
-            if self.built and not is_within(candidate.bytes_bound, self._question.budget.tensor_bytes):
-                self.waiting.append(candidate)
-                continue
-            built = self._question.build(candidate)
-            self.built.append(built)
-            in_vain += math.isfinite(self._best_s)
-            if built.fits and built.weighed_s < self._best_s:
-                self._best_s, in_vain = built.weighed_s, 0
-
-
 def _search_leanest(
     waiting: list[PricedCandidate], built: list[BuiltCandidate], question: PlanQuestion
 ) -> list[BuiltCandidate]:
@@ -293,6 +246,16 @@ def _search_leanest(
         if found[-1].fits_elsewhere:
             least = min(least, found[-1].cost.peak_bytes)
     return found
+
+
+def _search_leanest_beside(crowded: list[PricedCandidate], question: PlanQuestion) -> list[BuiltCandidate]:
+    """Builds, where nothing fits beside the device, what rests there with the fewest bytes."""
+
+    def beside(priced: PricedCandidate) -> tuple[int, int]:
+        plan = priced.candidate.plan
+        return sum(home_bytes(plan, question.profile, tier) for tier in question.limits), priced.index
+
+    return [question.build(min(crowded, key=beside))] if crowded else []
 
 
 def _does_not_fit(built: list[BuiltCandidate], question: PlanQuestion) -> DoesNotFitError:

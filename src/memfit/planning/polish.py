@@ -19,8 +19,8 @@ from memfit.planning.slot_prices import Judge, Judged, OptionPrices
 
 _ValueT = TypeVar("_ValueT")
 # Judging costs time in proportion to units: in all about as many units as this are judged.
-_UNITS_JUDGED = 2400
-_MOST, _LEAST = 400, 40
+_UNITS_JUDGED = 400
+_MOST, _LEAST = 60, 4
 _GAIN = 1e-4
 # Pairs of changes are estimated all at once, for so many changes at most.
 _CHANGES_IN_PAIRS = 360
@@ -41,7 +41,7 @@ class _Change:
     gives_up: int
 
 
-def polish(judge: Judge, start: Judged, prices: OptionPrices, table: PriceTable) -> Judged:
+def polish(judge: Judge, start: Judged, prices: OptionPrices, table: PriceTable, places: PlacePrices) -> Judged:
     """Changes single units, swaps pairs, and changes two units at once as prices promise, until
     nothing gains or the budget is used.
 
@@ -50,11 +50,11 @@ def polish(judge: Judge, start: Judged, prices: OptionPrices, table: PriceTable)
         start: fits.
         prices: of the options.
         table: of these prices.
+        places: prices of single units.
 
     Returns:
         The fastest that was found.
     """
-    places = PlacePrices(judge, [o.value for o in prices.policies], [o.value for o in prices.homes])
     units = len(judge.units.calls)
     left = max(_LEAST, min(_MOST, _UNITS_JUDGED // max(1, units)))
     best = start

@@ -121,6 +121,13 @@ class PlanQuestion:
     checks: dict[Any, int] = field(default_factory=dict[Any, int])
     known: KnownFacts = field(default_factory=KnownFacts)
 
+    def within(self, tensor_bytes: int) -> PlanQuestion:
+        """Returns the same with another limit of the device, of so many bytes for tensors. What is
+        known of plans is shared.
+        """
+        limit = tensor_bytes + self.budget.base_bytes + self.budget.reserve_bytes
+        return replace(self, budget=replace(self.budget, limit_bytes=limit))
+
     def build(self, priced: PricedCandidate) -> BuiltCandidate:
         """Builds the step of a candidate, lowers it and predicts it."""
         return self.judge(priced, self.lower(priced.candidate.plan))
@@ -135,11 +142,15 @@ class PlanQuestion:
             beside = found.peaks.get(Tier.DISK, 0)
             in_all = disk_bytes_with_store(plan, self.profile, beside, self.scheme)
             found = _with_peak(found, Tier.DISK, in_all)
-        elsewhere = all(is_within(found.peaks.get(tier, 0), limit) for tier, limit in self.limits.items())
+        return self.fitted(priced, found)
+
+    def fitted(self, priced: PricedCandidate, cost: Appraisal) -> BuiltCandidate:
+        """Says whether a candidate of that cost fits."""
+        elsewhere = all(is_within(cost.peaks.get(tier, 0), limit) for tier, limit in self.limits.items())
         return BuiltCandidate(
             priced=priced,
-            cost=found,
-            fits=elsewhere and is_within(found.peak_bytes, self.budget.tensor_bytes),
+            cost=cost,
+            fits=elsewhere and is_within(cost.peak_bytes, self.budget.tensor_bytes),
             fits_elsewhere=elsewhere,
         )
 

@@ -14,7 +14,7 @@ mixture, and taken off the room of its slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -109,20 +109,29 @@ class OptionPrices:
 class Judge:
     """Judges mixtures of one frame, each once, and counts.
 
+    Attributes:
+        judged: by mixture.
+        indices: given.
+
     Args:
         question: that is answered.
         frame: says all but policies and homes.
         units: of the model.
-        first_index: of candidates that were listed before.
-        names: names a plan, for people.
+        indices: numbers plans behind the listed ones.
     """
 
-    def __init__(self, question: PlanQuestion, frame: Plan, units: Units, *, first_index: int) -> None:
+    def __init__(self, question: PlanQuestion, frame: Plan, units: Units, *, indices: Iterator[int]) -> None:
         self.question = question
         self.frame = frame
         self.units = units
         self.judged: dict[Mixture, Judged] = {}
-        self._first_index = first_index
+        self.indices = indices
+
+    def within(self, question: PlanQuestion) -> None:
+        """Asks with another limit from now on: whether plans fit is told anew."""
+        self.question = question
+        for mixture, known in self.judged.items():
+            self.judged[mixture] = replace(known, built=question.fitted(known.built.priced, known.built.cost))
 
     @property
     def calls(self) -> int:
@@ -138,7 +147,7 @@ class Judge:
             name = describe_mixture(plan, self.units, mixture)
             # Bounds are for candidates that may never be built.
             priced = PricedCandidate(
-                index=self._first_index + self.calls,
+                index=next(self.indices),
                 candidate=Candidate(name=name, plan=plan),
                 seconds_bound=0.0,
                 bytes_bound=0,

@@ -1,17 +1,25 @@
 """Looks for mixed plans that beat the best uniform one.
 
-In: a question, uniform plans that were built. Out: mixed plans that were built.
+In: a question, uniform plans. Out: mixed plans that were built.
 
 [Note: how mixed plans are looked for]
 For each frame (microbatches, order, fetching ahead) prices of options are probed, and the mixture
 program (`planning.mixing`) gives shares. They are rounded to whole units, spread evenly, and judged
 as any other plan: by the timeline of the lowered schedule. Where the judge finds more bytes at a
 slot than there is room, the slot's room is taken to be so much smaller, and the program is solved
-again. It is solved for all of the room and for parts of it, with the disk and without, so that
-there are several mixtures to begin from. Around each, units are moved from one option to another,
-one group or two at a time, as long as the judge says that it gains; the best is polished unit by
-unit (`planning.polish`). The numbers of frames, rounds and judged plans are bounded, and nothing
-depends on the clock: the same question has the same answer.
+again. It is solved with the disk and without, so that there are several mixtures to begin from.
+Around each, units are moved from one option to another, one group or two at a time, as long as the
+judge says that it gains; the best is polished unit by unit (`planning.polish`). The numbers of
+frames, rounds and judged plans are bounded, and nothing depends on the clock: the same question has
+the same answer.
+
+[Note: a larger limit is never slower]
+What is looked for does not depend on the limit that is asked about, but for how far it goes. There
+is one series of limits for all questions, each 6 % above the one before (`series_of_limits`). From
+the smallest at which anything fits to the first that is not below the one asked about, plans are
+looked for at each in turn, beginning from what the ones before have found. Of all plans that were
+judged on the way the fastest is taken that fits the limit asked about. A larger limit goes through
+the same series, and further: it has the same plans to choose from, and more.
 
 [Note: when it is looked for them]
 Where weights are small, a plan's schedule takes about as long to price as a step that it could
@@ -26,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count as counter
 
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier, is_processor
@@ -34,30 +42,39 @@ from memfit.core.units import MIB
 from memfit.planning.menus import HomeRules, home_rules, list_homes, list_policies
 from memfit.planning.mixed_units import Mixture, find_units, spread, whole_counts
 from memfit.planning.mixing import ByteRoom, Shares, best_shares
+from memfit.planning.place_prices import PlacePrices
 from memfit.planning.polish import polish
 from memfit.planning.price_table import PriceTable
 from memfit.planning.pricing import BuiltCandidate, PlanQuestion
 from memfit.planning.slot_prices import Judge, Judged, OptionPrices, Row
+from memfit.planning.uniform_search import UniformSearch
 from memfit.prediction.bytes import Slot
 
 LEAST_WEIGHT_BYTES = 64 * MIB
-_FRAMES = 3
-# Frames that are refined: so many, if their best takes less than so many times the best of all.
-_REFINED = 2
-_NEAR_BEST = 1.1
+LIMITS_AN_OCTAVE = 12
+"""See [Note: a larger limit is never slower]."""
+# At one limit of the series: frames that are looked at; uniform plans that these come from, and
+# that are built in vain for them.
+_FRAMES = 2
+_MOST_UNIFORM, _PATIENCE = 40, 8
+# A frame that was so many times slower than another one is not looked at again.
+_TOO_SLOW = 1.2
+# The best is polished at every so-manieth limit of the series.
+_POLISHED_EVERY = 3
 _PREFETCH = 2
 _BUFFERS_AHEAD = (2, 1, 3, 4)
 _ROUNDS = 4
 _STALL_WEIGHTS = (0.5, 1.0)
-_ROOM_PARTS = (1.0, 0.8, 0.6)
-_STARTS = 5
-_MOST_MOVES = 40
+_STARTS = 2
+_MOST_MOVES = 8
 # A plan of many layers takes longer to judge: of more than so many, fewer moves are made.
 _FEW_UNITS = 16
-_MOST_AROUND = 12
+_LEAST_MOVES = 3
 # A frame whose program says at least this multiple of the best is not rounded.
 _HOPELESS = 1.0
 _GAIN = 1e-4
+# Polishing that gains less is done less often.
+_WORTH = 1e-3
 
 
 def mixes(question: PlanQuestion) -> bool:
@@ -79,7 +96,7 @@ class MixedPlans:
     Attributes:
         built: plans that were judged.
         bound_s: least seconds that the mixture program gives in any frame, with shares of units and
-            without stalls; None: there was no frame. No proof: prices of shares are not exactly
+            without stalls; None: no mixture fits in any. No proof: prices of shares are not exactly
             those of whole units, and other frames were not looked at.
     """
 
@@ -87,36 +104,61 @@ class MixedPlans:
     bound_s: float | None
 
 
-def search_mixed(built: Sequence[BuiltCandidate], question: PlanQuestion, first_index: int) -> MixedPlans:
+def series_of_limits(least: int, asked: int) -> Iterator[tuple[int, int]]:
+    """Yields the series' number and bytes of each limit, from the last that is not above the least
+    to the first that is not below the one asked about.
+    """
+    number = math.floor(LIMITS_AN_OCTAVE * math.log2(max(1, least)))
+    while True:
+        limit = math.ceil(2 ** (number / LIMITS_AN_OCTAVE))
+        yield number, limit
+        if limit >= asked:
+            return
+        number += 1
+
+
+def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
     """Looks for mixed plans. See [Note: how mixed plans are looked for].
 
     Args:
-        built: uniform plans, some of which fit.
-        question: that they answer.
-        first_index: of the plans that are returned, behind all listed ones.
+        uniform: plans to begin from.
+        question: that is answered; it has a limit.
     """
-    fitting = [b for b in built if b.fits]
-    best_s: float = min(b.weighed_s for b in fitting)
-    units = find_units(question.profile)
-    found: list[BuiltCandidate] = []
+    units, asked = find_units(question.profile), question.budget.tensor_bytes
+    assert asked is not None, "asked of a question with a limit"
     if not units.calls:
         return MixedPlans(built=(), bound_s=None)
-    searches: list[_FrameSearch] = []
-    for frame, seed in _frames(fitting):
-        judge = Judge(question, frame, units, first_index=first_index + len(found))
-        search = _FrameSearch(judge, best_s)
-        search.run(seed)
-        searches.append(search)
-        found += [judged.built for judged in judge.judged.values()]
-        seconds: list[float] = [b.weighed_s for b in found if b.fits and question.allows(b.priced)]
-        best_s = min([best_s, *seconds])
-    promising = sorted((search for search in searches if search.best_s is not None), key=lambda s: s.best_s or 0.0)
-    for search in promising[:_REFINED]:
-        if (search.best_s or 0.0) < best_s * _NEAR_BEST:
-            found += search.refine(first_index + len(found))
+    indices = counter(uniform.count)
+    searches: dict[str, _FrameSearch] = {}
+    for number, limit in series_of_limits(uniform.least_peak_bytes, asked):
+        here = question.within(limit)
+        fitting = uniform.within(here, most=_MOST_UNIFORM, patience=_PATIENCE)
+        if not fitting:
+            continue
+        looked_at: list[_FrameSearch] = []
+        for frame, seed in _frames(fitting):
+            key = repr(frame)
+            if key not in searches:
+                searches[key] = _FrameSearch(Judge(here, frame, units, indices=indices))
+            least_s = min(search.best_s for search in searches.values())
+            if math.isfinite(searches[key].best_s) and searches[key].best_s > _TOO_SLOW * least_s:
+                continue
+            looked_at.append(searches[key])
+            searches[key].begin(here)
+            others_s = [b.weighed_s for b in fitting]
+            others_s += [search.best_s for search in looked_at]
+            searches[key].run(seed, min(others_s))
+        best = min(looked_at, key=lambda search: search.best_s, default=None)
+        if best is not None and number % _POLISHED_EVERY == 0:
+            best.refine()
+    bounds: list[float] = []
+    for search in searches.values():
+        search.begin(question)
+        if math.isfinite(search.bound_s):
+            bounds.append(search.bound_s)
+    found = [judged.built for search in searches.values() for judged in search.judged]
     return MixedPlans(
-        built=tuple(built for built in found if question.allows(built.priced)),
-        bound_s=min((search.bound_s for search in searches), default=None),
+        built=tuple(built for built in found if question.allows(built.priced)), bound_s=min(bounds, default=None)
     )
 
 
@@ -141,17 +183,16 @@ class _Counts:
 
 
 class _FrameSearch:
-    """Search in one frame.
+    """Search in one frame, at one limit after the other.
 
     Args:
         judge: of its mixtures.
-        best_s: of plans that are known.
     """
 
-    def __init__(self, judge: Judge, best_s: float) -> None:
+    def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._question = question = judge.question
-        self._best_s = best_s
+        self._judges = {judge.frame.prefetch: judge}
         profile, frame = question.profile, judge.frame
         trace = next(iter(profile.traces.values()))
         may_update = not is_processor(question.hardware.device) and not profile.host_update_obstacle
@@ -165,37 +206,65 @@ class _FrameSearch:
         homes = list_homes(rules)
         policies = list_policies(trace, frozenset(judge.units.calls), question.tiers)
         self._prices: OptionPrices = judge.prices(policies, homes)
+        self._places: dict[int, PlacePrices] = {}
+        self._tried: dict[_Counts, Mixture] = {}
+        self._known_s = math.inf
+        # Times in turn that moving, and polishing, gained nothing: then less of it is done.
+        self._moved_in_vain = self._polished_in_vain = self._left_out = 0
+
+    def begin(self, question: PlanQuestion) -> None:
+        """Asks with another limit from now on."""
+        self._question = question
+        for judge in self._judges.values():
+            judge.within(question)
         room = ByteRoom(device=question.budget.tensor_bytes, slack={}, tiers=question.limits)
         self._table = PriceTable(self._prices, room)
-        self._best: tuple[float, _Counts] | None = None
-        self._starts: dict[_Counts, float] = {}
+        self._starts: list[_Counts] = []
 
-    def run(self, seed: Plan) -> None:
+    def run(self, seed: Plan, known_s: float) -> None:
         """Rounds the program's solutions, then moves units from option to option.
 
         Args:
             seed: the best uniform plan of the frame, which is tried as well.
+            known_s: of plans that are known from elsewhere.
         """
-        if (counts := self._counts_of(seed)) is not None and (judged := self._try(counts)).built.fits:
-            self._starts[counts] = judged.built.weighed_s
+        self._known_s = known_s
+        if (counts := self._counts_of(seed)) is not None:
+            self._begin_from(counts)
         # First without the disk: what is slow alone hides its waits in its own slowness.
         files = [tier for tier in self._question.tiers if tier.traits.is_files]
         near = {tier: self._prices.reference.amount(Row("tier", tier=tier)) for tier in files}
         for tiers in (near, {}) if files and len(self._question.tiers) > 1 else ({},):
-            for weight, part in product(_STALL_WEIGHTS, _ROOM_PARTS):
-                self._solve(weight, part, {**self._question.limits, **tiers})
-        # Waits are what prices say least of: from each of several starts another end is reached.
-        for start in sorted(self._starts, key=lambda counts: self._starts[counts])[: self._most_starts]:
+            for weight in _STALL_WEIGHTS:
+                self._solve(weight, {**self._question.limits, **tiers})
+        # From the best of all that are known, those of smaller limits among them, and from what was
+        # found here: waits are what prices say least of.
+        fitting = [counts for counts in self._tried if self._try(counts).built.fits]
+        starts = [min(fitting, key=self._seconds_of)] if fitting else []
+        before_s = self.best_s
+        for start in dict.fromkeys([*starts, *sorted(self._starts, key=self._seconds_of)][:_STARTS]):
             self._move(start)
+        self._moved_in_vain = 0 if self.best_s < before_s else self._moved_in_vain + 1
+
+    def _seconds_of(self, counts: _Counts) -> float:
+        return self._try(counts).built.weighed_s
+
+    def _begin_from(self, counts: _Counts) -> None:
+        if self._try(counts).built.fits:
+            self._starts.append(counts)
 
     @property
-    def _most_starts(self) -> int:
-        return _STARTS if len(self._judge.units.calls) <= 2 * _FEW_UNITS else 2
+    def judged(self) -> list[Judged]:
+        """All plans that were judged."""
+        return [judged for judge in self._judges.values() for judged in judge.judged.values()]
 
     @property
-    def best_s(self) -> float | None:
-        """Seconds of the best mixture that was found, as they are compared by; None: none fits."""
-        return None if self._best is None else self._best[0]
+    def best_s(self) -> float:
+        """Seconds of the best mixture that fits, as they are compared by; infinite: none does."""
+        return min((judged.built.weighed_s for judged in self.judged if self._is_taken(judged)), default=math.inf)
+
+    def _is_taken(self, judged: Judged) -> bool:
+        return judged.built.fits and self._question.allows(judged.built.priced)
 
     @property
     def bound_s(self) -> float:
@@ -203,27 +272,38 @@ class _FrameSearch:
         shares = self._shares({}, 0.0, None, self._question.limits)
         return math.inf if shares is None else shares.seconds
 
-    def refine(self, first_index: int) -> list[BuiltCandidate]:
-        """Tries other numbers of buffers for the best mixture, and polishes it.
-
-        Args:
-            first_index: of the plans that are returned.
+    def refine(self) -> None:
+        """Tries other numbers of buffers for the best mixture, and polishes it; now and then only,
+        where that gained nothing before.
         """
-        assert self._best is not None, "asked of a search that found one"
-        question, prices = self._question, self._prices
-        mixture = self._mixture(self._best[1])
-        judges = [
-            Judge(question, replace(self._judge.frame, prefetch=prefetch), self._judge.units, first_index=first_index)
-            for prefetch in _BUFFERS_AHEAD
+        before_s = self.best_s
+        if math.isinf(before_s) or self._left_out < self._polished_in_vain:
+            self._left_out += 1
+            return
+        self._left_out = 0
+        best = min(
+            (j for j in self.judged if self._is_taken(j)), key=lambda j: (j.built.weighed_s, j.built.priced.index)
+        )
+        first = self._judge
+        for prefetch in _BUFFERS_AHEAD:
+            if prefetch not in self._judges:
+                frame = replace(first.frame, prefetch=prefetch)
+                self._judges[prefetch] = Judge(self._question, frame, first.units, indices=first.indices)
+            self._judges[prefetch](best.mixture)
+        taken = [
+            (judged.built.weighed_s, prefetch, judged)
+            for prefetch, judge in self._judges.items()
+            for judged in judge.judged.values()
+            if self._is_taken(judged)
         ]
-        tried = [(judge, judge(mixture)) for judge in judges]
-        fitting = [
-            (judge, judged) for judge, judged in tried if judged.built.fits and question.allows(judged.built.priced)
-        ]
-        judge, start = min(fitting, key=lambda one: one[1].built.weighed_s)
-        polish(judge, start, prices, self._table)
-        others = [judged.built for other, judged in tried if other is not judge]
-        return others + [judged.built for judged in judge.judged.values()]
+        _, prefetch, start = min(taken, key=lambda one: one[:2])
+        judge, prices = self._judges[prefetch], self._prices
+        if prefetch not in self._places:
+            self._places[prefetch] = PlacePrices(
+                judge, [o.value for o in prices.policies], [o.value for o in prices.homes]
+            )
+        polish(judge, start, prices, self._table, self._places[prefetch])
+        self._polished_in_vain = 0 if self.best_s < before_s * (1 - _WORTH) else self._polished_in_vain + 1
 
     def _counts_of(self, plan: Plan) -> _Counts | None:
         """Returns a plan's options as counts; None where it has others than are listed."""
@@ -241,20 +321,19 @@ class _FrameSearch:
             ends=tuple(known_homes.index(value) for value in ends),
         )
 
-    def _solve(self, stall_weight: float, part: float, tiers: Mapping[Tier, float]) -> None:
+    def _solve(self, stall_weight: float, tiers: Mapping[Tier, float]) -> None:
         """Solves and rounds, with less room where it did not fit.
 
         Args:
             stall_weight: of the program.
-            part: of the device's room that is looked at: a leaner mixture may wait less.
             tiers: bytes that may be taken beside the device.
         """
         limit = self._question.budget.tensor_bytes or 0
-        slack: dict[Slot, float] = dict.fromkeys(self._prices.reference.slots, (1 - part) * limit)
+        slack: dict[Slot, float] = {}
         ends: tuple[int, ...] | None = None
         for _ in range(_ROUNDS):
             shares = self._shares(slack, stall_weight, ends, tiers)
-            if shares is None or shares.seconds >= self._best_s * _HOPELESS:
+            if shares is None or shares.seconds >= min(self._known_s, self.best_s) * _HOPELESS:
                 return
             if ends is None:
                 # A group of ends is one: what has the most of it has all.
@@ -268,7 +347,7 @@ class _FrameSearch:
             )
             judged = self._try(counts)
             if judged.built.fits:
-                self._starts[counts] = judged.built.weighed_s
+                self._starts.append(counts)
                 return
             over = {slot: nbytes - limit for slot, nbytes in judged.slots.items() if nbytes > limit}
             if not over:
@@ -287,15 +366,10 @@ class _FrameSearch:
         return best_shares(self._prices, room, stall_weight=stall_weight, ends=ends)
 
     def _try(self, counts: _Counts) -> Judged:
-        """Judges a mixture, and keeps it if it is the best."""
-        judged = self._judge(self._mixture(counts))
-        built = judged.built
-        if built.fits and self._question.allows(built.priced):
-            best = math.inf if self._best is None else self._best[0]
-            if built.weighed_s < best * (1 - _GAIN):
-                self._best = built.weighed_s, counts
-                self._best_s = min(self._best_s, built.weighed_s)
-        return judged
+        """Judges a mixture."""
+        if counts not in self._tried:
+            self._tried[counts] = self._mixture(counts)
+        return self._judge(self._tried[counts])
 
     def _mixture(self, counts: _Counts) -> Mixture:
         prices = self._prices
@@ -310,10 +384,11 @@ class _FrameSearch:
         counts, known = start, self._judge(self._mixture(start))
         tried = 0
         improved = True
-        most = max(_MOST_AROUND, _MOST_MOVES * _FEW_UNITS // max(_FEW_UNITS, len(self._judge.units.calls)))
+        most = _MOST_MOVES * _FEW_UNITS // max(_FEW_UNITS, len(self._judge.units.calls))
+        most = max(_LEAST_MOVES, most >> self._moved_in_vain)
         while improved and tried < most:
             improved = False
-            for other in self._promising(counts, known):
+            for other in self._promising(counts, known)[: most - tried]:
                 tried += 1
                 found = self._try(other)
                 is_better = found.built.weighed_s < known.built.weighed_s * (1 - _GAIN)
@@ -345,13 +420,13 @@ class _FrameSearch:
         ]
         listed: list[tuple[float, int, _Counts]] = []
         for seconds, others, is_policies in worth:
-            for index in np.argsort(seconds, axis=None, kind="stable")[: 4 * _MOST_AROUND]:
+            for index in np.argsort(seconds, axis=None, kind="stable")[: 4 * _MOST_MOVES]:
                 i, j = divmod(int(index), len(homes))
                 if math.isfinite(seconds[i, j]):
                     changed = replace(counts, policies=others[i]) if is_policies else replace(counts, ends=others[i])
                     listed.append((float(seconds[i, j]), len(listed), replace(changed, homes=homes[j])))
         found = [other for _, _, other in sorted(listed) if self._mixture(other) not in self._judge.judged]
-        return found[:_MOST_AROUND]
+        return found[:_MOST_MOVES]
 
 
 def _other_ends(ends: tuple[int, ...], options: Sequence[int]) -> list[tuple[int, ...]]:
