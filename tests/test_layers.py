@@ -7,8 +7,8 @@ Every import is read from the source with `ast`: at the top, inside functions, u
 from __future__ import annotations
 
 import ast
-import functools
 import dis
+import functools
 import re
 from collections import Counter
 from collections.abc import Container, Iterator

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.core.plan import BlockPlan, CallPlan, Order, Plan, UpdateTime
 from memfit.core.saved_policies import Saved
-from memfit.core.showing import html_table, in_runs
+from memfit.core.showing import html_bar, html_table, in_runs
 from memfit.core.tiers import TIERS, Tier
 
 HOMES = st.sampled_from(TIERS)
@@ -79,6 +79,35 @@ class Cells(HTMLParser):
 
 def test_names_cannot_write_into_the_page() -> None:
     assert Cells(html_table("<script>", [("<img src=x>", "1 & 2")])).texts == ["<script>", "<img src=x>", "1 & 2"]
+
+
+@pytest.mark.parametrize(
+    ("share", "width", "color"), [(0.5, "50%", "#4a8"), (0.0, "0%", "#4a8"), (1.2, "100%", "#c33")]
+)
+def test_a_bar_is_filled_as_far_as_the_limit_is_used_and_red_above(share: float, width: str, color: str) -> None:
+    bar = html_bar("<b>words</b>", share)
+    assert Cells(bar).texts[-1].strip() == "<b>words</b>"
+    assert f"width: {width}" in bar and color in bar
+
+
+def test_hostile_names_of_modules_stay_text_in_every_representation() -> None:
+    evil = "<script>alert(1)</script>&'\""
+    model = nn.Sequential()
+    for index in range(2):
+        model.add_module(f"{evil}{index}", nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = torch.randn(2, 8)
+    profile = memfit.profile(model, optimizer, _loss, batch)
+    plan = Plan(blocks={f"{evil}0": BlockPlan(weight_home=Tier.DISK), f"{evil}1": BlockPlan(weight_home=Tier.DISK)})
+    with memfit.fit(model, optimizer, _loss, batch, plan=plan, limit="8GiB", enforce=False) as job:
+        job.step(batch)
+        pages = [thing._repr_html_() for thing in (job, job.plan, job.proof(), job.profile, profile)]
+    assert evil in "".join(Cells(pages[1]).texts) and evil in "".join(Cells(pages[4]).texts)
+    for page in pages:
+        Cells(page)  # known tags alone, balanced
+        assert "<script" not in page
+        assert len(page) < 20_000
+        assert "http" not in page and "src=" not in page.replace("&", "").lower().replace("&lt;", "")
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:

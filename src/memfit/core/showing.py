@@ -26,6 +26,19 @@ def html_table(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str]
     return f"<div><b>{escape(title)}</b><table>{head}{body}</table></div>"
 
 
+def html_bar(words: str, share: float) -> str:
+    """Returns a bar that is filled as far as a limit is used, with words behind it.
+
+    Args:
+        words: one line.
+        share: of the limit; above 1 the bar is full, and red.
+    """
+    color, width = ("#c33" if share > 1 else "#4a8"), 100 * min(1.0, max(0.0, share))
+    outer = "display: inline-block; width: 200px; height: 10px; border: 1px solid; vertical-align: middle"
+    bar = f'<div style="{outer}"><div style="width: {width:.0f}%; height: 100%; background: {color}"></div></div>'
+    return f"<div>{bar} {escape(words)}</div>"
+
+
 def _cell(kind: str, text: str, index: int) -> str:
     return f'<{kind} style="text-align: {"right" if index else "left"}">{escape(text)}</{kind}>'
 

@@ -13,7 +13,7 @@ from typing import Any
 from memfit.core.errors import LimitBreachError, UsageError
 from memfit.core.numerics import Numerics
 from memfit.core.phase_proof import COLUMNS, PhasePrediction, PhaseProof, phase_table, predicted_beside
-from memfit.core.showing import html_table
+from memfit.core.showing import html_bar, html_table
 from memfit.core.units import format_bytes
 from memfit.verification.meters import PhaseRecord
 
@@ -50,7 +50,11 @@ class Proof:
 
     def _repr_html_(self) -> str:
         """In a notebook: the three figures, and each phase, predicted and measured."""
-        return html_table(self.line(), [phase.row() for phase in self.by_phase()], COLUMNS)
+        table = html_table(self.line(), [phase.row() for phase in self.by_phase()], COLUMNS)
+        if not self.limit_bytes:
+            return table
+        share = self.measured_peak_bytes / self.limit_bytes
+        return html_bar(f"measured peak, {share:.0%} of the limit", share) + table
 
     def by_phase(self) -> tuple[PhaseProof, ...]:
         """Returns the phases in the order in which they first ended, each with its prediction."""
