@@ -27,7 +27,7 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled test-hosts zoo-device mutations fuzz train vocabulary clean
+.PHONY: help install lint format test test-device test-compiled test-hosts zoo-device mutations fuzz train vocabulary docs wheel clean
 
 help:
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
@@ -39,6 +39,7 @@ help:
 	@echo "make lint       ruff and pyright only"
 	@echo "make format     let ruff put the files in order"
 	@echo "make fuzz       $(FUZZ_EXAMPLES) random modules under random plans, against plain PyTorch"
+	@echo "make docs       these pages as a site, in build/site (installs mkdocs-material)"
 	@echo "make vocabulary train the recipes' byte-pair vocabulary again"
 	@echo "make install    the virtual environment only (the others call it)"
 
@@ -113,6 +114,11 @@ train: install
 
 vocabulary: install
 	$(PYTHON) benchmarks/train_vocabulary.py
+
+# Pages with broken links are errors (mkdocs.yml, strict).
+docs: install
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
+	$(PYTHON) -m mkdocs build
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

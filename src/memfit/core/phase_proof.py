@@ -94,8 +94,8 @@ def predicted_beside(own: Mapping[str, PhasePrediction], name: str, *, is_behind
     Args:
         own: predictions of phases by themselves.
         name: of the phase.
-        is_behind_step: a step was made before. Memory that it freed stays with the process, ready
-            for the next step, so that no later phase takes less than a step.
+        is_behind_step: a step was made before. Memory that it freed may stay with the process,
+            ready for the next step, so that a later phase may hold as much as a step.
     """
     found = own.get(name)
     if found is None or not is_behind_step or name in STEP_PHASES:

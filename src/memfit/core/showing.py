@@ -12,6 +12,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+_LONGEST_FIGURE = 24
+
 
 def html_table(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
     """Returns a table under a bold title.
@@ -40,7 +42,9 @@ def html_bar(words: str, share: float) -> str:
 
 
 def _cell(kind: str, text: str, index: int) -> str:
-    return f'<{kind} style="text-align: {"right" if index else "left"}">{escape(text)}</{kind}>'
+    # Sentences are read from the left, figures compared at the right.
+    side = "right" if index and len(text) <= _LONGEST_FIGURE else "left"
+    return f'<{kind} style="text-align: {side}">{escape(text)}</{kind}>'
 
 
 def named_values(made: Any) -> str:

@@ -628,7 +628,7 @@ function setUpProof() {
     return;
   }
   const told = (n) => (n === null ? "-" : bytes(n));
-  $("proof-note").textContent = "Peaks of the run so far. Memory that a step has freed stays ready for the next one, so that phases behind it hold no less; their tensors do.";
+  $("proof-note").textContent = "Peaks of the run so far. What is predicted is an upper bound of loading and resuming. Memory that a step has freed may stay ready for the next one, so that phases behind it may hold as much as a step; their tensors tell them apart.";
   $("proof-table").append(table("Predicted and measured peaks by phase", [["phase", "text"], ["times", ""], ["predicted", ""], ["measured", ""], ["limit", ""], ["", "text"], ["tensors, predicted", ""], ["tensors, measured", ""]], D.phases.map((p) => [p.name, String(p.times), told(p.predicted_bytes), `${bytes(p.measured_bytes)}${p.holds ? "" : " (above the limit)"}`, told(p.limit_bytes), { meter: p.measured_bytes, of: p.limit_bytes || Math.max(...D.phases.map((q) => q.measured_bytes)) }, told(p.predicted_tensor_bytes), bytes(p.measured_tensor_bytes)])));
 }
 
