@@ -158,6 +158,35 @@ def test_lanes_are_busy_for_what_their_work_takes() -> None:
     assert {lane for lane in busy if " " in lane and lane != "host updates"} == set(expected)
 
 
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), count=st.sampled_from([1, 2]), order=st.sampled_from([*Order]))
+def test_no_step_is_faster_than_what_begins_late_allows(data: st.DataObject, count: int, order: Order) -> None:
+    """Drawn mixtures: seconds are above each figure, and each is the intervals' sum before and behind the turn."""
+    profile = large_profile(layers=3)
+    homes = list_homes(HomeRules(tiers=TIERS, gradients_wait=count > 1, may_update_on_host=True))
+    policies = list_policies(profile.traces[4], frozenset((1, 2, 3)), TIERS)
+    mixture = Mixture(
+        policies=tuple(data.draw(st.sampled_from(policies)) for _ in range(3)),
+        homes=tuple(data.draw(st.sampled_from(homes)) for _ in range(3)),
+        ends=(data.draw(st.sampled_from(homes)), data.draw(st.sampled_from(homes))),
+    )
+    frame = Plan(microbatches=count, order=Order.LAYER_MAJOR if count == 1 else order, prefetch=2)
+    plan = mixed_plan(frame, profile, find_units(profile), mixture)
+    step = lower(build_step(plan, profile, clips_norm=False), plan, profile, device="card")
+    cost, timeline = appraise(step, card()), predict(step, card())
+    assert all(seconds <= cost.seconds * (1 + 1e-9) for seconds in cost.late_s.values())
+    kinds = [moment.action.split()[0] for moment in timeline.moments]
+    computes = [i for i, kind in enumerate(kinds) if kind in ("forward", "backward")]
+    turns = [b for a, b in itertools.pairwise(computes) if (kinds[a], kinds[b]) == ("forward", "backward")]
+    for name, seconds in cost.late_s.items():
+        lane, _, which = name.partition(", after the ")
+        turn = turns[0 if which.startswith("first") else -1]
+        own = [one for one in timeline.intervals if one.kind != "stall"]
+        before = sum(one.end_s - one.start_s for one in own if one.lane == "compute" and one.moment < turn)
+        behind = sum(one.end_s - one.start_s for one in own if one.lane == lane and one.moment >= turn)
+        assert seconds == pytest.approx(before + behind, abs=1e-12)
+
+
 # ---- the program ----
 
 

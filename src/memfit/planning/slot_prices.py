@@ -60,12 +60,14 @@ class Judged:
             return self.slots.get(row.slot, 0)
         if row.kind == "tier":
             return self.built.cost.peaks.get(row.tier, 0)
-        return self.built.cost.busy_s.get(row.lane, 0.0)
+        cost = self.built.cost
+        return cost.busy_s.get(row.lane, cost.late_s.get(row.lane, 0.0))
 
     @property
     def stall_s(self) -> float:
-        """Seconds beyond those of the busiest lane."""
-        return self.built.cost.seconds - max(self.built.cost.busy_s.values(), default=0.0)
+        """Seconds beyond what the busiest lane, or one that begins late, takes at least."""
+        cost = self.built.cost
+        return cost.seconds - max((*cost.busy_s.values(), *cost.late_s.values()), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ def uniform(units: Units, policy: CallPlan, homes: BlockPlan) -> Mixture:
 def _rows_of(judged: Judged) -> set[Row]:
     rows = {Row("slot", slot=slot) for slot in judged.slots}
     rows |= {Row("tier", tier=tier) for tier in judged.built.cost.peaks if not tier.traits.is_device}
-    return rows | {Row("lane", lane=lane) for lane in judged.built.cost.busy_s}
+    return rows | {Row("lane", lane=lane) for lane in (*judged.built.cost.busy_s, *judged.built.cost.late_s)}
 
 
 # --- words ----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from memfit.core.hardware import Hardware, Link
 from memfit.core.rates import Rate, host_rates_of, rates_of
+from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer
 from memfit.core.tiers import Tier, is_processor
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Interval
@@ -127,6 +128,22 @@ class Clock:
     def run(self, step: Step) -> list[ActionTime]:
         """Returns the times of all operations, in order."""
         return [self._take(operation) for operation in step]
+
+    def run_with_turns(self, step: Step) -> tuple[list[ActionTime], list[Mapping[str, float]]]:
+        """Returns the times of all operations, and how long each lane had worked whenever a
+        backward followed a forward.
+        """
+        times: list[ActionTime] = []
+        turns: list[Mapping[str, float]] = []
+        is_forward = False
+        for operation in step:
+            if isinstance(operation.action, Forward):
+                is_forward = True
+            elif is_forward and isinstance(operation.action, Backward):
+                is_forward = False
+                turns.append(dict(self.busy_s))
+            times.append(self._take(operation))
+        return times, turns
 
     def commit_seconds(self, step: Step) -> float:
         """Returns the seconds of the step's share of a commit, which nothing else runs beside."""

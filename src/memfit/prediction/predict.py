@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from memfit.core.hardware import Hardware
 from memfit.core.step import Step
 from memfit.core.tiers import Tier
-from memfit.core.timeline import Moment, Timeline
+from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Moment, Timeline
 from memfit.prediction.bytes import follow_tier, peaks
 from memfit.prediction.clock import Clock
 
@@ -26,11 +26,15 @@ class Appraisal:
         seconds: of a step.
         busy_s: for how long each lane works, by its name as in `Interval`; compute without what
             links slow it by.
+        late_s: how long a step takes at least because of what each lane does behind a turn from
+            forward to backward, the first or the last one: what the device computes before the
+            turn, and that. Operations are given out in order: none behind the turn begins before.
     """
 
     peaks: Mapping[Tier, int]
     seconds: float
     busy_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    late_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def peak_bytes(self) -> int:
@@ -96,9 +100,17 @@ def _seconds(step: Step, hardware: Hardware, sign: int) -> float:
 def appraise(step: Step, hardware: Hardware) -> Appraisal:
     """Predicts the sums only, for searches that look at many schedules."""
     clock = Clock(hardware)
-    times = clock.run(step)
+    times, turns = clock.run_with_turns(step)
+    lanes = [HOST_LANE, *(f"{tier} {way}" for tier in hardware.away for way in ("read", "write"))]
     return Appraisal(
         peaks=peaks(step),
         seconds=max((t.end_s for t in times), default=0.0) + clock.commit_seconds(step),
         busy_s=clock.busy_s,
+        late_s={
+            f"{lane}, after the {which} turn": turn.get(COMPUTE_LANE, 0.0)
+            + clock.busy_s.get(lane, 0.0)
+            - turn.get(lane, 0.0)
+            for which, turn in zip(("first", "last"), (*turns[:1], *turns[-1:]), strict=False)
+            for lane in lanes
+        },
     )
