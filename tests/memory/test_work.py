@@ -14,7 +14,7 @@ from memfit.core.plan import BlockPlan, CallPlan, Plan
 from memfit.core.profile import CallProfile, TraceProfile
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
-from memfit.core.work_kinds import WorkKind
+from memfit.core.work_kinds import WorkKind, summed
 from memfit.scheduling.build import build_step
 from memfit.scheduling.lower import lower
 from memfit.scheduling.work_amounts import replayed_work, update_work
@@ -209,3 +209,31 @@ def test_windows_count_what_they_look_at() -> None:
     # An average is no search; its backward takes as long.
     assert windows(nn.AvgPool2d(2)) == 2 * (2 * 4 * 8 * 8) / 4
     assert windows(nn.Upsample(scale_factor=2, mode="bilinear")) == 2 * (2 * 4 * 16 * 16)
+
+
+@pytest.mark.parametrize(
+    ("places", "dtype"), [(64, torch.bfloat16), (191, torch.bfloat16), (192, torch.bfloat16), (64, torch.float32)]
+)
+def test_short_attention_in_bf16_counts_its_rows_in_backward(places: int, dtype: torch.dtype) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Linear(32, 32, dtype=dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.queries(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    trace = traced(nn.Sequential(Attention()), torch.randn(3, places, 32, dtype=dtype)).traces[3]
+    found = summed((work, 1.0) for call in trace.calls for work in (call.forward_work, call.backward_work))
+    amounts = dict(found)
+    is_half = dtype is torch.bfloat16
+    flops = 4.0 * 3 * 2 * places * places * 16
+    assert amounts[WorkKind.HALF_ATTENTION if is_half else WorkKind.ATTENTION] == flops
+    if is_half and places < 192:
+        assert (
+            amounts[WorkKind.HALF_ATTENTION_ROWS] == 3 * 2 * places and WorkKind.HALF_ATTENTION_BACKWARD not in amounts
+        )
+    else:
+        backward = WorkKind.HALF_ATTENTION_BACKWARD if is_half else WorkKind.ATTENTION_BACKWARD
+        assert amounts[backward] == 2.5 * flops and WorkKind.HALF_ATTENTION_ROWS not in amounts

@@ -62,6 +62,7 @@ _OF_MEMORY: Mapping[WorkKind, tuple[float, float]] = {
     WorkKind.REDUCED: (0.7, 1.0),
     WorkKind.TRANSPOSED: (0.3, 0.6),
     WorkKind.GATHERED: (0.2, 0.4),
+    WorkKind.HALF_ATTENTION_ROWS: (1 / 80_000, 1 / 1_000),
     # A processor converts; an accelerator reads two of them and writes one.
     WorkKind.HALF_ELEMENTS: (1 / 20, 1 / 6),
     WorkKind.FUNCTIONS: (1 / 18, 1 / 8),

@@ -33,6 +33,8 @@ class WorkKind(StrEnum):
     STREAMED: bytes read and written by point-wise operations and copies; STREAMED_LARGE: the same
     where an operation moves more than caches and pools hold. REDUCED: by sums. TRANSPOSED: by
     copies between different orders of dimensions. GATHERED: by indexed reads and writes.
+    HALF_ATTENTION_ROWS: rows of all heads through the backward of attention in bf16 over fewer than
+    192 places, which a processor does in blocks so small that it follows them, and not their sizes.
     HALF_ELEMENTS: elements through point-wise operations and sums in bf16 and fp16, for which a
     processor converts each.
 
@@ -83,6 +85,7 @@ class WorkKind(StrEnum):
     REDUCED = "reduced"
     TRANSPOSED = "transposed"
     GATHERED = "gathered"
+    HALF_ATTENTION_ROWS = "bf16-attention-rows"
     HALF_ELEMENTS = "bf16-elements"
     FUNCTIONS = "functions"
     SLOW_FUNCTIONS = "slow-functions"
@@ -124,6 +127,10 @@ _HALF = (
 )
 SMALLER_FIRST = (_FP32[::-1], _HALF[::-1], (WorkKind.STREAMED, WorkKind.STREAMED_LARGE))
 """Classes that an operation may be of by its size, from the smallest on.
+"""
+FEW_PLACES = 192
+"""From as many on, attention on a processor works in larger blocks (torch's
+FlashAttentionKernel.cpp).
 """
 LAUNCHED = frozenset({WorkKind.OPERATIONS, WorkKind.NODES})
 """Kinds that count operations: what the host launches beside an accelerator.

@@ -29,6 +29,7 @@ from memfit.core.units import format_bytes
 from memfit.engine.work import StepInput
 from memfit.job.assembly import Assembly
 from memfit.job.interrupts import Interrupts
+from memfit.job.preparing import forward_pass
 from memfit.job.results import EvaluateResult
 from memfit.job.setup import Prepared
 from memfit.job.steps import OF_DTYPES, cut
@@ -36,8 +37,6 @@ from memfit.job.together import add_up, prepare_together, together
 from memfit.job.user_hooks import refuse_hooked
 from memfit.profiling.program_state import untouched_program
 from memfit.profiling.standins import untouched_modules
-from memfit.scheduling.build import build_forward
-from memfit.scheduling.lower import lower
 
 # What a model raises that is given what is no batch.
 _FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
@@ -268,7 +267,7 @@ def _losses(assembly: Assembly, whole: Any, parts: Sequence[Any], *, may_draw: b
         for batches in filter(None, ([whole], parts)):
             give_random(before)
             profile = assembly.planned.prepared.profile
-            step = lower(build_forward(assembly.plan, profile, len(batches)), assembly.plan, profile)
+            step = forward_pass(assembly.plan, profile, len(batches), within_bytes=assembly.planned.prepared.peak_bytes)
 
             def run(m: int, batches: Sequence[Any] = batches) -> Any:
                 with RowsAlike() if may_draw else nullcontext():

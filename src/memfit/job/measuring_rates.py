@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from memfit import devices
 from memfit.core.rates import Rate
-from memfit.core.work_kinds import WorkKind, product_kind
+from memfit.core.work_kinds import FEW_PLACES, WorkKind, product_kind
 
 _ROUNDS = 4
 _TURN_S = 0.012
@@ -219,7 +219,10 @@ def _attention(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator
             return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal), (q, k, v)
 
         flops = 4.0 * rows * 4 * places * places * 64
-        yield from _both(kinds, (flops, 2.5 * flops), make)
+        there, back = kinds[0], (kinds[1], 2.5 * flops)
+        if dtype is _HALF and places < FEW_PLACES:
+            back = WorkKind.HALF_ATTENTION_ROWS, 4.0 * rows * places
+        yield from _both((there, back[0]), (flops, back[1]), make)
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> Iterator[_Operation]:

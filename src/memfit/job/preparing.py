@@ -65,6 +65,7 @@ def prepared_for(
         return step
 
     step = lowered(build_step(plan, profile, clips_norm=clips_norm))
+    timeline = predict(step)
     further: Timeline | None = None
     if has_lines:
         twice = replace(plan, microbatches=2, order=Order.MICROBATCH_MAJOR)
@@ -76,11 +77,35 @@ def prepared_for(
         profile=profile,
         rows=-(-profile.batch_rows // plan.microbatches),
         step=step,
-        evaluation=lower(build_forward(plan, profile, plan.microbatches), plan, profile, device=device),
-        timeline=predict(step),
+        evaluation=forward_pass(plan, profile, plan.microbatches, within_bytes=timeline.peak_bytes, device=device),
+        timeline=timeline,
         further=further,
         lower=lowered,
     )
+
+
+def forward_pass(plan: Plan, profile: Profile, microbatches: int, *, within_bytes: int, device: str = "cpu") -> Step:
+    """Builds a forward-only pass that takes no more than a step does, if there is one.
+
+    In a step the last calls' backward comes before the next microbatch's first blocks; here these
+    are fetched while the last calls compute, whose logits may be the largest tensors of all. So
+    fewer blocks are fetched ahead where the plan's number takes too much.
+
+    Args:
+        plan: of the job.
+        profile: of a batch.
+        microbatches: that run one after the other.
+        within_bytes: predicted peak of the step.
+        device: as in `scheduling.lower`.
+    """
+    found: list[tuple[int, Step]] = []
+    for prefetch in range(plan.prefetch, -1, -1):
+        ahead = replace(plan, prefetch=prefetch)
+        step = lower(build_forward(ahead, profile, microbatches), ahead, profile, device=device)
+        found.append((predict(step).peak_bytes, step))
+        if found[-1][0] <= within_bytes:
+            break
+    return min(found, key=lambda one: one[0])[1]
 
 
 def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepared:

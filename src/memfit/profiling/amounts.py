@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memfit.core.operators import runs_across
-from memfit.core.work_kinds import Work, WorkKind, as_work, product_kind
+from memfit.core.work_kinds import FEW_PLACES, Work, WorkKind, as_work, product_kind
 from memfit.profiling.traced_trees import operator_tensors
 
 aten = torch.ops.aten
@@ -104,7 +104,11 @@ def operation_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
         return as_work(amounts)
     read, made = _tensors((args, kwargs)), _tensors(out)
     if flops:
-        amounts[_flops_kind(packet, name, args, read)] = float(flops)
+        kind = _flops_kind(packet, name, args, read)
+        if kind is WorkKind.HALF_ATTENTION_BACKWARD and args[1].shape[-2] < FEW_PLACES:
+            amounts[WorkKind.HALF_ATTENTION_ROWS] = float(args[1].shape[:-1].numel())
+        else:
+            amounts[kind] = float(flops)
         return as_work(amounts)
     is_by_tanh = "tanh" in [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
     kind, amount = _amount(func, args, read, made, is_by_tanh=is_by_tanh)
