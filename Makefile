@@ -40,6 +40,7 @@ help:
 	@echo "make format     let ruff put the files in order"
 	@echo "make fuzz       $(FUZZ_EXAMPLES) random modules under random plans, against plain PyTorch"
 	@echo "make docs       these pages as a site, in build/site (installs mkdocs-material)"
+	@echo "make wheel      a wheel in dist/ that needs no compiler"
 	@echo "make vocabulary train the recipes' byte-pair vocabulary again"
 	@echo "make install    the virtual environment only (the others call it)"
 
@@ -119,6 +120,11 @@ vocabulary: install
 docs: install
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[docs]"
 	$(PYTHON) -m mkdocs build
+
+# With the allocator compiled for the installed torch, so that no compiler is needed where the wheel goes.
+wheel: install
+	rm -rf build/lib build/bdist.*
+	MEMFIT_PREBUILD=1 $(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

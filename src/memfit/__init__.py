@@ -9,8 +9,10 @@ loaded can still be made.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from memfit.core.platforms import check_platform
 from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         MemfitWarning,
         PeerError,
         PlanError,
+        PlatformError,
         StoreError,
         StoreInUseError,
         TierUnavailableError,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from memfit.tensors.random_streams import microbatch_streams
     from memfit.tensors.with_frozen import WithFrozen
 
+check_platform(sys.platform)
 __version__ = VERSION
 
 _ORIGINS = {
@@ -48,6 +52,7 @@ _ORIGINS = {
     "PeerError": "memfit.core.errors",
     "Plan": "memfit.core.plan",
     "PlanError": "memfit.core.errors",
+    "PlatformError": "memfit.core.errors",
     "ResumableLoader": "memfit.api",
     "StepResult": "memfit.api",
     "StoreError": "memfit.core.errors",
@@ -77,6 +82,7 @@ __all__ = [
     "PeerError",
     "Plan",
     "PlanError",
+    "PlatformError",
     "ResumableLoader",
     "StepResult",
     "StoreError",

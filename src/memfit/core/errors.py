@@ -91,6 +91,10 @@ class TierUnavailableError(MemfitError, RuntimeError):
     """A tier, device or allocator that was asked for does not exist on this machine."""
 
 
+class PlatformError(MemfitError, ImportError):
+    """The operating system is not Linux: raised by `import memfit`."""
+
+
 class PeerError(MemfitError, RuntimeError):
     """Another rank failed, was lost, or disagrees; the message says which one and why, where it is
     known.

@@ -1,3 +1,3 @@
 """The version, as `pyproject.toml` has it (a test compares them)."""
 
-VERSION = "0.1.0.dev0"
+VERSION = "0.1.0"

@@ -6,6 +6,7 @@ measured.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
 from memfit.allocator.compiled_kernels import bound_kernels
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
-from memfit.core.errors import LimitBreachError, TierUnavailableError, UsageError
+from memfit.core.errors import LimitBreachError, MemfitWarning, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.limits import (
     DEVICE_RESERVE_BYTES,
@@ -324,10 +325,11 @@ def open_machine(
     allocator: Allocator | FallbackAllocator
     try:
         allocator = install()
-    except TierUnavailableError:
+    except TierUnavailableError as unavailable:
         if is_emulated:
             raise
         allocator = FallbackAllocator.create()
+        _tell_fallback(unavailable)
     allocator.trim()
     meter = CpuMeter(allocator)
     return Machine(
@@ -338,6 +340,17 @@ def open_machine(
         is_emulated=is_emulated,
         uses_kernel=uses_kernel,
         further=further,
+    )
+
+
+def _tell_fallback(reason: TierUnavailableError) -> None:
+    """Says what is lost without memfit's allocator."""
+    warnings.warn(
+        f"this process has no allocator of memfit's ({str(reason).splitlines()[0]:.160}). Training goes on; memory is read from /proc instead of counted, so that "
+        "figures are off by up to 65 MB, steps are not measured action by action, freed memory costs more time, and emulate_device is not there. "
+        "Install g++, or a wheel that was built for this torch (make wheel)",
+        MemfitWarning,
+        stacklevel=4,
     )
 
 
