@@ -32,18 +32,11 @@ from memfit.core.schedule import Schedule
 from memfit.core.tiers import is_processor
 from memfit.core.timeline import Timeline
 from memfit.job.described import PlannedFor, plan_for
+from memfit.job.few_bits import encodes_states
 from memfit.job.machine import device_of
 from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
-from memfit.job.problem import (
-    Loss,
-    Problem,
-    beside,
-    check_arguments,
-    check_precision,
-    driver_of,
-    encodes_states,
-)
+from memfit.job.problem import Loss, Problem, beside, check_arguments, check_precision, driver_of
 from memfit.job.setup import beside_loop
 from memfit.planning.plan_answers import Explanation
 from memfit.planning.plan_choice import ClassicPoint, ParetoPoint

@@ -19,6 +19,7 @@ from torch import nn
 from memfit.batches.splitting import checked_rows
 from memfit.core.accumulation import accumulated
 from memfit.core.errors import DoesNotFitError, UnsupportedError
+from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
@@ -32,7 +33,8 @@ from memfit.core.units import MIB, format_bytes
 from memfit.core.work_kinds import summed
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.described import PlannedMachine
-from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
+from memfit.job.few_bits import STATE_FORMATS, with_frozen
+from memfit.job.problem import Problem, unfit_for
 from memfit.planning.plan_choice import PlanChoice
 from memfit.planning.planner import choose_plan
 from memfit.planning.refusals import Refusal
@@ -304,6 +306,16 @@ class _Search:
             return [self._wanted.like.state_format]
         return [StateFormat.GIVEN, *(one for one in STATE_FORMATS if one.allowance in self._wanted.allow)]
 
+    def _frozen_formats(self, compute: ComputeDtype) -> list[FrozenFormat]:
+        """Returns the formats of frozen weights that are allowed, as they are first."""
+        if self._wanted.like is not None:
+            return [self._wanted.like.frozen_format]
+        others = [one for one in FrozenFormat if one is not FrozenFormat.GIVEN and one.allowance in self._wanted.allow]
+        # A store has bytes of weights as they are, and masters are of weights that are rounded
+        # anew.
+        goes = not compute.has_masters and self._wanted.scheme is None and not self._wanted.commits
+        return [FrozenFormat.GIVEN, *(others if goes else ())]
+
     def _try_way(self, way: int, compute: ComputeDtype, chunk: int | None) -> None:
         problem = self._problem
         is_first = compute is ComputeDtype.GIVEN and chunk is None
@@ -316,13 +328,15 @@ class _Search:
                 self.untried = f" The loss was not tried in chunks: {str(error).splitlines()[0]}."
             return
         speeds = in_dtype(self._hardware, compute)
-        for states in self._formats():
-            profile = problem.with_states(traced, compute, states)
+        for states, frozen in product(self._formats(), self._frozen_formats(compute)):
+            profile = with_frozen(problem.model, problem.with_states(traced, compute, states), frozen)
             if states is not StateFormat.GIVEN and not any(profile.encoded_elements.values()):
+                continue
+            if frozen is not FrozenFormat.GIVEN and not any(block.encoded for block in profile.blocks):
                 continue
             try:
                 mixes_below = _MAY_STILL_WIN * min((c.found.weighed_s for _, c in self.choices), default=math.inf)
-                found = self._plan(profile, speeds, compute, chunk, states, mixes_below=mixes_below)
+                found = self._plan(profile, speeds, compute, chunk, states, frozen, mixes_below=mixes_below)
             except DoesNotFitError as error:
                 self.refusals.append(error)
                 continue
@@ -347,6 +361,7 @@ class _Search:
         compute: ComputeDtype,
         chunk: int | None,
         states: StateFormat,
+        frozen: FrozenFormat = FrozenFormat.GIVEN,
         *,
         mixes_below: float = 0.0,
     ) -> PlanChoice:
@@ -371,7 +386,7 @@ class _Search:
             # Sums are as the lines make them, in any plan.
             numerics="auto" if wanted.has_lines else wanted.numerics,
             commits=wanted.commits,
-            decided={"loss_chunk_tokens": chunk, "state_format": states},
+            decided={"loss_chunk_tokens": chunk, "state_format": states, "frozen_format": frozen},
             classic=wanted.classic,
             mixes_below=mixes_below,
             compares=wanted.compares,
@@ -426,6 +441,8 @@ def _words(found: PlanChoice, plan: Plan, hardware: Hardware) -> str:
         words.append(f"Weights compute in bf16, {kept}.")
     if plan.state_format is not StateFormat.GIVEN:
         words.append(f"Optimizer states rest in {plan.state_format}.")
+    if plan.frozen_format is not FrozenFormat.GIVEN:
+        words.append(f"Frozen weights of linear layers rest in {plan.frozen_format}.")
     if measured := hardware.origin.get("measured"):
         words.append(f"Seconds are priced with rates that memfit probe measured ({measured}).")
     return " ".join(words)

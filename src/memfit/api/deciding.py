@@ -21,6 +21,7 @@ from memfit.batches.cutting import Whole
 from memfit.batches.splitting import checked_rows, signature_of
 from memfit.checkpoints.checkpointer import stored_reason
 from memfit.core.errors import DoesNotFitError, UnsupportedError
+from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.limits import Budget
 from memfit.core.numerics import NONADDITIVE, check_exact, declare
 from memfit.core.plan import Plan
@@ -284,6 +285,10 @@ def trace(setup: Setup, sample: Any, plan: Plan) -> Profile:
     """
     check_tiers(plan, setup.machine)
     check_precision(plan, setup.problem.model, setup.allow)
+    if plan.frozen_format is not FrozenFormat.GIVEN and setup.run is not None:
+        raise UnsupportedError(
+            f"the plan keeps frozen weights in {plan.frozen_format}, and a store keeps them as they are: fit without store=, and job.save between steps"
+        )
     found = setup.problem.profile_for(plan, sample)
     check_meaning(plan, found, is_committed=setup.run is not None)
     check_exact(plan, found, setup.numerics)

@@ -36,19 +36,14 @@ from memfit.deferred.aside import WeightsAside
 from memfit.distributed.rank_group import RankGroup
 from memfit.files.trainer import OLD_FILE_NAME, is_of_trainer, state_file
 from memfit.homes.factories import FurtherTier
+from memfit.job.few_bits import encodes_states
 from memfit.job.held import refuse_held
 from memfit.job.job import Job
 from memfit.job.limit_checks import check_kind, check_limit
 from memfit.job.loading import load_states
 from memfit.job.machine import Machine, device_of, guard, open_machine
 from memfit.job.probing import disk_directory, probe
-from memfit.job.problem import (
-    Loss,
-    Problem,
-    check_arguments,
-    driver_of,
-    encodes_states,
-)
+from memfit.job.problem import Loss, Problem, check_arguments, driver_of
 from memfit.job.setup import Setup
 from memfit.job.user_hooks import tell_hooks
 from memfit.job.weight_sources import WeightSources, open_sources
@@ -163,7 +158,9 @@ def fit(
             would compute in fp32 is computed in fp16. "int8-state", "int4-state", "fp8-state" and
             "bf16-state" permit optimizer states that rest in so many bits (never those of
             embeddings, of small tensors, or step counts); `optimizer.state_dict()`, `job.save` and
-            `job.close()` give them decoded to fp32.
+            `job.close()` give them decoded to fp32. "nf4-frozen" and "int8-frozen" permit weights
+            of linear layers that do not train (the base of adapters) to rest in so many bits,
+            rounded once; they are decoded where they compute.
         plan: take this plan (object, JSON text or a path to it) instead of choosing one; or the
             name of a technique of the field, such as "zero-offload" or "checkpoint-every-block"
             (`memfit plan` lists them): then the fastest of its plans that fits.

@@ -45,6 +45,8 @@ _WORDS: dict[str, dict[str, tuple[str, ...]]] = {
         "int4-state": ("4-bit optimizer", "4bit optimizer", "int4 states"),
         "fp8-state": ("fp8 optimizer", "fp8 states"),
         "bf16-state": ("bf16 optimizer", "bf16 states"),
+        "nf4-frozen": ("QLoRA", "nf4 base", "4-bit base"),
+        "int8-frozen": ("LLM.int8", "int8 base", "8-bit base"),
     },
 }
 _FIELDS = {

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from memfit.core.errors import UsageError
+from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import Order, Plan
 from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
@@ -218,6 +219,12 @@ def _low_bit(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None
     return str(plan.state_format) if changes else None
 
 
+def _few_bits(plan: Plan, profile: Profile, allow: Collection[str]) -> str | None:
+    del allow
+    changes = plan.frozen_format is not FrozenFormat.GIVEN and any(block.encoded for block in profile.blocks)
+    return str(plan.frozen_format) if changes else None
+
+
 _EXACT, _REORDERED, _APPROXIMATE = Exactness.EXACT, Exactness.REORDERED, Exactness.APPROXIMATE
 
 TECHNIQUES = (
@@ -355,6 +362,19 @@ TECHNIQUES = (
         )
         for chosen in StateFormat
         if chosen is not StateFormat.GIVEN
+    ),
+    *(
+        Technique(
+            name=f"frozen weights in {chosen}",
+            exactness=_APPROXIMATE,
+            says=f"weights of linear layers that do not train are rounded to {chosen} once, when they move home: bitwise plain PyTorch on the rounded ones",
+            used=lambda plan, profile, allow, chosen=chosen: (
+                _few_bits(plan, profile, allow) if plan.frozen_format is chosen else None
+            ),
+            allowance=chosen.allowance,
+        )
+        for chosen in FrozenFormat
+        if chosen is not FrozenFormat.GIVEN
     ),
 )
 """All techniques, the most exact first.

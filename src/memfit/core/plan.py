@@ -15,6 +15,7 @@ from typing import Any, cast
 from memfit.core.aliases import own_field, own_word
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError
+from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.precision import ComputeDtype
 from memfit.core.saved_policies import Saved
 from memfit.core.shares import Share
@@ -169,6 +170,8 @@ class Plan:
             stochastically when they are updated (`homes.rounded`).
         state_format: number format of optimizer states at home; see `core.state_formats`, [Note:
             state formats].
+        frozen_format: number format of frozen linear weights at home; see `core.frozen_formats`,
+            [Note: frozen weights in few bits].
         ranks: number of processes that train the model together, each with rows of its own (data
             parallel).
     """
@@ -186,6 +189,7 @@ class Plan:
     splits_masters: bool = False
     drops_masters: bool = False
     state_format: StateFormat = StateFormat.GIVEN
+    frozen_format: FrozenFormat = FrozenFormat.GIVEN
     ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -204,6 +208,13 @@ class Plan:
         if self.drops_masters and (self.compute_dtype is not ComputeDtype.BFLOAT16 or self.splits_masters):
             raise PlanError(
                 "drops_masters needs compute_dtype='bfloat16' and splits_masters=false: there are no masters then"
+            )
+        if self.frozen_format is not FrozenFormat.GIVEN and (
+            self.compute_dtype.has_masters or self.is_atomic or self.ranks > 1
+        ):
+            raise PlanError(
+                f"frozen_format={str(self.frozen_format)!r} is for weights in the dtype they came in, of one process, without versions: say "
+                "compute_dtype='given', is_atomic=false and ranks=1, or leave it out"
             )
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise PlanError(f"loss_chunk_tokens must be at least 1, not {self.loss_chunk_tokens}")
@@ -383,7 +394,7 @@ class Plan:
 _WORDS: dict[str, type[StrEnum | Tier | Saved]] = {
     "weight_home": Tier, "gradient_home": Tier, "state_home": Tier, "update_on": Tier, "saved": Saved, "saved_home": Tier,
     "boundary_home": Tier, "order": Order, "update": UpdateTime,
-    "compute_dtype": ComputeDtype, "state_format": StateFormat,
+    "compute_dtype": ComputeDtype, "state_format": StateFormat, "frozen_format": FrozenFormat,
     "weights_over": Share, "gradients_over": Share, "states_over": Share,
 }  # fmt: skip
 

@@ -85,12 +85,16 @@ class BlockProfile:
         parameters: in the order of `named_parameters`; each parameter of the model is in exactly
             one block.
         is_spanning: a weight is read by code between calls, so the block must stay on the device.
+        encoded: names of frozen parameters that rest in few bits (`core.frozen_formats`).
+        encoded_bytes: bytes of the home of all of the block's weights then; 0: none is encoded.
     """
 
     name: str
     kind: str
     parameters: tuple[TensorProfile, ...]
     is_spanning: bool = False
+    encoded: frozenset[str] = frozenset()
+    encoded_bytes: int = 0
 
     @property
     def trains(self) -> bool:

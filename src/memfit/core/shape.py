@@ -107,7 +107,9 @@ def describe_step(plan: Plan, profile: Profile) -> StepShape:
         leaves=tuple(leaves),
         tail_segment=tail,
         visiting=frozenset(
-            i for i, name in enumerate(names) if not plan.block(name).rests_whole_on_device and i not in spanning
+            i
+            for i, b in enumerate(profile.blocks)
+            if (b.encoded_bytes or not plan.block(b.name).rests_whole_on_device) and i not in spanning
         ),
         trainable=tuple(sorted(trains)),
         loose=frozenset(trains & spanning | trains - called),

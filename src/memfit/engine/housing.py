@@ -15,9 +15,10 @@ Changes that are made between two steps (`job.weights()`, `load_state_dict`) are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -25,6 +26,7 @@ from memfit.core.errors import PlanError, StoreError
 from memfit.core.plan import Plan
 from memfit.core.tiers import Tier
 from memfit.homes import ByteHome
+from memfit.homes.encoded_weights import EncodedWeights, layout_at_home
 from memfit.homes.exchanged_gradients import ExchangedGradients
 from memfit.homes.factories import HomeFactory, HomeRequest
 from memfit.homes.gradients import GradientHomes
@@ -51,6 +53,7 @@ class House:
         factories: factories of homes, by tier; closed with the house.
         keeps_gradients: gradients can be read after the step.
         keeps_norms: gradients are clipped by their norm.
+        encoded: by block, the names of the frozen weights that rest in the plan's format.
         sharing: of the homes between ranks; None: this process is alone.
 
     Attributes:
@@ -71,9 +74,11 @@ class House:
         *,
         keeps_gradients: bool,
         keeps_norms: bool,
+        encoded: Mapping[str, Collection[str]] = MappingProxyType({}),
         sharing: Sharing | None = None,
     ) -> None:
         self.plan = plan
+        self._encoded = dict(encoded)
         self._sharing = sharing
         self.placed: dict[str, tuple[int, ByteHome]] = {}
         self.blocks = tuple(blocks)
@@ -124,8 +129,11 @@ class House:
         versioned = self.plan.is_atomic
         ends = tuple(slot.offset_bytes + slot.nbytes for slot in block.slots)
         master_ends = tuple(slot.master_offset_bytes + slot.master_nbytes for slot in block.slots)
+        nbytes, encoded = block.nbytes, self._encoded.get(name)
+        if encoded:
+            _, ends, nbytes = layout_at_home(block, self.plan.frozen_format, encoded)
         yield HomeRequest(
-            region=weight_region(name), nbytes=block.nbytes, tier=homes.weight_home, tag="weight", ends=ends,
+            region=weight_region(name), nbytes=nbytes, tier=homes.weight_home, tag="weight", ends=ends,
             is_versioned=versioned, is_updated_on_host=block.updates_on_host,
         )  # fmt: skip
         if block.has_masters and not self.plan.drops_masters:
@@ -196,6 +204,8 @@ class House:
 
     def _weight_homes(self, block: BlockWeights) -> tuple[ByteHome, ByteHome | None]:
         home = self._place(weight_region(block.name))
+        if encoded := self._encoded.get(block.name):
+            home = EncodedWeights(block, home, self.plan.frozen_format, encoded)
         if not block.has_masters:
             return home, None
         if self.plan.drops_masters:

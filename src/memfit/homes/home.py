@@ -118,10 +118,12 @@ class ByteHome(Protocol):
         bytes: the storage that holds all of it, if this process has one (copies of a stream may be
             under way in it); None: only `read` reaches the bytes.
         is_shared: processes share it, and this one holds a range.
+        is_encoded: its bytes are not those of a visit, which is decoded from them.
     """
 
     tier: Tier
     nbytes: int
+    is_encoded: bool = False
 
     @property
     def memory(self) -> torch.UntypedStorage | None:

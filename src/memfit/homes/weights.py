@@ -479,7 +479,7 @@ def begin_write_masters(home: ByteHome, slot: ParameterSlot, dense: torch.Tensor
 
 
 def _rests_here(home: ByteHome) -> bool:
-    return home.tier is Tier.DEVICE and not home.is_shared
+    return home.tier is Tier.DEVICE and not home.is_shared and not home.is_encoded
 
 
 def _dense_stride(name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:

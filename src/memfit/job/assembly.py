@@ -334,6 +334,7 @@ def assemble(
         ),
         keeps_gradients=setup.keeps_gradients,
         keeps_norms=setup.clips_norm,
+        encoded={block.name: block.encoded for block in planned.prepared.profile.blocks if block.encoded},
         sharing=sharing,
     )
     made = Assembly(planned, house, noise=noise, scaler=scaler)

@@ -15,8 +15,9 @@ from memfit.core.precision import FP16_WEIGHTS, WITHOUT_MASTERS, ComputeDtype
 from memfit.core.profile import Profile
 from memfit.core.recomputable import check_again
 from memfit.core.tiers import Tier
+from memfit.job.few_bits import STATE_FORMATS
 from memfit.job.machine import Machine
-from memfit.job.problem import STATE_FORMATS, Problem, unfit_for
+from memfit.job.problem import Problem, unfit_for
 
 
 def check_tiers(plan: Plan, machine: Machine) -> None:

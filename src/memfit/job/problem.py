@@ -35,6 +35,7 @@ from memfit.engine.seeding import check_result
 from memfit.homes.optimizer_states import StoredStates, embedding_names, stored_states
 from memfit.huggingface.noop_cache import CacheChoice, CacheUse, HandedBackError, Noted, asks_for_caches
 from memfit.huggingface.vision import vision_way
+from memfit.job.few_bits import check_frozen, with_frozen
 from memfit.job.machine import device_of
 from memfit.job.setting import training_setting
 from memfit.optimizers import AwayStates, OptimizerDriver, UpdateKind
@@ -43,17 +44,11 @@ from memfit.profiling.measuring import Watch, Workspaces
 from memfit.profiling.trace import profile_step
 from memfit.tensors.trees import tensors_in
 
-STATE_FORMATS = tuple(one for one in StateFormat if one is not StateFormat.GIVEN)
 _HOST = torch.device("cpu")
 _PLAN_LIMIT_BYTES = 64 * MIB
 
 # The user's model is of the user's class, which their function may name.
 Loss = Callable[[Any, Any], Any]
-
-
-def encodes_states(allow: Collection[str]) -> bool:
-    """Tells whether optimizer states may rest in fewer bits."""
-    return any(one.allowance in allow for one in STATE_FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +156,7 @@ class Problem:
         traced = self.profile(
             batch, counts, chunk_tokens=plan.loss_chunk_tokens, compute=compute, checks_repeat=checks_repeat
         )
-        return self.with_states(traced, compute, plan.state_format)
+        return with_frozen(self.model, self.with_states(traced, compute, plan.state_format), plan.frozen_format)
 
     def profile(
         self,
@@ -456,6 +451,7 @@ def check_precision(plan: Plan, model: nn.Module, allow: Collection[str]) -> Non
             f"the plan keeps optimizer states in {plan.state_format}, which changes the arithmetic: "
             f'fit(..., allow={{"{plan.state_format.allowance}"}}) permits it'
         )
+    check_frozen(plan, allow)
     if plan.compute_dtype is ComputeDtype.GIVEN:
         return
     needed, how = {

@@ -109,7 +109,9 @@ class OptimizerDriver:
         """
         entry = self._entry(name)
         chosen = device or entry.parameter.device
-        return narrowed(self._verdicts[entry.group], dtype or (self._master_dtype or entry.parameter.dtype), chosen.type)
+        return narrowed(
+            self._verdicts[entry.group], dtype or (self._master_dtype or entry.parameter.dtype), chosen.type
+        )
 
     def state_layout(self, name: str, dtype: torch.dtype | None = None) -> tuple[StateTensor, ...]:
         """The states that this parameter has after its first steps, without allocating anything of

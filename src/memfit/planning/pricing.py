@@ -319,12 +319,15 @@ def _loads_of_block(plan: Plan, question: PlanQuestion, shape: StepShape, block:
     weight = flat_weight_bytes(profiled)
     moved_s: dict[tuple[Tier, str], float] = {}
     resident = 0 if block in shape.visiting else weight
+    if homes.weight_home is Tier.DEVICE:
+        resident += profiled.encoded_bytes
     if homes.state_home is Tier.DEVICE:
         resident += profile.resting_state_bytes(profiled.name) + master_home_bytes(plan, profiled)
     if homes.gradient_home is Tier.DEVICE and (question.clips_norm or block in shape.loose):
         resident += profiled.gradient_bytes
-    if block in shape.visiting:
-        _add(moved_s, hardware, homes.weight_home, "read", weight * _least_visits(plan, shape, block))
+    if block in shape.visiting and homes.weight_home is not Tier.DEVICE:
+        moved = profiled.encoded_bytes or weight
+        _add(moved_s, hardware, homes.weight_home, "read", moved * _least_visits(plan, shape, block))
     if block not in shape.trainable:
         return Loads(work_s=0.0, host_s=0.0, moved_s=moved_s, resident_bytes=resident)
     if homes.gradient_home is not Tier.DEVICE:

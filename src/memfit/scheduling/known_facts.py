@@ -45,7 +45,16 @@ class KnownFacts:
             key: what else it depends on.
             find: finds it.
         """
-        whole = name, plan.block(name), plan.ranks, plan.splits_masters, plan.drops_masters, plan.state_format, key
+        whole = (
+            name,
+            plan.block(name),
+            plan.ranks,
+            plan.splits_masters,
+            plan.drops_masters,
+            plan.state_format,
+            plan.frozen_format,
+            key,
+        )
         return self.found(whole, find)
 
     def found(self, key: Any, find: Callable[[], _FoundT]) -> _FoundT:

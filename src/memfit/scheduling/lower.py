@@ -191,7 +191,12 @@ class _Lowering:
         self._updates_on_host = [homes.updates_on_host(device) for homes in self._homes]
         self._loose = tuple(sorted(shape.loose))
         self._adds_to = [tuple(sorted({*blocks, *shape.loose})) for blocks in shape.contributes]
-        self._weight_bytes = [flat_weight_bytes(block) for block in profile.blocks]
+        # Encoded bytes that come from elsewhere are there until they are decoded: counted with the
+        # visit.
+        self._weight_bytes = [
+            flat_weight_bytes(block) + (0 if homes.weight_home is Tier.DEVICE else block.encoded_bytes)
+            for block, homes in zip(profile.blocks, self._homes, strict=True)
+        ]
         self._visiting: set[int] = set()
         # Backwards of the running tail that are still to come.
         self._tail_left = 0
@@ -458,7 +463,7 @@ class _Lowering:
         self._draft.waits = [token for kind in kinds for token in self._given if token.kind == kind]
 
     def _is_here(self, block: int) -> bool:
-        is_resting = self._homes[block].weight_home is Tier.DEVICE
+        is_resting = self._homes[block].weight_home is Tier.DEVICE and not self._profile.blocks[block].encoded_bytes
         return block in self._visiting or block not in self._shape.visiting or is_resting
 
     def _waits(self, kind: str, block: int) -> list[Token]:

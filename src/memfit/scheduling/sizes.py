@@ -86,7 +86,11 @@ def cut_of(plan: Plan, profile: Profile, block: BlockProfile) -> BlockCut:
 
 
 def weight_home_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
-    """Bytes of a block's weights at home: all of them, or a rank's share, the largest."""
+    """Bytes of a block's weights at home: all of them, or a rank's share, the largest. Where some
+    rest in few bits, of what they rest in.
+    """
+    if block.encoded_bytes:
+        return block.encoded_bytes
     if plan.block(block.name).weights_over is Share.WHOLE:
         return flat_weight_bytes(block)
     return cut_of(plan, profile, block).largest([p.nbytes for p in block.parameters])
