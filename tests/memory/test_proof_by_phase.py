@@ -18,6 +18,7 @@ import memfit
 from memfit.core.phase_proof import PhaseProof
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
+from memfit.files.writer import PIECE_BYTES
 
 MIB = 1 << 20
 DISK = BlockPlan(weight_home=Tier.DISK, state_home=Tier.DISK)
@@ -70,11 +71,11 @@ def test_every_phase_is_predicted_and_measured_and_a_resumed_job_says_resume(tmp
         check(phase)
     weights = 2 * (2 * 256 * 1024 + 1024 + 256) * 4
     by_name = {phase.name: phase for phase in phases}
-    # An evaluation makes no gradients; a save needs two pieces of 8 MiB at most.
+    # An evaluation makes no gradients; a save needs two pieces of 2 MiB at most.
     assert by_name["evaluate"].predicted_tensor_bytes is not None
     assert (by_name["steady"].predicted_tensor_bytes or 0) - by_name["evaluate"].predicted_tensor_bytes >= weights // 2
     at_rest = 0 if plan.blocks else 3 * weights
-    assert at_rest <= (by_name["save"].predicted_tensor_bytes or 0) - 2 * 8 * MIB
+    assert at_rest <= (by_name["save"].predicted_tensor_bytes or 0) - 2 * PIECE_BYTES
     page = (tmp_path / "report.html").read_text()
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
     assert [(p["name"], p["measured_bytes"]) for p in data["phases"]] == [(p.name, p.measured_bytes) for p in again]

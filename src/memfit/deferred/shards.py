@@ -26,7 +26,7 @@ class WeightFiles(ClosesAtExit):
     packed and cut tensors, the base model's prefix, tied weights under any of their names
     (`memfit.huggingface.conversions`).
 
-    Memory: the headers; a piece of 8 MiB while a tensor is read; see `Matched.read` for the rare
+    Memory: the headers; a piece of 2 MiB while a tensor is read; see `Matched.read` for the rare
     layouts that take more.
 
     Args:

@@ -51,7 +51,7 @@ class CheckpointFile(TensorFile):
 
     See [Note: places in a checkpoint].
 
-    Memory: the pickle's objects; one piece of 8 MiB while a tensor is read; a tensor of another
+    Memory: the pickle's objects; one piece of 2 MiB while a tensor is read; a tensor of another
     memory order than row-major comes whole.
 
     Args:

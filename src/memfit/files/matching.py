@@ -59,7 +59,7 @@ class Matched:
     def read(self, into: torch.Tensor) -> None:
         """Reads the values into a tensor of its shape; floats convert to its dtype.
 
-        Memory: one piece of 8 MiB. A tensor of the file that is cut across its rows comes whole for
+        Memory: one piece of 2 MiB. A tensor of the file that is cut across its rows comes whole for
         a moment; where transformers does more than move elements, all inputs of the conversion do,
         and what it makes of them.
 

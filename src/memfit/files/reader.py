@@ -33,7 +33,7 @@ from memfit.tensors.trees import new_storage, typed_view
 class TensorFile(ClosesAtExit):
     """An open file.
 
-    Memory: the header; one piece of 8 MiB while a tensor is read. The page cache is emptied behind
+    Memory: the header; one piece of 2 MiB while a tensor is read. The page cache is emptied behind
     the reading.
 
     Args:

@@ -24,7 +24,7 @@ from memfit.store.transfer import move
 from memfit.tensors.container import Header
 from memfit.tensors.trees import new_storage
 
-PIECE_BYTES = 8 * MIB
+PIECE_BYTES = 2 * MIB
 """Size of one of the two buffers, alignment included."""
 
 

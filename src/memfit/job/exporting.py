@@ -83,7 +83,7 @@ def export_run(
     settings and random numbers that it had; registered objects are those of the step before, for
     what the loop did after the step is not in the store.
 
-    Memory: two pieces of 8 MiB. All that is committed is compared with its checksums first. Nothing
+    Memory: two pieces of 2 MiB. All that is committed is compared with its checksums first. Nothing
     is changed in the store, and no right to is needed.
 
     Args:

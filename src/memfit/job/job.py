@@ -273,7 +273,7 @@ class Job(WatchedJob):
         On several ranks all call it with the same directory; rank 0 writes one set of files, of
         pieces that it gathers.
 
-        Memory: two pieces of 8 MiB.
+        Memory: two pieces of 2 MiB.
 
         Args:
             directory: its save is replaced atomically when all is written; an interrupted save
@@ -332,7 +332,7 @@ class Job(WatchedJob):
         steps, and random generators. All of it is compared with the model and the optimizer before
         anything is changed.
 
-        Memory: one parameter, in its master's dtype; its states; a piece of 8 MiB.
+        Memory: one parameter, in its master's dtype; its states; a piece of 2 MiB.
 
         Args:
             source: as in `fit(weights=...)`.

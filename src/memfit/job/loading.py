@@ -83,7 +83,7 @@ def load(
     All names, shapes, dtypes and settings are compared before the first byte is changed; sizes that
     files tell are checked against their lengths before anything is allocated.
 
-    Memory: one piece of 8 MiB, and the optimizer's states, which come into being.
+    Memory: one piece of 2 MiB, and the optimizer's states, which come into being.
 
     Args:
         directory: that `job.save` wrote.

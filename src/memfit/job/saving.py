@@ -101,7 +101,7 @@ def save_job(
     An interrupted save leaves the directory as it was; see [Note: how a directory is replaced].
     Files of others in it stay.
 
-    Memory: two pieces of 8 MiB; one slice more for a weight away whose memory order is not
+    Memory: two pieces of 2 MiB; one slice more for a weight away whose memory order is not
     row-major.
 
     Args:
