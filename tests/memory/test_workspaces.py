@@ -24,7 +24,10 @@ from memfit.allocator import Allocator, install
 from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES
 from memfit.core.units import MIB
 from memfit.huggingface.causal_loss import chunked_cross_entropy
+from memfit.profiling import measuring
+from memfit.profiling.kernels_used import KernelsUsed
 from memfit.profiling.measuring import Workspaces
+from memfit.profiling.operation_facts import facts_of
 from memfit.profiling.traced_trees import operator_tensors
 
 # Operations on less than 64 KiB are not looked at, and what they take beyond their arguments is small too.
@@ -253,3 +256,38 @@ def test_products_in_bf16_of_ever_other_shapes_do_not_make_the_process_grow_for_
         [sys.executable, "-c", VARIED_SHAPES], check=True, capture_output=True, text=True, env=environment
     )
     assert int(done.stdout) <= 1.1 * KERNELS_KEPT * PRODUCT_KERNEL_BYTES  # 200 MiB where nothing bounds them
+
+
+def test_an_operator_that_the_table_knows_runs_once_in_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, so that its code is in memory when a limit's base is measured; what it takes is still the table's."""
+    monkeypatch.setattr(measuring, "_have_run", set())
+    runs: list[int] = []
+
+    def watch(run: Callable[[], object]) -> int:
+        before = torch.get_rng_state()
+        run()
+        runs.append(int(not torch.equal(before, torch.get_rng_state())))
+        return 1 << 30
+
+    workspaces, random = Workspaces(watch), torch.get_rng_state()
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        values = torch.empty(4096, 4096, dtype=dtype, device="cpu")
+        assert workspaces.bytes_of(aten.tanh.default, (values,), {}, values) == 0
+    assert len(runs) == 2
+    drawn = torch.empty(8)
+    assert workspaces.bytes_of(aten.uniform_.default, (drawn,), {}, drawn) == 0
+    assert torch.equal(random, torch.get_rng_state())
+    view = torch.empty(8, 8)
+    workspaces.bytes_of(aten.view.default, (view, [64]), {}, view.view(64))
+    assert len(runs) <= 3, "a view runs nothing"
+
+
+def test_experts_in_fp32_compile_nothing_and_in_bf16_any_sizes() -> None:
+    """The sizes of their products follow the tokens; only oneDNN, in bf16, keeps a kernel for each."""
+    for dtype, kept in ((torch.float32, 0), (torch.bfloat16, KERNELS_KEPT * PRODUCT_KERNEL_BYTES)):
+        used = KernelsUsed()
+        rows, weight = torch.empty(16, 64, dtype=dtype), torch.empty(2, 64, 64, dtype=dtype)
+        out = torch.empty(16, 64, dtype=dtype)
+        func, offsets = aten._grouped_mm.default, torch.tensor([8, 16], dtype=torch.int32)
+        used.note(func, facts_of(func, (rows, weight, offsets), {}, [rows, weight, offsets], out, Workspaces()))
+        assert used.nbytes == kept

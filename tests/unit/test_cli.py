@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 from memfit.cli import app
@@ -45,6 +46,21 @@ def test_profile_shows_blocks_categories_and_the_largest_saved_tensors() -> None
     assert "_log_softmax" in text
     assert "predicted peak of a plain step" in text
     told = json.loads(run_streams("profile", *RECIPE, "--json", "-"))
+    # Each row's last figure is the line of the program that made it.
+    whole = {row[0]: row[3] for row in told["largest_saved"]}
+    activation = next(line for what, line in whole.items() if "aten.tanh" in what)
+    path, number = activation.rsplit(":", maxsplit=1)
+    code = (Path(transformers.__file__).parents[1] / path).read_text().splitlines()[int(number) - 1]
+    assert "tanh" in code
+    for row in told["break_even"]:
+        # Over a link of that speed, away and back take as long as making it again.
+        speed, again_s = row["break_even_bytes_per_s"], row["recompute"]["s"]
+        assert again_s is None or 2 * row["nbytes"] / speed == pytest.approx(again_s)
+        assert row["keep"]["idle_byte_s"] == pytest.approx(
+            row["count"] * row["nbytes"] * row["keep"]["idle_s"], rel=1.0
+        )
+        assert row["reload"]["s"]["disk"] > 0
+    assert any("transformer.h." in row["saved_by"] for row in told["break_even"])
     assert dict(told["plain"])["weights"] == 134_912 * 4
     assert {row["name"]: (row["count"], row["weight_bytes"]) for row in told["blocks"]}["transformer.h.0-1"] == (
         2,

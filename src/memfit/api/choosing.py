@@ -34,6 +34,7 @@ from memfit.core.work_kinds import summed
 from memfit.huggingface.causal_loss import LossNotChunkedError, known_head, knows_loss
 from memfit.job.described import PlannedMachine
 from memfit.job.few_bits import STATE_FORMATS, with_frozen
+from memfit.job.machine import library_bytes_to_come
 from memfit.job.problem import Problem, unfit_for
 from memfit.planning.plan_choice import PlanChoice
 from memfit.planning.planner import choose_plan
@@ -366,8 +367,9 @@ class _Search:
         mixes_below: float = 0.0,
     ) -> PlanChoice:
         wanted, machine = self._wanted, self._machine
-        # In another dtype other kernels are compiled, and kept.
-        more = max(0, profile.kernel_bytes - self._first.kernel_bytes) if machine.counts_process else 0
+        # In another dtype other kernels are compiled, and kept, by libraries that are yet to begin.
+        more = max(0, profile.kernel_bytes - self._first.kernel_bytes)
+        more = more + library_bytes_to_come(profile.libraries) if machine.counts_process else 0
         budget = replace(self._budget, base_bytes=self._budget.base_bytes + more)
         checks = wanted.checks_split and "nonadditive-loss" not in wanted.allow
         return choose_plan(

@@ -62,7 +62,7 @@ def begin_given(setup: Setup, sample: Any, plan: Plan) -> StepRunner:
 
     def begin(own: Setup) -> StepRunner:
         found = trace(own, sample, plan)
-        budget = own.budget(sample, found)
+        budget = own.budget(sample, found, plan)
         _check_fits(own, sample, plan, found, budget)
         planned = make_planned(own, sample, plan, "given by the user.", found, budget, why="the plan was given")
         return _begin_checked(planned, sample, found)
@@ -86,7 +86,7 @@ def begin_resumed(setup: Setup, sample: Any, plan: Plan) -> tuple[StepRunner, st
             return None
         why = "it is the plan that the run had"
         return _begin_checked(
-            make_planned(own, sample, plan, stored_reason(run), found, own.budget(sample, found), why=why),
+            make_planned(own, sample, plan, stored_reason(run), found, own.budget(sample, found, plan), why=why),
             sample,
             found,
         )
@@ -118,7 +118,7 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
         plan = Plan(update=update_time(found, clips_norm=False))
         reason = "no limit was given: everything stays on the device."
         return _begin_checked(
-            make_planned(own, sample, plan, reason, found, own.budget(sample, found), why=""), sample, found
+            make_planned(own, sample, plan, reason, found, own.budget(sample, found, plan), why=""), sample, found
         )
     setup.hardware()  # measured before anything is traced
     why, whole = "", None
@@ -138,7 +138,7 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
         )
         try:
             reason = chosen.reason + note + remark(chosen.plan)
-            budget = own.budget(sample, chosen.profile)
+            budget = own.budget(sample, chosen.profile, chosen.plan)
             planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, why=chosen.why)
             return _begin_checked(planned, sample, chosen.profile)
         except UnsupportedError as error:
@@ -158,7 +158,7 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
         error.add_note(_not_cut(why).strip())
         raise
     reason = f"{chosen.reason}{_not_cut(why)}{remark(chosen.plan)}"
-    budget = own.budget(sample, chosen.profile)
+    budget = own.budget(sample, chosen.profile, chosen.plan)
     planned = make_planned(own, sample, chosen.plan, reason, chosen.profile, budget, adds_up=False, why=chosen.why)
     return begin_steps(planned)
 
@@ -166,7 +166,7 @@ def begin_chosen(setup: Setup, sample: Any, remark: Callable[[Plan], str] = lamb
 def _begin_lines(setup: Setup, sample: Any, remark: Callable[[Plan], str]) -> StepRunner:
     own = cut_by_lines(setup)
     plan, why, found = plan_of_lines(own, sample, partial(_choose, may_split=True))
-    planned = make_planned(own, sample, plan, why + remark(plan), found, own.budget(sample, found), why="")
+    planned = make_planned(own, sample, plan, why + remark(plan), found, own.budget(sample, found, plan), why="")
     return _begin_checked(planned, sample, found)
 
 

@@ -48,7 +48,7 @@ def profile(
 
         found = profile_step(source.model, source.optimizer, source.loss, source.sample)
         there = None
-        if machine.is_named:
+        if machine.is_named or json is not None:
             there = advise(
                 source.model,
                 source.optimizer,
@@ -63,13 +63,14 @@ def profile(
     console.print()
     _print_blocks(console, found, trace)
     _print_categories(console, found, trace)
-    if there is not None:
+    if there is not None and machine.is_named:
         _print_there(console, there)
     _print_untiled_attention(console, trace)
     if largest:
-        saved = _shared_rows((what, (format_bytes(nbytes),)) for what, nbytes in trace.largest_saved)
-        rows = [(what, *_each(figures, count)) for what, figures, count in saved[:largest]]
-        print_table(console, "Largest tensors saved for backward", ("operation", "bytes"), rows)
+        lines = trace.made_at
+        saved = _shared_rows((what, (lines.get(what, ""), format_bytes(n))) for what, n in trace.largest_saved)
+        rows = [(what, line, *_each((size,), count)) for what, (line, size), count in saved[:largest]]
+        print_table(console, "Largest tensors saved for backward", ("operation", "line", "bytes"), rows)
     if graph is not None:
         write_graph(graph, graph_of, source.name, found)
         console.print(f"the training graph is in {graph}", markup=False)
@@ -94,7 +95,31 @@ def _data(name: str, found: Profile, trace: TraceProfile, there: Advice | None) 
             "capacity_bytes": there.hardware.device_bytes,
             "seconds": there.timeline.seconds,
         }
+        told["break_even"] = _break_even(there, name)
     return told
+
+
+def _break_even(there: Advice, name: str) -> list[dict[str, Any]]:
+    """Rows of what is saved for backward: what keeping it, moving it away and back, or making it
+    again costs on that machine; see `report.lifetime_data`, [Note: break-even].
+    """
+    from memfit.cli.report_command import subject_of_advice
+    from memfit.report.lifetime_data import lifetime_data
+
+    rows = lifetime_data(subject_of_advice(there, name, clips_norm=False))["storages"]
+    return [
+        {
+            "made_by": row["made_by"],
+            "saved_by": row["saved_by"],
+            "count": row["count"],
+            "nbytes": row["nbytes"],
+            "keep": {"idle_s": max(0.0, row["again_s"] - row["used_s"]), "idle_byte_s": row["idle_byte_s"]},
+            "reload": {"s": row["reload_s"]},
+            "recompute": {"s": row["recompute_s"]},
+            "break_even_bytes_per_s": row["break_even_bytes_per_s"],
+        }
+        for row in rows
+    ]
 
 
 def _print_there(console: Console, there: Advice) -> None:

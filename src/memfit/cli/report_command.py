@@ -51,7 +51,9 @@ def report(
     _print_tables(console, source.name, advice, largest)
     if html is not None or perfetto is not None or json is not None:
         with console.status("drawing"):
-            _write_files(_subject(advice, source.name, clips_norm=decisions.clip is not None), html, perfetto, json)
+            _write_files(
+                subject_of_advice(advice, source.name, clips_norm=decisions.clip is not None), html, perfetto, json
+            )
     if html is not None:
         console.print(f"the page is in {html}", markup=False, soft_wrap=True)
     if perfetto is not None:
@@ -93,8 +95,8 @@ def _write_files(subject: ReportSubject, html: Path | None, perfetto: Path | Non
         print_json(json, data)
 
 
-def _subject(advice: Advice, title: str, *, clips_norm: bool) -> ReportSubject:
-    """Puts together what the files say."""
+def subject_of_advice(advice: Advice, title: str, *, clips_norm: bool) -> ReportSubject:
+    """Puts together what files about a plan say."""
     from memfit.job.reporting import report_subject
     from memfit.report.subject import PlanPoint
 

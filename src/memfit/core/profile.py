@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from memfit.core.layout import flat_layout
+from memfit.core.limits import KERNELS_KEPT, PRODUCT_KERNEL_BYTES
 from memfit.core.saved_policies import Saved
 from memfit.core.showing import html_table
 from memfit.core.storage_profile import StorageProfile
 from memfit.core.units import format_bytes
+from memfit.core.untiled_attention import UntiledAttention
 from memfit.core.work_kinds import Work
 
 _BLOCKS_SHOWN = 30
@@ -252,24 +254,6 @@ class CallProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UntiledAttention:
-    """Attention that saves its probabilities for backward, instead of making them again in tiles.
-
-    Attributes:
-        call: index of the call in whose segment it ran.
-        module: dotted name of the module.
-        saved_bytes: the probabilities, and dropout's mask and result where there are any.
-        tiled_bytes: what a tiled kernel saves in their place, a number in fp32 for each row. Q, K
-            and V are saved either way.
-    """
-
-    call: int
-    module: str
-    saved_bytes: int
-    tiled_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceProfile:
     """One microbatch of `rows` rows, traced forward and backward.
 
@@ -291,9 +275,13 @@ class TraceProfile:
             meter from outside shows.
         largest_saved: (operation and shape, bytes) of the largest saved tensors, largest first:
             those of at most 20 kinds, where names that differ in a number are of one kind.
+        made_at: lines of the program that made these, by their operation and shape: each one's, of
+            several the first that made one.
         untiled_attention: attention that bypasses tiled kernels, in forward order.
         prologue_work, seed_work: amounts by class in segment -1, and in the backward of the loss.
         kernel_bytes: taken by libraries, outside of tensors, for the kernels that it runs.
+        libraries: names of those libraries that take memory when they first compute, a key of
+            `core.limits.LIBRARY_BYTES` each.
     """
 
     rows: int
@@ -307,10 +295,12 @@ class TraceProfile:
     whole_peak_bytes: int = 0
     plain_peak_bytes: int = 0
     largest_saved: tuple[tuple[str, int], ...] = ()
+    made_at: Mapping[str, str] = field(default_factory=dict[str, str])
     untiled_attention: tuple[UntiledAttention, ...] = ()
     prologue_work: Work = ()
     seed_work: Work = ()
     kernel_bytes: int = 0
+    libraries: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         saved = sum(self.saved_bytes(call.index) for call in self.calls)
@@ -453,8 +443,24 @@ class Profile:
 
     @property
     def kernel_bytes(self) -> int:
-        """Most bytes that libraries take for the kernels that a step runs."""
+        """Most bytes that libraries take for the kernels of a microbatch."""
         return max((trace.kernel_bytes for trace in self.traces.values()), default=0)
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Names of the libraries that a step computes with; see `TraceProfile.libraries`."""
+        return tuple(sorted({name for trace in self.traces.values() for name in trace.libraries}))
+
+    def kernel_bytes_of(self, microbatches: int) -> int:
+        """Returns the bytes of the kernels of a step: microbatches of two sizes have kernels each,
+        of which as many are kept as of any shapes.
+        """
+        rows, more = divmod(self.batch_rows, microbatches)
+        largest = self.traces.get(rows + bool(more))
+        if largest is None or not (more and self.rows_are_alike):
+            return self.kernel_bytes if largest is None else largest.kernel_bytes
+        both = largest.kernel_bytes + self.traces.get(rows, largest).kernel_bytes
+        return min(both, max(largest.kernel_bytes, KERNELS_KEPT * PRODUCT_KERNEL_BYTES))
 
     @property
     def has_masters(self) -> bool:

@@ -112,7 +112,9 @@ def plan_for(
     opened = open_machine(device, limits, is_emulated=is_emulated)
     return PlannedFor(
         machine=opened,
-        budget=lambda found: opened.planned_budget(model, beside, kernel_bytes=found.kernel_bytes),
+        budget=lambda found: opened.planned_budget(
+            model, beside, kernel_bytes=found.kernel_bytes, libraries=found.libraries
+        ),
         load_bytes=opened.load_bytes(model) if loads else 0,
         here=opened if hardware is None else None,
     )

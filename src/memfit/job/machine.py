@@ -16,7 +16,7 @@ import torch
 
 from memfit import devices
 from memfit.allocator import Allocator, FallbackAllocator, install, tame_malloc
-from memfit.allocator.compiled_kernels import bound_kernels
+from memfit.allocator.compiled_kernels import bound_kernels, compute_once, is_to_compute
 from memfit.allocator.kernel import REFUSALS, KernelLimit, is_refusal, refusal_words
 from memfit.core.errors import LimitBreachError, MemfitWarning, TierUnavailableError, UsageError
 from memfit.core.hardware import Hardware
@@ -24,6 +24,7 @@ from memfit.core.limits import (
     DEVICE_RESERVE_BYTES,
     EMULATED_RESERVE_BYTES,
     FIRST_STEP_BYTES,
+    LIBRARY_BYTES,
     PLANNING_BYTES,
     RESERVE_BYTES,
     RESERVE_BYTES_PER_THREAD,
@@ -170,7 +171,12 @@ class Machine:
         return self._reserve.nbytes()
 
     def planned_budget(
-        self, model: torch.nn.Module, beside: Iterable[torch.Tensor], *, kernel_bytes: int = 0
+        self,
+        model: torch.nn.Module,
+        beside: Iterable[torch.Tensor],
+        *,
+        kernel_bytes: int = 0,
+        libraries: Iterable[str] = (),
     ) -> Budget:
         """Returns what is left to tensors when a model has been traced: what planning takes of the
         process is there, and part of the base.
@@ -181,7 +187,11 @@ class Machine:
             model: its weights may be away.
             beside: as in `budget`.
             kernel_bytes: that a step's kernels take, as traced.
+            libraries: that a step computes with; they compute once before, so that what they take
+                is there.
         """
+        if self.counts_process:
+            compute_once(libraries)
         self._reserve.end_planning(kernel_bytes)
         here = [p for p in model.parameters() if p.device == self.device and not is_away(p)]
         return self.budget([p for p in here if p.untyped_storage().nbytes()], beside)
@@ -394,6 +404,11 @@ def device_of(model: torch.nn.Module) -> torch.device:
             "either, or on the CPU"
         )
     return device
+
+
+def library_bytes_to_come(libraries: Iterable[str]) -> int:
+    """Returns what libraries will take of the process when they first compute."""
+    return sum(LIBRARY_BYTES[name] for name in libraries if is_to_compute(name))
 
 
 class _Reserve:

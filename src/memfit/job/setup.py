@@ -126,11 +126,18 @@ class Setup:
         """`load_bytes`, or what the process held until now where that was more."""
         return max(self.load_bytes, self.machine.held_bytes)
 
-    def budget(self, sample: Any, found: Profile) -> Budget:
-        """Measures what is left to tensors of the device, once the model has been traced."""
+    def budget(self, sample: Any, found: Profile, plan: Plan | None = None) -> Budget:
+        """Measures what is left to tensors of the device, once the model has been traced.
+
+        Args:
+            sample: a batch.
+            found: its profile.
+            plan: that was decided; None: not yet.
+        """
         model = self.problem.model
         held = [*beside(model, self.optimizer, sample)]
-        budget = self.machine.planned_budget(model, held, kernel_bytes=found.kernel_bytes)
+        kernels = found.kernel_bytes if plan is None else found.kernel_bytes_of(plan.microbatches)
+        budget = self.machine.planned_budget(model, held, kernel_bytes=kernels, libraries=found.libraries)
         return beside_loop(budget, counts_process=self.machine.counts_process) if self.has_lines else budget
 
     def cut_by(self, way: Cut) -> Setup:

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from memfit.core.limits import KERNELS_KEPT, LIBRARY_BYTES
+from memfit.core.limits import KERNELS_KEPT
 from memfit.profiling.operation_facts import Facts
 
 # The sizes of their results, or of the products inside them, depend on values.
-_OF_VALUES = {
-    torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._grouped_mm.default,
-}  # fmt: skip
+_OF_VALUES = {torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default}
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class KernelsUsed:
@@ -30,7 +29,8 @@ class KernelsUsed:
 
     def note(self, func: Any, facts: Facts) -> None:
         """Notes an operation."""
-        self._sizes_vary |= func in _OF_VALUES
+        # In fp32 the BLAS computes them, and compiles nothing.
+        self._sizes_vary |= func in _OF_VALUES or (func is _GROUPED and facts.kernel_bytes > 0)
         if facts.kernel_bytes:
             self._kernels[id(facts)] = facts
         if facts.library:
@@ -38,9 +38,13 @@ class KernelsUsed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that libraries take: for as many kernels as are ever kept where sizes depend on
+        """Bytes that libraries keep of kernels: of as many as are ever kept where sizes depend on
         values, so that each step brings other ones.
         """
         found = sorted((facts.kernel_bytes for facts in self._kernels.values()), reverse=True)
-        kept = KERNELS_KEPT * found[0] if found and self._sizes_vary else sum(found[:KERNELS_KEPT])
-        return kept + sum(LIBRARY_BYTES[name] for name in self._libraries)
+        return KERNELS_KEPT * found[0] if found and self._sizes_vary else sum(found[:KERNELS_KEPT])
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Names of the libraries that take memory when they first compute."""
+        return tuple(sorted(self._libraries))

@@ -19,6 +19,12 @@ that was another way too, and the larger one tells what a row takes; where both 
 asked.
 
 Only torch's own operators are tried; others may do more than compute.
+
+[Note: code that comes in]
+The first run of an operator in a dtype brings pages of libraries' code into the process, for good:
+some 10 MiB in a first step. So each that the table knows runs once on small tensors while a step is
+traced. What its code takes is there, then, when the base of a limit is measured, and need not be
+guessed.
 """
 
 from __future__ import annotations
@@ -68,7 +74,11 @@ _CONVOLUTION_AS_IT_IS_BYTES = 4 << 20
 _ROWS_BYTES = 8 << 20
 _MOST_ROW_BYTES = 32 << 20
 # Their kernels trust that sizes belong together, unchecked.
-_NEVER_SMALLER = {aten._fft_c2r}
+_NEVER_SMALLER = {aten._fft_c2r, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
+# See [Note: code that comes in]: operators with the dtypes that they have run in. Of the process.
+_have_run: set[Any] = set()
+# Each shape has its own code, which is counted (`TraceProfile.kernel_bytes`).
+_COMPILED = {*_TABLE_AND_RUNS, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,8 @@ class Workspaces:
         """
         known = workspace_bytes(func, args, out)
         packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
+        if known is not None or packet in _FREE:
+            self._bring_code(func, args, kwargs, out)
         if (known is not None and packet not in _TABLE_AND_RUNS) or self._watch is None:
             return known or 0
         if packet is None or packet in _FREE or func.namespace not in _NAMESPACES:
@@ -145,6 +157,19 @@ class Workspaces:
             return known or _largest_bytes(tensors)
         largest = _largest_bytes(found)
         return law.of(largest) if law.is_exact else max(law.of(largest), known or 0)
+
+    def _bring_code(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Runs an operator once in the dtypes that it is given; see [Note: code that comes in]."""
+        packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
+        is_tried = packet is not None and packet not in _COMPILED | _NEVER_SMALLER and func.namespace in _NAMESPACES
+        if self._watch is None or not is_tried or func.is_view:
+            return
+        found = [*operator_tensors((args, kwargs)), *operator_tensors(out)]
+        key = (func, *(tensor.dtype for tensor in found))
+        if key in _have_run or any(tensor.device.type != "cpu" for tensor in found):
+            return
+        _have_run.add(key)
+        self._run(func, args, kwargs, _halved(found, _SMALL_BYTES, _all))
 
     def _law(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[torch.Tensor]

@@ -23,6 +23,7 @@ from memfit.core.errors import UnsupportedError
 from memfit.core.leaving import is_movable
 from memfit.core.work_kinds import WorkKind
 from memfit.profiling.blocks import ModuleSite
+from memfit.profiling.code_lines import calling_line
 from memfit.profiling.gradient_hooks import GradientReads
 from memfit.profiling.kept import kept_tensors
 from memfit.profiling.kernels_used import KernelsUsed
@@ -186,6 +187,10 @@ class TraceRecorder(TorchDispatchMode):
         results = [out] if type(out) is FakeTensor else list(operator_tensors(out))
         module = self._modules[-1] if self._modules else "the loss"
         made = [self.log.note_made(func, tensor, module) for tensor in results]
+        if not self.log.is_backward:
+            for record in made:
+                if not record.line and record.role is Role.MADE:
+                    record.line = calling_line()
         if self.log.is_backward:
             if kind.is_view:
                 for tensor in results:

@@ -54,6 +54,7 @@ class StorageRecord:
         segment: the one in which it was first seen; the last one, if that was in backward.
         is_backward: it was first seen in backward.
         cause: of one that is made: operation, module, shape, dtype.
+        line: of one that the forward makes: see `code_lines`.
         block: of a weight.
         is_batch: it belongs to the batch.
         saved_inside: calls in which autograd saved it.
@@ -86,6 +87,7 @@ class StorageRecord:
     segment: int
     is_backward: bool
     cause: tuple[Any, ...] = ()
+    line: str = ""
     block: str = ""
     is_batch: bool = False
     saved_inside: set[int] = field(default_factory=set)

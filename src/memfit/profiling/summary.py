@@ -49,6 +49,7 @@ def summarize(
         UnsupportedError: the two forwards are not the same program.
     """
     held = _held_until(step, forward_only)
+    largest = _largest_saved(step)
     ends = _forward_ends(step)
     storages = _storages(step, held)
     backward = _backward_ranges(step, _activations)
@@ -70,11 +71,14 @@ def summarize(
         seed_leaves_bytes=seed.end_bytes,
         whole_peak_bytes=_range(step, 0, len(step.events), _activations).peak_bytes,
         plain_peak_bytes=_range(step, 0, len(step.events), _with_gradients).peak_bytes,
-        largest_saved=_largest_saved(step),
+        largest_saved=tuple((record.description, record.nbytes) for record in largest),
+        # The first one's line remains.
+        made_at={record.description: record.line for record in reversed(largest) if record.line},
         untiled_attention=step.attention.untiled(),
         prologue_work=_work(step.forward, -1),
         seed_work=_backward_work(step.backward, -1),
         kernel_bytes=step.kernels.nbytes,
+        libraries=step.kernels.libraries,
     )
 
 
@@ -399,15 +403,15 @@ def _is_worth_a_record(record: StorageRecord) -> bool:
     return is_noted or outlives_segment
 
 
-def _largest_saved(step: TraceRecorder) -> tuple[tuple[str, int], ...]:
+def _largest_saved(step: TraceRecorder) -> list[StorageRecord]:
     saved: Iterable[StorageRecord] = (
         r for r in step.records if r.role is Role.MADE and (r.saved_inside or r.saved_outside) and not r.is_backward
     )
     # Those of equal layers are of one kind.
-    kinds: dict[tuple[str, str, int], list[tuple[str, int]]] = {}
+    kinds: dict[tuple[str, str, int], list[StorageRecord]] = {}
     for record in sorted(saved, key=lambda r: -r.nbytes):
         head, _, tail = split_number(record.description)
         kind = (head, tail, record.nbytes)
         if kind in kinds or len(kinds) < _MOST_CAUSES:
-            kinds.setdefault(kind, []).append((record.description, record.nbytes))
-    return tuple(one for ones in kinds.values() for one in ones)
+            kinds.setdefault(kind, []).append(record)
+    return [record for records in kinds.values() for record in records]

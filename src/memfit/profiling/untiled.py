@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memfit.core.profile import UntiledAttention
+from memfit.core.untiled_attention import UntiledAttention
 from memfit.profiling.records import Role, StorageRecord
 
 aten = torch.ops.aten

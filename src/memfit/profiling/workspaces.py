@@ -43,6 +43,7 @@ _HALF = (torch.bfloat16, torch.float16)
 # `allocator.compiled_kernels`. Measured on torch 2.13, AVX512: 0.09 to 0.14 MiB with its backward.
 _CONVOLUTION_KERNEL_BYTES = 80 << 10
 _LARGE_PRODUCT_BYTES = 1 << 20
+_WIDE_COLUMNS = 4096
 aten = torch.ops.aten
 
 
@@ -86,14 +87,17 @@ def kernel_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
 
 def library_of(func: Any, out: Any) -> str:
     """Name of the library that computes a product, where it takes memory once for all that it
-    computes: "blas" of those that are not small, "onednn" of those in bf16; else "".
+    computes: "blas" of those that are not small ("blas, wide" of thousands of columns, for which
+    its buffers are larger), "onednn" of those in bf16; else "".
     """
     kind = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
     if kind not in _PRODUCTS or out.device.type != "cpu":
         return ""
     if out.dtype is torch.bfloat16:
         return "onednn"
-    return "blas" if out.nbytes >= _LARGE_PRODUCT_BYTES else ""
+    if out.nbytes < _LARGE_PRODUCT_BYTES:
+        return ""
+    return "blas, wide" if out.shape[-1] >= _WIDE_COLUMNS else "blas"
 
 
 # Masks are read as they are.

@@ -19,9 +19,9 @@ def memory_tables(subject: ReportSubject) -> dict[str, Any]:
 
     Returns:
         "plain": (name, bytes) of plain training; "blocks": rows of `block_rows`; "largest_saved":
-        (operation and shape, bytes of one, number of them); "holders": (category, name, bytes) at
-        the predicted peak; "untiled": modules whose attention bypasses tiled kernels, with what
-        that costs, or None.
+        (operation and shape, bytes of one, number of them, line of the program); "holders":
+        (category, name, bytes) at the predicted peak; "untiled": modules whose attention bypasses
+        tiled kernels, with what that costs, or None.
     """
     tables = profile_tables(subject.profile, trace_of(subject), subject.plan)
     return {**tables, "holders": [[holder.category, holder.name, holder.nbytes] for holder in subject.holders]}
@@ -116,11 +116,11 @@ def _largest_saved(trace: TraceProfile) -> list[list[Any]]:
     """Returns the largest saved tensors; equal ones of modules that differ in a number in one
     row.
     """
-    rows: dict[tuple[int, str, str], list[str]] = {}
+    rows: dict[tuple[int, str, str, str], list[str]] = {}
     for what, nbytes in trace.largest_saved:
         head, _, tail = split_number(what)
-        rows.setdefault((nbytes, head, tail), []).append(what)
-    return [[joined_names(names), nbytes, len(names)] for (nbytes, *_), names in rows.items()]
+        rows.setdefault((nbytes, trace.made_at.get(what, ""), head, tail), []).append(what)
+    return [[joined_names(names), nbytes, len(names), line] for (nbytes, line, *_), names in rows.items()]
 
 
 def _untiled(trace: TraceProfile) -> dict[str, Any] | None:

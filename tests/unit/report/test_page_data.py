@@ -9,11 +9,12 @@ from itertools import accumulate
 import pytest
 
 from memfit.core.plan import CallPlan, Plan, UpdateTime
-from memfit.core.profile import Profile, UntiledAttention
+from memfit.core.profile import Profile
 from memfit.core.rates import rates_of
 from memfit.core.saved_policies import Saved
 from memfit.core.tiers import Tier
 from memfit.core.timeline import Interval, Moment, Timeline
+from memfit.core.untiled_attention import UntiledAttention
 from memfit.core.work_kinds import WorkKind
 from memfit.prediction import predict
 from memfit.report.closed_forms import closed_forms
@@ -157,9 +158,13 @@ def test_equal_saved_tensors_of_equal_layers_stand_in_one_row() -> None:
     profile = gpt_profile(layers=LAYERS)
     alike = [(f"aten.mul in h.{i}.act: (1, 512)", 64) for i in (0, 0, 1, 2)]
     told = (*alike, ("aten.mm in h.0: (2, 2)", 16))
-    traces = {rows: replace(trace, largest_saved=told) for rows, trace in profile.traces.items()}
+    lines = {told[0][0]: "app/model.py:7", told[2][0]: "app/model.py:7", told[3][0]: "app/model.py:7"}
+    traces = {rows: replace(trace, largest_saved=told, made_at=lines) for rows, trace in profile.traces.items()}
     rows = page_data(subject_of(profile=replace(profile, traces=traces)))["memory"]["largest_saved"]
-    assert rows == [["aten.mul in h.0-2.act: (1, 512)", 64, 4], ["aten.mm in h.0: (2, 2)", 16, 1]]
+    assert rows == [
+        ["aten.mul in h.0-2.act: (1, 512)", 64, 4, "app/model.py:7"],
+        ["aten.mm in h.0: (2, 2)", 16, 1, ""],
+    ]
 
 
 def test_idle_time_is_from_the_last_use_in_forward_to_the_backward_that_needs_it() -> None:

@@ -534,7 +534,7 @@ function setUpWhere() {
   const most = Math.max(...T.blocks.map((b) => b.count * (b.weight_bytes + b.gradient_bytes + b.state_bytes + b.saved_bytes)));
   place.append(table("By block, in the order of their first call", [["block", "text"], ["blocks", ""], ["parameters", ""], ["weights", ""], ["gradients", ""], ["states", ""], ["saved inside", ""], ["operations", ""], ["all of the row", ""], ["", "text"], ["policy", "text"], ["weights, gradients, states rest on", "text"]],
     T.blocks.map((b) => { const all = b.count * (b.weight_bytes + b.gradient_bytes + b.state_bytes + b.saved_bytes); return [b.name, b.count, count(b.parameters), bytes(b.weight_bytes), bytes(b.gradient_bytes), bytes(b.state_bytes), bytes(b.saved_bytes), operations(b.flops), bytes(all), { meter: all, of: most }, b.policy, b.homes]; })));
-  if (T.largest_saved.length) place.append(table("The largest tensors saved for backward, by operation and shape", [["operation", "text"], ["tensors", ""], ["bytes of one", ""], ["", "text"]], T.largest_saved.map(([what, n, k]) => [what, k, bytes(n), { meter: n, of: T.largest_saved[0][1], color: color("activation") }])));
+  if (T.largest_saved.length) place.append(table("The largest tensors saved for backward, by operation and shape", [["operation", "text"], ["line", "text"], ["tensors", ""], ["bytes of one", ""], ["", "text"]], T.largest_saved.map(([what, n, k, line]) => [what, line, k, bytes(n), { meter: n, of: T.largest_saved[0][1], color: color("activation") }])));
   if (T.untiled) place.append(h("p", {}, `Attention bypasses tiled kernels in ${T.untiled.modules}: it saves ${bytes(T.untiled.saved_bytes)} of probabilities, in whose place scaled_dot_product_attention saves ${bytes(T.untiled.tiled_bytes)} where it is tiled.`));
 }
 
