@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -292,6 +293,21 @@ def test_limits_of_two_questions_are_of_one_series(least: int, factors: tuple[fl
     assert second[: len(first)] == first
     assert first[0][1] <= least + 1 and first[-1][1] >= less
     assert all(limit < less for _, limit in first[:-1])
+
+
+def test_plans_without_room_beside_the_device_are_none_that_may_fit() -> None:
+    """Where only microbatches fit, nothing is said of plans that would go to a host without room."""
+    profile = gpt_profile(layers=2, width=512, tokens=2048, batch_rows=4, rows=(4, 2, 1), vocabulary=4096)
+    asked: dict[str, Any] = {"tiers": (Tier.HOST,), "limits": {Tier.HOST: 1 << 20}, "mixes_below": 0.0}
+    smallest: dict[str, int] = {}
+    for numerics in ("auto", "exact"):
+        with pytest.raises(DoesNotFitError) as refused:
+            choose_plan(profile, Budget(limit_bytes=1), card(), numerics=numerics, **asked)
+        smallest[numerics] = refused.value.smallest_limit_bytes or 0
+    assert smallest["auto"] < smallest["exact"]
+    between = Budget(limit_bytes=(smallest["auto"] + smallest["exact"]) // 2)
+    choice = choose_plan(profile, between, card(), **asked)
+    assert choice.regroups and choice.unchanged_s is None
 
 
 def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:

@@ -16,6 +16,8 @@ from memfit.core.timeline import Timeline
 from memfit.core.units import format_bytes
 from memfit.planning.pricing import BuiltCandidate
 
+_LEANER = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParetoPoint:
@@ -100,11 +102,13 @@ class PlanChoice:
 
 
 def pareto_front(built: list[BuiltCandidate], best: BuiltCandidate) -> tuple[ParetoPoint, ...]:
-    """Returns the built candidates that no other beats in seconds and bytes, and the chosen one."""
+    """Returns the built candidates that no other beats in seconds and bytes, and the chosen one. Of
+    those that are hardly leaner than the one before, none.
+    """
     points: list[ParetoPoint] = []
     least = math.inf
     for b in sorted(built, key=lambda b: (b.cost.seconds, b.cost.peak_bytes, b.priced.index)):
-        if b.cost.peak_bytes < least or b is best:
+        if b.cost.peak_bytes < least * (1 - _LEANER) or b is best:
             least = min(least, b.cost.peak_bytes)
             points.append(_point(b))
     return tuple(points)
@@ -119,13 +123,17 @@ def _point(built: BuiltCandidate) -> ParetoPoint:
     )
 
 
-def give_reason(built: list[BuiltCandidate], best: BuiltCandidate, budget: Budget, bound_s: float | None = None) -> str:
-    """Says why the chosen one was taken, and what more memory would give."""
+def give_reason(
+    built: list[BuiltCandidate], best: BuiltCandidate, budget: Budget, bound_s: float | None = None, others: int = 0
+) -> str:
+    """Says why the chosen one was taken, and what more memory would give. `others` were built
+    besides.
+    """
     peak, seconds = best.cost.peak_bytes, best.cost.seconds
     room = "no limit" if budget.tensor_bytes is None else f"{format_bytes(budget.tensor_bytes)} for tensors"
     text = (
         f"{best.priced.candidate.name}: predicted {format_bytes(peak)} of {room}, {seconds:.3g} s a step; "
-        f"the fastest of the plans that fit ({len(built)} built)."
+        f"the fastest of the plans that fit ({len(built) + others} built)."
     )
     if any(b.fits and b.cost.seconds < seconds for b in built):
         text = text.replace("the fastest of the plans that fit", "the fastest of the plans that fit and add up alike")

@@ -136,6 +136,7 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
     priced = [p for p in priced if question.allows(p)]
     search = UniformSearch(priced, question)
     bound_s: float | None = None
+    count = 0
     built: list[BuiltCandidate] = []
     least_s = min(p.seconds_bound for p in priced)
     if mixes_below and mixes(question):
@@ -145,7 +146,7 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         found_s = min((b.weighed_s for b in fitting), default=math.inf)
         if fitting and least_s < min([mixes_below, *(b.cost.seconds for b in fitting)]):
             mixed = search_mixed(search, question)
-            built, bound_s = list(mixed.built), mixed.bound_s
+            built, bound_s, count = list(mixed.built), mixed.bound_s, mixed.count - len(mixed.built)
             found_s = min([found_s, *(b.weighed_s for b in built if b.fits)])
         search.run(best_s=found_s)
     else:
@@ -165,10 +166,10 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         schedule=step.schedule,
         timeline=predict(step, question.hardware),
         front=pareto_front(built, best),
-        reason=give_reason(built, best, question.budget, bound_s) + _order_told(best, question.profile),
-        built=len(built),
+        reason=give_reason(built, best, question.budget, bound_s, count) + _order_told(best, question.profile),
+        built=len(built) + count,
         regroups=best.priced.regroups,
-        unchanged_s=_unchanged_seconds(priced, built, waiting),
+        unchanged_s=_unchanged_seconds(priced, built, [*waiting, *search.crowded]),
         least_s=least_s,
         bound_s=bound_s,
         classics=_compared(priced, built, question) if compares else (),

@@ -94,14 +94,16 @@ class MixedPlans:
     """Result of the search for mixed plans.
 
     Attributes:
-        built: plans that were judged.
+        built: plans that were judged and fit, and the next one that does not.
+        count: number of all that were judged.
         bound_s: least seconds that the mixture program gives in any frame, with shares of units and
             without stalls; None: no mixture fits in any. No proof: prices of shares are not exactly
             those of whole units, and other frames were not looked at.
     """
 
     built: tuple[BuiltCandidate, ...]
-    bound_s: float | None
+    count: int = 0
+    bound_s: float | None = None
 
 
 def series_of_limits(least: int, asked: int) -> Iterator[tuple[int, int]]:
@@ -127,7 +129,7 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
     units, asked = find_units(question.profile), question.budget.tensor_bytes
     assert asked is not None, "asked of a question with a limit"
     if not units.calls:
-        return MixedPlans(built=(), bound_s=None)
+        return MixedPlans(built=())
     indices = counter(uniform.count)
     searches: dict[str, _FrameSearch] = {}
     for number, limit in series_of_limits(uniform.least_peak_bytes, asked):
@@ -157,9 +159,16 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
         if math.isfinite(search.bound_s):
             bounds.append(search.bound_s)
     found = [judged.built for search in searches.values() for judged in search.judged]
-    return MixedPlans(
-        built=tuple(built for built in found if question.allows(built.priced)), bound_s=min(bounds, default=None)
-    )
+    return MixedPlans(built=_worth_telling(found, question), count=len(found), bound_s=min(bounds, default=None))
+
+
+def _worth_telling(found: Sequence[BuiltCandidate], question: PlanQuestion) -> tuple[BuiltCandidate, ...]:
+    """Returns plans that fit, and of faster ones the next with more of the device."""
+    allowed = [built for built in found if question.allows(built.priced)]
+    fitting = [built for built in allowed if built.fits]
+    best_s = min((built.cost.seconds for built in fitting), default=math.inf)
+    more = [built for built in allowed if built.fits_elsewhere and not built.fits and built.cost.seconds < best_s]
+    return (*fitting, *sorted(more, key=lambda b: (b.cost.peak_bytes, b.priced.index))[:1])
 
 
 def _frames(fitting: Sequence[BuiltCandidate]) -> list[tuple[Plan, Plan]]:
