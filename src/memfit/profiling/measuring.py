@@ -22,9 +22,11 @@ Only torch's own operators are tried; others may do more than compute.
 
 [Note: code that comes in]
 The first run of an operator in a dtype brings pages of libraries' code into the process, for good:
-some 10 MiB in a first step. So each that the table knows runs once on small tensors while a step is
-traced. What its code takes is there, then, when the base of a limit is measured, and need not be
-guessed.
+some 10 MiB in a first step. So each that treats elements one by one, or makes its result and
+nothing else, runs once on small tensors while a step is traced. What its code takes is there, then,
+when the base of a limit is measured, and need not be guessed. Not those whose kernels trust that
+sizes belong together (attention divides by a ratio of heads), nor any on integers (a division by 0
+ends the process).
 """
 
 from __future__ import annotations
@@ -74,11 +76,9 @@ _CONVOLUTION_AS_IT_IS_BYTES = 4 << 20
 _ROWS_BYTES = 8 << 20
 _MOST_ROW_BYTES = 32 << 20
 # Their kernels trust that sizes belong together, unchecked.
-_NEVER_SMALLER = {aten._fft_c2r, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
+_NEVER_SMALLER = {aten._fft_c2r}
 # See [Note: code that comes in]: operators with the dtypes that they have run in. Of the process.
 _have_run: set[Any] = set()
-# Each shape has its own code, which is counted (`TraceProfile.kernel_bytes`).
-_COMPILED = {*_TABLE_AND_RUNS, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,15 @@ class Workspaces:
 
     def _bring_code(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Runs an operator once in the dtypes that it is given; see [Note: code that comes in]."""
-        packet = func._overloadpacket if isinstance(func, torch._ops.OpOverload) else None
-        is_tried = packet is not None and packet not in _COMPILED | _NEVER_SMALLER and func.namespace in _NAMESPACES
-        if self._watch is None or not is_tried or func.is_view:
+        if self._watch is None or not isinstance(func, torch._ops.OpOverload) or func.is_view:
             return
+        packet = func._overloadpacket
         found = [*operator_tensors((args, kwargs)), *operator_tensors(out)]
+        if func.namespace not in _NAMESPACES or not (torch.Tag.pointwise in func.tags or packet in _FREE):
+            return
+        is_whole = any(not (t.is_floating_point() or t.dtype is torch.bool) for t in found) and packet not in _FREE
+        if is_whole or any(t.numel() == 0 for t in found):
+            return
         key = (func, *(tensor.dtype for tensor in found))
         if key in _have_run or any(tensor.device.type != "cpu" for tensor in found):
             return
