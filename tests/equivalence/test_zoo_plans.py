@@ -1,8 +1,7 @@
 """Every model of the zoo, three steps under plans made by hand: all that plain PyTorch would compute, bit for bit.
 
-The default suite lets each promised model meet the promised plans (of resident and recompute, which the others contain, one
-in turn), and the rest goes round: each model meets two of the other plans, each model of our own two of the promised ones, so
-that every plan meets several models. `--slow` adds all other pairs.
+The default suite goes round: each promised model meets every second of the promised plans, each model of our own two of them,
+and all meet one or two of the other plans, so that every plan meets several models. `--slow` adds all other pairs.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ def _default_pairs() -> frozenset[tuple[str, str]]:
         if name in zoo.WHOLE_BATCH_ONLY:  # of these no plan with microbatches contains the others
             promised = list(plans.PROMISED)
         elif name in zoo.CORE:
-            promised = [plan for plan in plans.PROMISED if plan != ("resident", "recompute")[place % 2]]
+            promised = [plan for i, plan in enumerate(plans.PROMISED) if (place + i) % 2 == 0]
         else:
             promised = [plans.PROMISED[(place + 3 * i) % len(plans.PROMISED)] for i in range(2)]
-        others = [plans.OTHERS[(2 * place + i) % len(plans.OTHERS)] for i in range(2)]
+        others = [plans.OTHERS[(2 * place + i) % len(plans.OTHERS)] for i in range(1 + place % 2)]
         chosen |= {(name, plan) for plan in (*promised, *others)}
     return frozenset(chosen & set(PAIRS))
 
@@ -32,4 +32,4 @@ PAIRS = tuple(
 """All pairs of a model and a plan that mean something."""
 
 DEFAULT_PAIRS = _default_pairs()
-"""Each promised model under the promised plans, and the rest by turns."""
+"""Each promised model under half of the promised plans, and the rest by turns."""
