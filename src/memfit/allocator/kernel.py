@@ -19,12 +19,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import re
 import resource
 from pathlib import Path
 
 import torch
 
 from memfit.allocator import procfs
+from memfit.core.units import format_bytes
 
 _TEXTS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "bad allocation")
 """Text of torch's `RuntimeError`: its own allocator's, that of a failed system call, and C++'s
@@ -95,6 +97,13 @@ def is_refusal(error: BaseException) -> bool:
     )
 
 
+_LIMIT_MET = re.compile(
+    r"memfit: the memory limit of the device ledger is reached: requested (?P<asked>\d+) bytes, live \d+ bytes, "
+    r"mapped (?P<mapped>\d+) bytes, limit (?P<limit>\d+) bytes"
+)
+"""The message of `allocator.cpp`."""
+
+
 def refusal_words(error: BaseException) -> str:
     """The first line of what refused, with a full stop.
 
@@ -102,6 +111,11 @@ def refusal_words(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines()
     words = f"{lines[0] if lines else type(error).__name__}".rstrip(".")
+    met = _LIMIT_MET.match(words)
+    if met is not None:
+        # For people: the allocator counts in bytes, and what to try is said by who tells of it.
+        asked, mapped, limit = (format_bytes(int(met[name])) for name in ("asked", "mapped", "limit"))
+        return f"{asked} were asked for, and of the {limit} for tensors {mapped} are taken."
     limit = kernel_limit_bytes()
     if limit is not None and not isinstance(error, torch.OutOfMemoryError):
         words += f" (refused by the kernel: {type(error).__name__} under RLIMIT_DATA of {limit} bytes)"

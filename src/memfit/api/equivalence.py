@@ -92,7 +92,7 @@ def verify(
     refused = [name for name in options if name in _NOT_HERE]
     if refused:
         raise UsageError(
-            f"memfit.verify goes without {refused[0]}=: it compares steps of plain PyTorch with those of job.step"
+            f"memfit.verify goes without {refused[0]}=: it compares steps of plain PyTorch with those of job.step. Leave it out"
         )
     if steps < 1:
         raise UsageError(f"memfit.verify compares at least 1 step, not {steps}")

@@ -431,7 +431,7 @@ def check_wish(numerics: str, allow: Collection[str]) -> None:
     if unknown:
         hint = " (numerics='exact' of fit asks for bitwise plain PyTorch)" if "exact" in unknown else ""
         raise UsageError(
-            f"allow={unknown[0]!r} is not something that can be allowed{hint}; known are {sorted(ALLOWANCES)}"
+            f"allow={unknown[0]!r} is not something that can be allowed{hint}; choose from {', '.join(sorted(ALLOWANCES))}"
         )
     if numerics == "exact" and allow:
         raise UsageError(

@@ -309,10 +309,13 @@ class Plan:
         unknown = sorted(set(self.blocks) - set(block_names))
         if unknown:
             raise PlanError(
-                f"the plan names blocks that the model does not have: {str(unknown)[:_SHOWN]}; it has {str(list(block_names))[:_SHOWN]}"
+                f"the plan names blocks that the model does not have: {str(unknown)[:_SHOWN]}; it has {str(list(block_names))[:_SHOWN]} (see memfit.profile)"
             )
         if len(self.calls) > number_of_calls:
-            raise PlanError(f"the plan decides {len(self.calls)} calls, the model makes {number_of_calls}")
+            raise PlanError(
+                f"the plan decides {len(self.calls)} calls, the model makes {number_of_calls}: give calls= one CallPlan for each call that memfit.profile "
+                "shows, or leave it out"
+            )
         if self.tail is not None and not 0 <= self.tail < number_of_calls:
             raise PlanError(f"tail={self.tail} is not one of the {number_of_calls} calls")
         for index, call in enumerate(self.calls):
@@ -370,7 +373,9 @@ class Plan:
         try:
             read: object = parse_json(text)
         except ValueError as error:
-            raise PlanError(f"the plan is not JSON: {error}") from error
+            raise PlanError(
+                f"the plan is not JSON ({error}): give what Plan.to_json() writes, a path to it, or the name of a technique"
+            ) from error
         try:
             raw = _object("the plan", read)
             _check_format(raw.pop("format", None))

@@ -124,7 +124,7 @@ class Contents:
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise UsageError(
-                f"no block or parameter is called {unknown[0]!r}; blocks are {[block.name for block in self.blocks]}"
+                f"no block or parameter is called {unknown[0]!r}: job.block_names lists the blocks, such as {self.blocks[0].name!r}"
             )
         return list(dict.fromkeys(by_name[name] for name in names))
 

@@ -83,5 +83,15 @@ class Refusal:
             f"{what} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that works is {format_bytes(smallest)} ({smallest} bytes), "
             f"with {with_what}.\n"
             f"Of that {', '.join(parts)}.\n"
-            f"In its way: {self.in_its_way}. Try {'; '.join(self.advice)}."
+            f"{self._way_out()}"
         )
+
+    def _way_out(self) -> str:
+        """Names what is in the way, and what to try."""
+        budget = self.budget
+        if self.varies and budget.limit_bytes is not None and budget.base_bytes >= budget.limit_bytes:
+            return (
+                f"No model trains below {format_bytes(budget.base_bytes)}, which Python and what is imported take. Raise the limit, or import less before "
+                "memfit.fit."
+            )
+        return f"In its way: {self.in_its_way}. Try {'; '.join(self.advice)}."

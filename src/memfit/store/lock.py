@@ -247,7 +247,7 @@ def _in_use(path: Path, owner: LockOwner | None) -> str:
     if owner is None:
         return f"{directory} is in use by another process: wait for it to end, or choose another directory"
     if owner.pid == os.getpid() and owner.is_alive() and owner.is_here():
-        return f"{directory} is in use by this process ({owner}): close that store first"
+        return f"{directory} is in use by this process ({owner}): close the job that has it first"
     if not owner.is_alive():
         return (
             f"{directory} is still locked: its owner ({owner}) has ended, but a process that it started "

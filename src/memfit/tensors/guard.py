@@ -108,7 +108,7 @@ def _refuse(_cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
         )
     raise AwayError(
         f"'{name}' needs the values of the weight {weight!r}, which are away: block {block!r} rests in its home between its uses. "
-        f"To reach it: with job.weights({block!r}): ...   (job.weights() brings all; job.close() ends the visits for good)"
+        f"Put `with job.weights({block!r}):` around it (job.weights() brings all), or job.close() before it"
     )
 
 

@@ -190,7 +190,9 @@ class AcceleratorMeter:
             raise UsageError(f"this meter measures accelerators, not {wanted}")
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != wanted.type:
-            raise TierUnavailableError(f"this machine has no {wanted.type} device that torch can use")
+            raise TierUnavailableError(
+                f"this machine has no {wanted.type} device that torch can use: move the model to the CPU, or see what torch.accelerator.is_available() misses"
+            )
         self._accelerator = devices.of(wanted)
         index = self._accelerator.index(wanted)
         if index >= self._accelerator.count():
