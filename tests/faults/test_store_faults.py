@@ -341,7 +341,7 @@ sys.stdin.read()
         owner.wait()
     with DiskStore.open(tmp_path / "s") as store:
         assert store.previous_owner_died
-        with pytest.raises(StoreInUseError, match="by this process .* close that store first"):
+        with pytest.raises(StoreInUseError, match="by this process .* close the job that has it first"):
             DiskStore.open(tmp_path / "s")
     with DiskStore.open(tmp_path / "s") as store:
         assert not store.previous_owner_died
