@@ -26,11 +26,7 @@ from memfit.cli.source import CommandSource, find_source
 from memfit.core.aliases import own_allowances
 from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
-
-_ALLOWED = (
-    "bf16", "fp16", "fp16-weights", "bf16-weights-sr", "int8-state", "int4-state", "fp8-state", "bf16-state",
-    "nonadditive-loss",
-)  # fmt: skip
+from memfit.core.numerics import ALLOWANCES
 
 
 def _recipe_names(incomplete: str) -> list[str]:
@@ -46,7 +42,7 @@ def _machine_names(incomplete: str) -> list[str]:
 
 
 def _allowances(incomplete: str) -> list[str]:
-    return [word for word in _ALLOWED if word.startswith(incomplete)]
+    return [word for word in sorted(ALLOWANCES) if word.startswith(incomplete)]
 
 
 def _numerics(incomplete: str) -> list[str]:

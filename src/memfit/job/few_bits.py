@@ -1,4 +1,4 @@
-"""What a plan keeps in few bits: which frozen weights, and what must be allowed.
+"""Choice of the frozen weights that rest in few bits, and of what must be allowed for it.
 
 In: a model, a profile, a format. Out: the profile with what rests in it. See `core.frozen_formats`,
 [Note: frozen weights in few bits].
