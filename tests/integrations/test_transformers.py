@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from transformers import (
 
 import memfit
 from memfit.core.errors import UnsupportedError, UsageError
+from memfit.core.frozen_formats import FrozenFormat
 from memfit.core.plan import BlockPlan, Plan, UpdateTime
 from memfit.core.tiers import Tier
+from memfit.homes.encoded_weights import decode, encode
 from memfit.integrations.transformers import MemfitMixin, MemfitTrainer
 
 # What is said of the machine, of times, or by libraries that the test does not ask about.
@@ -99,10 +102,11 @@ def train(
     resume: Any = None,
     callbacks: Any = None,
     arguments_of: Any = TrainingArguments,
+    allow: Collection[str] = (),
     **given: Any,
 ) -> Any:
     rows = Rows() if data is None else data
-    options = {"memfit": {"plan": plan}} if issubclass(kind, MemfitMixin) else {}
+    options = {"memfit": {"plan": plan, "allow": allow}} if issubclass(kind, MemfitMixin) else {}
     trainer = kind(
         build(), arguments(directory, arguments_of, **given), train_dataset=rows, eval_dataset=Rows(4, is_class=rows.is_class),
         callbacks=callbacks, **options,
@@ -267,6 +271,36 @@ def test_a_model_that_is_never_whole_trains_and_resumes(tmp_path: Path) -> None:
         MemfitTrainer, tmp_path / "then", lambda: memfit.empty(llama), plan=plan, resume=str(tmp_path / "ours" / "checkpoint-2")
     )  # fmt: skip
     check_equal(resumed, theirs)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_an_adapter_on_a_base_in_four_bits(tmp_path: Path, *, use_dora: bool) -> None:
+    """The trainer is plain Trainer on the rounded base, bit for bit, with evaluations and saves in between."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(*, is_rounded: bool = False) -> Any:
+        torch.manual_seed(0)
+        base = LlamaForCausalLM(
+            LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+        )
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", use_dora=use_dora)
+        model = peft.get_peft_model(base, config)
+        layers = [each for name, each in model.named_parameters() if "layers" in name and not each.requires_grad]
+        with torch.no_grad():
+            for weight in layers if is_rounded else ():
+                if weight.dim() == 2:
+                    scales, codes = encode(FrozenFormat.NF4, weight.view(-1), len(weight))
+                    decode(FrozenFormat.NF4, scales, codes, weight.view(-1))
+        return model
+
+    names = [f"base_model.model.model.layers.{index}" for index in range(2)]
+    plan = replace(homes(names), frozen_format=FrozenFormat.NF4)
+    theirs = train(Trainer, tmp_path / "plain", lambda: adapted(is_rounded=True))
+    ours = train(MemfitTrainer, tmp_path / "ours", adapted, plan=plan, allow={"nf4-frozen"})
+    check_equal(ours, theirs)
+    saved = {path.name for path in (tmp_path / "ours" / "checkpoint-4").iterdir()}
+    assert {"adapter_model.safetensors", "optimizer.pt"} <= saved
+    assert "model.safetensors" not in saved
 
 
 def test_an_adapter_on_a_frozen_base_that_rests_on_disk(tmp_path: Path) -> None:
