@@ -71,7 +71,7 @@ def test_profile_says_whether_a_plain_step_fits_the_limit() -> None:
         ("memfit ver", "verify"),
         ("memfit plan --recipe gpt2", "gpt2-small"),
         ("memfit plan --hardware h2", "h200"),
-        ("memfit train --allow int8", "int8-state"),
+        ("memfit train --allow int4", "int4-state"),
         ("memfit train --scheme j", "journal"),
         ("memfit init --task se", "seq2seq"),
     ],
