@@ -147,19 +147,20 @@ def endless(rank: int, size: int, directory: str, stage: int, tier: str, started
     try:
         _, _, job = begin(rank, size, directory, stage, tier)
         done = job.steps
-        Path(f"{started}-{rank}").touch()
-        try:
-            for step in range(done, 1 << 30):
-                job.step(rows_of(rank, size, step))
-                if step % 7 == 3:
-                    job.save(f"{directory}-save")
-        except memfit.PeerError as error:
-            return done, f"{type(error).__name__}: {error}", time.time()
-        finally:
-            job.close()
     except memfit.PeerError as error:
         return done, f"{type(error).__name__}: {error}", time.time()
-    return done, "", time.time()
+    Path(f"{started}-{rank}").touch()
+    answer = done, "", time.time()
+    try:
+        for step in range(done, 1 << 30):
+            job.step(rows_of(rank, size, step))
+            if step % 7 == 3:
+                job.save(f"{directory}-save")
+    except memfit.PeerError as error:
+        answer = done, f"{type(error).__name__}: {error}", time.time()
+    # Not in the context of the error: closing must not fail as well.
+    job.close()
+    return answer
 
 
 def two_more(

@@ -174,10 +174,35 @@ def test_an_error_of_one_ranks_loop_ends_the_others_next_call(ranks: Ranks) -> N
 
 def test_a_model_whose_training_state_fits_no_rank_is_trained_by_two(ranks: Ranks) -> None:
     for found in ranks.run(2, "distributed.training:under_a_limit", 0.85):
-        assert found["over"] == {("device", "whole", "data")}
+        assert {(tier, states) for tier, _, states in found["over"]} == {("device", "data")}
         assert found["predicted"] <= found["limit"]
         assert found["measured"] <= found["limit"]
         assert found["measured"] <= found["predicted"]
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "tier", "counts"),
+    [
+        (2, 0, "device", [1]),
+        (2, 1, "disk", [1]),
+        (2, 2, "device", [1]),
+        (2, 3, "disk", [1, 2, 4, 8]),
+        (3, 3, "device", [1]),
+    ],
+)
+def test_bytes_from_other_ranks_are_those_predicted_whatever_the_number_of_microbatches(
+    ranks: Ranks, size: int, stage: int, tier: str, counts: list[int]
+) -> None:
+    seen = set[int]()
+    for k in counts:
+        found = ranks.run(size, "distributed.training:received", stage, tier, k)
+        predicted = found[0][1]
+        for purpose in {*predicted, *(p for counted, _ in found for p in counted)}:
+            # A rank is predicted as the mean of all; each block rounds once.
+            total = sum(counted.get(purpose, 0) for counted, _ in found)
+            assert size * predicted[purpose] <= total <= size * predicted[purpose] + 100
+        seen.add(sum(predicted.values()))
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(("stage", "tier", "k"), [(0, "device", 1), (3, "device", 2), (1, "disk", 1)])

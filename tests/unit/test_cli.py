@@ -243,3 +243,10 @@ def test_a_plans_table_says_what_was_taken_off_the_limit_of_that_device() -> Non
 
     assert "interpreter" in what_is_held("cpu")
     assert "interpreter" not in what_is_held("NVIDIA H100")
+
+
+def test_plans_for_ranks_that_are_not_here_are_priced_on_a_described_machine() -> None:
+    text = run("plan", *RECIPE, "--ranks", "8", "--hardware", "h100-sxm")
+    assert "uniform plans for 8 ranks that fits" in text
+    assert "sums over the rows of 8 ranks" in text
+    assert "nothing is known of the links" in run("plan", *RECIPE, "--ranks", "8", "--hardware", "rtx-3090", code=2)

@@ -50,6 +50,7 @@ PROBED = replace(
         ),
     },
     rates={WorkKind.STREAMED: Rate(4e10, 0.25), WorkKind.OPERATIONS: Rate(2e5)},
+    network={"data": Link(read_bytes_per_s=1e9, write_bytes_per_s=1e9, latency_s=1e-4)},
     origin={"processor": "some", "threads": "2"},
 )
 
@@ -88,6 +89,9 @@ def test_a_machine_comes_back_from_its_text_and_its_file(machine: Hardware, tmp_
         ({"disk": {"read_bytes_per_s": 1, "write_bytes_per_s": -1}}, "'write_bytes_per_s'"),
         ({"host_bytes": 5}, "no 'host', the link"),
         ({"speed": 5}, "unknown field 'speed'"),
+        ({"network": [1]}, "'network' of the hardware file is an object of links"),
+        ({"network": {"stage": {}}}, "unknown axis 'stage'"),
+        ({"network": {"data": {"read_bytes_per_s": 1}}}, "'data' of 'network' of the hardware file has no 'write"),
         ({"format": 2}, '"format": 1'),
         ({"format": True}, '"format": 1'),
     ],

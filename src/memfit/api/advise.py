@@ -20,6 +20,7 @@ from memfit.api.lines_plan import check_asked, plan_of_one_batch, whole_by_lines
 from memfit.batches.batch import UncuttableError
 from memfit.batches.cutting import Cut, UserSplit
 from memfit.core.aliases import own_allowances
+from memfit.core.errors import UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.layout import Scheme
 from memfit.core.limits import Budget
@@ -38,6 +39,7 @@ from memfit.job.plan_checks import check_effect
 from memfit.job.probing import probe
 from memfit.job.problem import Loss, Problem, beside, check_arguments, check_precision, driver_of
 from memfit.job.setup import beside_loop
+from memfit.planning.over_ranks_plans import choose_over_ranks
 from memfit.planning.plan_answers import Explanation
 from memfit.planning.plan_choice import ClassicPoint, ParetoPoint
 from memfit.prediction.predict import predict
@@ -109,6 +111,7 @@ def advise(
     lines: bool = False,
     durability: Durability | None = None,
     scheme: Scheme | None = None,
+    ranks: int = 1,
     compares: bool = False,
     explains: bool = False,
 ) -> Advice:
@@ -142,6 +145,9 @@ def advise(
         durability: the run is to be committed to a store, so often; None: it is not, unless
             `scheme` is given.
         scheme: of that store.
+        ranks: processes that are to train the model together, each on such a device with such a
+            sample of its own. Uniform plans are looked at, and `hardware` must say what the links
+            between ranks carry (`Hardware.network`).
         compares: techniques of the field are predicted as well (`Advice.classics`).
         explains: the plan is explained (`Advice.explanation`). One that is chosen also by what
             other limits and permissions would give: that takes as long as some twenty searches.
@@ -205,6 +211,12 @@ def advise(
         compares=compares,
     )
     asked = _Asked(problem, sample, planned, stated, wanted, split)
+    if ranks > 1 and given.plan is None:
+        if lines or is_committed or explains or given.classic is not None:
+            raise UsageError(
+                "plans for several ranks are looked for without lines=, durability=, scheme=, explains= and techniques"
+            )
+        return asked.over_ranks(ranks)
     return asked.priced(given.plan, explains=explains) if given.plan is not None else asked.chosen(explains=explains)
 
 
@@ -260,6 +272,27 @@ class _Asked:
         )
         found = choose(problem, sample, first, self._budget(first), self._hardware, machine, asked.wanted, asked.traces)
         return self._advice(found, explain_choice(asked, found) if explains else None)
+
+    def over_ranks(self, ranks: int) -> Advice:
+        """Chooses a plan for several ranks."""
+        problem, found = self._profiled(None)
+        budget, clips_norm = self._budget(found), self._wanted.clips_norm
+        chosen = choose_over_ranks(
+            found,
+            problem.counts(self._sample) if found.may_split else (1,),
+            ranks,
+            budget.tensor_bytes,
+            self._hardware,
+            clips_norm=clips_norm,
+            device=self._hardware.device,
+        )
+        advice = self.priced(chosen.plan, explains=False)
+        return replace(
+            advice,
+            reason=f"{chosen.name}: the fastest of {chosen.looked_at} uniform plans for {ranks} ranks that fits. {advice.numerics.sentence()}",
+            front=chosen.front,
+            chosen=chosen.name,
+        )
 
     def priced(self, plan: Plan, *, explains: bool) -> Advice:
         """Prices a plan that is given."""

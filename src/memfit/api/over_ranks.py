@@ -9,26 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.api.deciding import begin_given
-from memfit.core.errors import DoesNotFitError, PlanError, UnsupportedError
-from memfit.core.plan import BlockPlan, CallPlan, Plan
-from memfit.core.profile import Profile
-from memfit.core.saved_policies import Saved
-from memfit.core.tiers import Tier
-from memfit.core.units import format_bytes
+from memfit.core.errors import PlanError, UnsupportedError
+from memfit.core.hardware import DATA_AXIS, Hardware
+from memfit.core.plan import Plan
 from memfit.distributed.agreement import agree, optional_texts
+from memfit.distributed.probe_network import probe_network
 from memfit.distributed.rank_group import RankGroup, is_initialized, open_group
-from memfit.job.preparing import prepared_for
 from memfit.job.setup import Setup
 from memfit.job.step_runner import StepRunner
 from memfit.job.together import failing_together
-from memfit.planning.candidates import update_time
-from memfit.planning.over_ranks_plans import STAGES, data_parallel, share_out
+from memfit.planning.over_ranks_plans import choose_over_ranks, data_parallel
 
 
 @contextmanager
@@ -74,6 +71,7 @@ def begin_over_ranks(setup: Setup, ranks: RankGroup, sample: Any, given: Plan | 
         raise UnsupportedError(
             f"several ranks train on processors, and this model lies on {setup.machine.device.type}: a GPU's ranks are to come"
         )
+    setup = _with_network(setup, ranks)
     plan = _chosen(setup, ranks, sample) if given is None else given
     if plan.ranks not in (1, ranks.size):
         raise PlanError(f"the plan is for {plan.ranks} ranks, and there are {ranks.size}")
@@ -85,8 +83,8 @@ def begin_over_ranks(setup: Setup, ranks: RankGroup, sample: Any, given: Plan | 
 
 
 def _chosen(setup: Setup, ranks: RankGroup, sample: Any) -> Plan:
-    """Chooses the first of a few uniform plans that is predicted to fit the rank with the least
-    memory, those that move least first; collective.
+    """Chooses the plan that is predicted to be the fastest of those that fit the rank with the
+    least memory, by rank 0's figures; collective.
 
     Raises:
         DoesNotFitError: none does.
@@ -99,45 +97,27 @@ def _chosen(setup: Setup, ranks: RankGroup, sample: Any) -> Plan:
     budget = own.budget(sample, found).tensor_bytes
     assert budget is not None
     least = min(room for (room, *_) in agree(ranks, "the room of each rank", values=[float(budget)]))
-    smallest: tuple[int, str] | None = None
-    for tier, stage in _WAYS:
-        for count in counts if found.may_split else (1,):
-            for saved in (Saved.KEEP, Saved.RECOMPUTE):
-                plan = _uniform(found, ranks.size, tier, stage, count, saved)
-                ready = prepared_for(found, plan, clips_norm=setup.clips_norm, device=setup.device)
-                peak = ready.timeline.peak_bytes
-                if peak <= least:
-                    return plan
-                words = f"ZeRO-{stage} on {tier}, {count} microbatches, {saved}"
-                smallest = min(smallest or (peak, words), (peak, words))
-    assert smallest is not None
-    raise DoesNotFitError(
-        f"no plan fits the rank with the least room, {format_bytes(max(int(least), 0))} of tensors: the smallest takes {format_bytes(smallest[0])} ({smallest[1]}). "
-        "Use more ranks, or a larger limit"
-    )
+    return choose_over_ranks(
+        found,
+        counts if found.may_split else (1,),
+        ranks.size,
+        int(least),
+        # The others' choice is not asked for, only whether there is one.
+        setup.hardware() if ranks.rank == 0 else None,
+        clips_norm=setup.clips_norm,
+        device=setup.device,
+    ).plan
 
 
-_WAYS = (*((Tier.DEVICE, stage) for stage in STAGES), (Tier.DISK, STAGES[-1]))
-"""Tiers and stages that are tried: one after the other moves more.
-"""
+def _with_network(setup: Setup, ranks: RankGroup) -> Setup:
+    """Returns the setup with the links to other ranks among the machine's figures; collective."""
+    link = probe_network(ranks)
 
+    def found() -> Hardware:
+        hardware = setup.hardware()
+        return hardware if hardware.network else replace(hardware, network={DATA_AXIS: link})
 
-def _uniform(found: Profile, ranks: int, tier: Tier, stage: int, microbatches: int, saved: Saved) -> Plan:
-    """Returns a plan that treats all blocks and calls alike, as far as they allow it."""
-    names = [block.name for block in found.blocks]
-    staying = {block.name for block in found.blocks if block.is_spanning or block.name in found.written_blocks}
-    homes = {
-        name: BlockPlan(weight_home=Tier.DEVICE if name in staying else tier, gradient_home=tier, state_home=tier)
-        for name in names
-    }
-    calls = next(iter(found.traces.values())).calls
-    plan = Plan(
-        microbatches=microbatches,
-        blocks=homes,
-        calls=tuple(CallPlan(saved=saved) for _ in calls),
-        update=update_time(found, clips_norm=False),
-    )
-    return share_out(plan, ranks, stage, names, staying)
+    return replace(setup, hardware=cache(found))
 
 
 def _described(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -36,6 +36,9 @@ def plan(
         str | None,
         typer.Option(help="Of that store: generations or journal.", autocompletion=one_of("generations", "journal")),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes that train together, each with such a limit and batch of its own.")
+    ] = 1,
     explain: Annotated[
         bool,
         typer.Option(
@@ -75,6 +78,7 @@ def plan(
         "durability": read_durability(durability),
         "scheme": scheme,
         "explains": explain,
+        "ranks": ranks,
     }
     if diff is not None:
         priced: list[Advice] = []
@@ -87,7 +91,7 @@ def plan(
         return
     with console.status("planning"):
         found = source.build()
-        advice = _advised(found, {**options, "compares": True})
+        advice = _advised(found, {**options, "compares": ranks == 1})
     if json == Path("-"):
         typer.echo(advice.plan.to_json())
     elif json is not None:

@@ -15,10 +15,12 @@ from typing import Any, cast
 from memfit.core.documents import parse_json
 from memfit.core.errors import PlanError, UsageError
 from memfit.core.rates import Rate
-from memfit.core.tiers import Tier
+from memfit.core.tiers import NETWORK, Tier
 from memfit.core.units import parse_bytes
 from memfit.core.work_kinds import WorkKind
 
+DATA_AXIS = "data"
+"""Axis of ranks that have rows of their own, in `Hardware.network`."""
 HARDWARE_FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
 """Maximum size of a hardware file.
@@ -79,6 +81,7 @@ class Link:
         busy_read_bytes_per_s, busy_write_bytes_per_s: while the device computes; None: as without.
         compute_share: the part of its speed at which the device computes while the link is in use.
         spread: the share by which measurements differed.
+        latency_s: seconds that each transfer takes beside its bytes.
     """
 
     read_bytes_per_s: float
@@ -89,6 +92,7 @@ class Link:
     busy_write_bytes_per_s: float | None = None
     compute_share: float = 1.0
     spread: float = 0.0
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,8 @@ class Hardware:
         datasheet: peaks that the rates were made from; None where they were measured.
         rates: of classes of work on the device, as measured; a class that is missing has a derived
             one (`core.rates`).
+        network: links between ranks, by the axis that they lie on ("data"): "read" is what a rank
+            receives.
         step_spread: share by which nine of ten steps were nearer to their predicted seconds than,
             beside the spreads of rates.
         origin: what was measured, when and with what, where it was: for people, and by which a
@@ -140,6 +146,7 @@ class Hardware:
     bf16_flops_per_s: float | None = None
     datasheet: DataSheet | None = None
     rates: Mapping[WorkKind, Rate] = field(default_factory=dict[WorkKind, Rate])
+    network: Mapping[str, Link] = field(default_factory=dict[str, Link])
     step_spread: float = STEP_SPREAD
     origin: Mapping[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -155,11 +162,18 @@ class Hardware:
         return {tier: spec for tier, spec in self.tiers.items() if not tier.traits.is_device}
 
     def link(self, tier: Tier) -> Link:
-        """Returns the link between the device and a tier.
+        """Returns the link between the device and a tier, or between ranks.
 
         Raises:
-            PlanError: the machine has no such tier.
+            PlanError: the machine has no such tier, or its links between ranks are not known.
         """
+        if tier is NETWORK:
+            if DATA_AXIS not in self.network:
+                raise PlanError(
+                    f"the plan is for several ranks, and nothing is known of the links between those of {self.device!r}: say "
+                    '"network": {"data": {"read_bytes_per_s": ..., "write_bytes_per_s": ...}} in the hardware file'
+                )
+            return self.network[DATA_AXIS]
         spec = self.tiers.get(tier)
         if spec is None or spec.link is None:
             raise PlanError(
@@ -191,6 +205,8 @@ class Hardware:
         `x_bytes`, its capacity, and `x`, its link.
         """
         rest = {name: value for name, value in asdict(self).items() if name not in ("tiers", "rates")}
+        if not self.network:
+            del rest["network"]
         rest["rates"] = {str(kind): rate._asdict() for kind, rate in self.rates.items()}
         for tier, spec in self.tiers.items():
             rest[f"{tier}_bytes"] = spec.nbytes
@@ -228,6 +244,8 @@ class Hardware:
                 values[key] = _sources(f"{key!r} of the hardware file", value)
             elif key == "rates":
                 values[key] = _rates(value)
+            elif key == "network":
+                values[key] = _network(value)
             elif key == "step_spread":
                 values[key] = _share(key, value)
             else:
@@ -268,9 +286,28 @@ def _tier(name: str, raw: Mapping[str, Any]) -> Iterator[tuple[Tier, TierSpec]]:
         raise UsageError(
             f"{name!r} of the hardware file is no link: an object with read_bytes_per_s and write_bytes_per_s"
         )
-    rates = _fields(Link, f"{name!r} of the hardware file", cast("dict[str, Any]", given))
-    link = Link(**{key: _link_figure(key, value) for key, value in rates.items()})
+    link = _link(f"{name!r} of the hardware file", cast("dict[str, Any]", given))
     yield tier, TierSpec(nbytes=_bytes(f"{name}_bytes", raw), link=link)
+
+
+def _link(what: str, given: Mapping[str, Any]) -> Link:
+    rates = _fields(Link, what, given)
+    return Link(**{key: _link_figure(key, value) for key, value in rates.items()})
+
+
+def _network(given: object) -> dict[str, Link]:
+    """Reads the links between ranks."""
+    what = "'network' of the hardware file"
+    found: dict[str, Link] = {}
+    for axis, link in (cast("dict[str, object]", given) if isinstance(given, dict) else {"": None}).items():
+        if not isinstance(link, dict):
+            raise UsageError(
+                f'{what} is an object of links by axis, such as {{"{DATA_AXIS}": {{...}}}}, not {given!r:.80}'
+            )
+        if axis != DATA_AXIS:
+            raise UsageError(f"{what} has the unknown axis {axis!r:.80}; there is {DATA_AXIS!r}")
+        found[axis] = _link(f"{axis!r} of {what}", cast("dict[str, Any]", link))
+    return found
 
 
 def _fields(kind: type, what: str, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,6 +342,8 @@ def _share(key: str, value: object) -> float:
 def _link_figure(key: str, value: object) -> Any:
     if key == "spread":
         return _share(key, value)
+    if key == "latency_s":
+        return _share(key, value)  # no link takes a second to answer
     if key == "compute_share":
         return max(_share(key, value), _LEAST_SHARE)
     return None if value is None and key not in ("read_bytes_per_s", "write_bytes_per_s") else _rate(key, value)

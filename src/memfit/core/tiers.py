@@ -70,6 +70,7 @@ class Tier(str):
     DEVICE: ClassVar[Tier]
     HOST: ClassVar[Tier]
     DISK: ClassVar[Tier]
+    NETWORK: ClassVar[Tier]
 
     def __new__(cls, name: str) -> Tier:  # noqa: PYI034, there are no subclasses
         """Returns the one object of that name."""
@@ -95,6 +96,9 @@ class Tier(str):
 Tier.DEVICE, Tier.HOST, Tier.DISK = Tier("device"), Tier("host"), Tier("disk")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 """memfit's own tiers.
+"""
+NETWORK = Tier("network")
+"""Name of the way to other ranks, in transfers: nothing rests there.
 """
 
 

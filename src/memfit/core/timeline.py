@@ -72,6 +72,7 @@ class Timeline:
         moments: in the schedule's order.
         peaks: peak bytes by tier; a tier that is never used is not named.
         bytes_read, bytes_written: bytes moved over the links, by category.
+        bytes_received: bytes that come from other ranks, by category; predicted only.
         stalls_s: seconds that compute waited, by cause: "fetch", "reload", "offload",
             "accumulate", "update". Measured ones are of the first and the last two alone
             (`engine.measured_step`).
@@ -87,6 +88,7 @@ class Timeline:
     peaks: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     bytes_read: Mapping[str, int]
     bytes_written: Mapping[str, int]
+    bytes_received: Mapping[str, int] = field(default_factory=dict[str, int])
     stalls_s: Mapping[str, float] = field(default_factory=dict[str, float])
     beside_s: float = 0.0
     commit_s: float = 0.0

@@ -93,6 +93,7 @@ class _BlockExchange:
         added: Sequence[bool],
         orders: Sequence[float],
     ) -> None:
+        self._ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._cut = cut
         self._slots = block.slots
@@ -126,6 +127,7 @@ class _BlockExchange:
             for piece, run in zip(sent.split(sizes), runs, strict=True):
                 self._fill(piece, start, run)
             parts = exchange(group, sent, sizes, [sizes[self._rank]] * self._size)
+            self._ranks.received["gradient"] += sizes[self._rank] * (self._size - 1) * dtype.itemsize
             # The next piece comes into memory that these have left.
             free_exchanged(sent)
             total = sum_in_order(parts)
@@ -140,6 +142,7 @@ class _BlockExchange:
             whole[borders[self._rank] : borders[self._rank + 1]] = total
             free_exchanged(total)
             gather_in_place(group, whole, borders)
+            self._ranks.received["gradient"] += (borders[-1] - sizes[self._rank]) * dtype.itemsize
             for piece, run in zip(whole.split(sizes), runs, strict=True):
                 self._add(piece, start, run)
             free_exchanged(whole)

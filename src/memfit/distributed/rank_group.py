@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -37,11 +38,13 @@ class RankGroup:
     Attributes:
         rank: of this process.
         size: number of ranks.
+        received: bytes of weights, gradients and states that came from other ranks, by purpose.
     """
 
     def __init__(self, group: Group, store: Store | None, prefix: str) -> None:
         self._group = group
         self.rank, self.size = rank_and_size(group)
+        self.received: Counter[str] = Counter()
         # Weak: both threads live as long as the process if nobody closes the group.
         own: weakref.ref[RankGroup] = weakref.ref(self)
         self._thread = CollectiveThread("memfit-ranks", lambda error: _notice(own, error))

@@ -38,6 +38,8 @@ class RankHome(ByteHome):
         self._name = name
         self._group = group
         self._borders = tuple(borders)
+        kind = name.rpartition("/")[2]
+        self._purpose = kind if kind in ("weight", "master", "gradient") else "state"
         self._first, self._last = borders[group.rank : group.rank + 2]
 
     @property
@@ -123,6 +125,7 @@ class SharedHome(RankHome):
             # Here, not by whoever submits: a disk's read goes on beside what is computed.
             came.wait()
             gather_in_place(group, bytes_view(into, into_offset, nbytes), borders)
+            self._group.received[self._purpose] += nbytes - max(last - first, 0)
 
         return self._group.submit(act)
 
@@ -157,6 +160,7 @@ class SpreadHome(RankHome):
         whole = self.local.bytes
         if whole is not None:
             gather_in_place(group, bytes_view(whole, 0, self.nbytes), self._borders)
+            self._group.received[self._purpose] += self.nbytes - self._last + self._first
             return
         shares = list(zip(self._borders, self._borders[1:], strict=False))
         longest = max(last - first for first, last in shares)
@@ -173,4 +177,5 @@ class SpreadHome(RankHome):
                 if rank != self._group.rank and last > first:
                     # Waited for: the next piece comes into the same memory.
                     self.local.write(first, last - first, staged, places[rank]).wait()
+        self._group.received[self._purpose] += self.nbytes - self._last + self._first
         free_exchanged(bytes_view(staged, 0, staged.nbytes()))

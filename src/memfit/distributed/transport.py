@@ -4,11 +4,16 @@ In: a process group, 1-D tensors, borders. Out: the same tensors filled. Called 
 `CollectiveThread` only.
 
 [Note: roads]
-*Gather*: a broadcast of each share, in place, all begun at once. On Gloo an all-gather into one
-tensor takes the whole buffer once more; broadcasts take nothing, need no padding of uneven shares
-and put the same bytes on the wire. *Reduction*: an all-to-all of shares, then a sum in ascending
-rank order. Gloo's reduce-scatter moves twice the bytes and adds in no rank's order; this one gives
-the same bits on any transport. Measured for Gloo in docs/log.md.
+*Gather*: each rank sends its share to each other one, in place, all begun at once. On Gloo an
+all-gather into one tensor takes the whole buffer once more; sends take nothing, need no padding of
+uneven shares and put the same bytes on the wire. So do broadcasts, but one of them has several
+peers: where one of these is lost, it fails before the others have their bytes, and two ranks that
+are left wait for each other until a timeout. A send has one peer: whatever was begun on both sides
+ends, and what only one side has begun ends when the other one closes its sockets.
+
+*Reduction*: an all-to-all of shares, then a sum in ascending rank order. Gloo's reduce-scatter
+moves twice the bytes and adds in no rank's order; this one gives the same bits on any transport.
+Measured for Gloo in docs/log.md.
 
 [Note: who holds a buffer that was exchanged]
 Gloo's own threads keep the tensors of a collective that is complete until they run again, which on
@@ -73,15 +78,23 @@ def gather_in_place(group: Group, whole: Tensor, borders: Sequence[int]) -> None
     if group is None:
         return
     works: list[dist.Work] = []
+    own, size = rank_and_size(group)
     with transporting(works):
-        for rank, (first, last) in enumerate(pairwise(borders)):
-            if last > first:
-                work = dist.broadcast(_as_bytes(whole[first:last]), group=group, group_src=rank, async_op=True)
-                assert work is not None
-                works.append(work)
+        shares = [_as_bytes(whole[first:last]) for first, last in pairwise(borders)]
+        # In another order on each rank, so that not all send to the same one at once.
+        for peer in ((own + turn) % size for turn in range(1, size)):
+            if shares[peer].numel():
+                works.append(_begun(dist.irecv(shares[peer], group=group, group_src=peer)))
+            if shares[own].numel():
+                works.append(_begun(dist.isend(shares[own], group=group, group_dst=peer)))
         while works:
             # Taken off first: what is left when one fails has not been waited for.
             works.pop(0).wait()
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is a member of the group"
+    return work
 
 
 def exchange(group: Group, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> list[Tensor]:

@@ -43,3 +43,6 @@ def end_job(assembly: Assembly, *, restore: bool) -> None:
         assembly.end(restore=False)
     elif not is_gone:
         assembly.machine.hard_limit.disarm()
+        if assembly.setup.run is not None:
+            # Memory stays until the group is gone; files need not wait for that.
+            assembly.setup.run.close()

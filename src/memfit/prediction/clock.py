@@ -18,6 +18,10 @@ transfer already under way slows down when another begins, updates on the host t
 bandwidth from transfers, disks that hang on the accelerator's own switch, a run's main thread that
 waits before it begins a transfer (`Operation.after`), the cost of a first step.
 
+What ranks send each other is one queue of the link `network`, in the order of the list, as their
+one thread does it (`distributed`). All ranks are taken as alike: a collective begins when this rank
+comes to it.
+
 [Note: the interval]
 Each rate has a spread, the share by which its measurements differed. All rates slow by theirs gives
 one end of what rates leave open, all fast the other: errors that do not cancel. Besides, a step is
@@ -35,7 +39,7 @@ from memfit.core.hardware import Hardware, Link
 from memfit.core.rates import Rate, host_rates_of, rates_of
 from memfit.core.schedule import Backward, Forward
 from memfit.core.step import Operation, Step, Token, Transfer
-from memfit.core.tiers import Tier, is_processor
+from memfit.core.tiers import NETWORK, Tier, is_processor
 from memfit.core.timeline import COMPUTE_LANE, HOST_LANE, Interval
 from memfit.core.work_kinds import LAUNCHED, PRODUCT_KINDS, Work, WorkKind
 
@@ -119,6 +123,7 @@ class Clock:
         self.busy_s: dict[str, float] = {}
         self.bytes_read: Counter[str] = Counter()
         self.bytes_written: Counter[str] = Counter()
+        self.bytes_received: Counter[str] = Counter()
         # When each queue is free again, and when what was begun is done.
         self._free_s: dict[tuple[Tier, str], float] = {}
         self._done_s: dict[Token, float] = {}
@@ -196,6 +201,8 @@ class Clock:
 
     def _serve(self, transfer: Transfer, begin: float) -> float:
         counter = self.bytes_read if transfer.direction == "read" else self.bytes_written
+        if transfer.tier is NETWORK:
+            counter = self.bytes_received
         counter[transfer.category] += transfer.nbytes
         if self._hardware is None:
             return begin
@@ -222,10 +229,10 @@ class Clock:
         both = link.both_read_bytes_per_s if is_read else link.both_write_bytes_per_s
         both = alone if both is None else _shifted(both, link.spread, self._sign)
         if both >= alone:
-            return transfer.nbytes / alone
+            return link.latency_s + transfer.nbytes / alone
         beside_s = self._free_s.get((tier, "write" if is_read else "read"), 0.0) - began
         shared_s = min(max(beside_s, 0.0), transfer.nbytes / both)
-        return shared_s + (transfer.nbytes - shared_s * both) / alone
+        return link.latency_s + shared_s + (transfer.nbytes - shared_s * both) / alone
 
     def _compute(self, work: Work, rates: Mapping[WorkKind, float]) -> None:
         """Computes, slower while a link has work."""

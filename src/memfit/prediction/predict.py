@@ -73,6 +73,7 @@ def predict(step: Step, hardware: Hardware | None = None) -> Timeline:
         moments=moments,
         peaks=peaks(step),
         bytes_read=dict(clock.bytes_read),
+        bytes_received=dict(clock.bytes_received),
         bytes_written=dict(clock.bytes_written),
         stalls_s=dict(clock.stalls_s),
         commit_s=clock.commit_seconds(step),

@@ -43,6 +43,7 @@ from memfit.core.schedule import (
     Update,
 )
 from memfit.core.shape import StepShape, describe_step
+from memfit.core.shares import Share
 from memfit.core.step import Operation, Step, Token, Transfer, UpdatePlace
 from memfit.core.tiers import Tier, is_processor, updates_in_place
 from memfit.core.units import MIB
@@ -62,6 +63,8 @@ from memfit.scheduling.sizes import (
     flat_gradient_bytes,
     flat_weight_bytes,
     gradient_home_bytes,
+    received_gradient_bytes,
+    received_weight_bytes,
     spread_bytes,
     update_traffic,
     uses_disk,
@@ -285,6 +288,8 @@ class _Lowering:
                 size = spread_bytes(self._plan, self._profile, self._profile.blocks[b])
                 draft.change("staging", "weights among ranks", max(size - self._spread_bytes, 0))
                 self._spread_bytes = max(size, self._spread_bytes)
+                draft.after = self._waits(_UPDATE, b)
+                draft.receive("weight", received_weight_bytes(self._plan, self._profile.blocks[b]))
                 draft.gives = Token(_SPREAD, self._owner[b])
             case Keep(blocks=blocks):
                 for b in blocks:
@@ -307,6 +312,8 @@ class _Lowering:
         if home.weight_home is not Tier.DEVICE:
             here = weight_home_bytes(self._plan, self._profile, profiled)
             self._draft.transfer(home.weight_home, "read", "weight", min(here, size))
+        if home.weights_over is Share.DATA:
+            self._draft.receive("weight", received_weight_bytes(self._plan, profiled))
 
     def _accumulate(self, block: int) -> None:
         draft = self._draft
@@ -319,6 +326,7 @@ class _Lowering:
         if self._plan.ranks > 1:
             size = gradient_home_bytes(self._plan, self._profile, profiled)
             draft.change("staging", "gradients among ranks", exchange_bytes(self._plan, profiled))
+            draft.receive("gradient", received_gradient_bytes(self._plan, profiled))
         else:
             size = flat_gradient_bytes(profiled)
         draft.after = self._waits(_ACCUMULATE, block)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from memfit.core.schedule import Action
 from memfit.core.step import ByteChange, Operation, Token, Transfer, UpdatePlace
-from memfit.core.tiers import Tier, crossed_tier
+from memfit.core.tiers import NETWORK, Tier, crossed_tier
 from memfit.core.work_kinds import Work
 
 
@@ -73,6 +73,11 @@ class OperationDraft:
         """
         if nbytes:
             self.transfers.append(self.way(tier, direction, category, nbytes))
+
+    def receive(self, category: str, nbytes: int) -> None:
+        """Notes bytes that come from other ranks."""
+        if nbytes:
+            self.transfers.append(Transfer(NETWORK, "read", category, nbytes))
 
     def way(self, tier: Tier, direction: str, category: str, nbytes: int) -> Transfer:
         """Returns a transfer to or from the device, by all links that it passes."""

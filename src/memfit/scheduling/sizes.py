@@ -159,6 +159,23 @@ def spread_bytes(plan: Plan, profile: Profile, block: BlockProfile) -> int:
     return plan.ranks * min(SPREAD_BYTES, cut.largest([p.nbytes for p in block.parameters]))
 
 
+def received_weight_bytes(plan: Plan, block: BlockProfile) -> int:
+    """Bytes of a block's weights that a rank receives where all ranks give it their shares: the
+    mean over ranks.
+    """
+    return flat_weight_bytes(block) * (plan.ranks - 1) // plan.ranks
+
+
+def received_gradient_bytes(plan: Plan, block: BlockProfile) -> int:
+    """Bytes that a rank receives when a block's gradient is summed over ranks: the mean over
+    ranks.
+    """
+    sizes = [p.master_nbytes or p.nbytes for p in block.parameters if p.requires_grad]
+    # To the share of each, and from there to all, where all have the whole sum.
+    ways = 2 if plan.block(block.name).gradients_over is Share.WHOLE else 1
+    return ways * sum(sizes) * (plan.ranks - 1) // plan.ranks
+
+
 def update_share(plan: Plan, profile: Profile, block: BlockProfile) -> float:
     """Part of a block's elements that a rank updates, the largest."""
     numel = sum(math.prod(p.shape) for p in block.parameters)
