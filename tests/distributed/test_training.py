@@ -79,6 +79,17 @@ def test_a_rank_that_is_killed_in_a_step_is_named(ranks: Ranks) -> None:
         assert answer["after"].startswith("PeerError: the job is over on all ranks")
 
 
+def test_the_command_line_trains_on_ranks_and_only_the_first_one_tells(ranks: Ranks, tmp_path: Path) -> None:
+    for made in (1, 2):  # typed again, the run goes on
+        (code, told, files), (other_code, nothing, _) = ranks.run(
+            2, "distributed.command_calls:train", 1, str(tmp_path), timeout_s=LONG_S
+        )
+        assert (code, other_code, nothing) == (0, 0, "")
+        assert "data parallel" in told or "ZeRO" in told
+        assert f"committed: step {made} in {tmp_path / 'run'}" in told
+        assert "model.safetensors" in files
+
+
 AGAINST = "distributed.training:against"
 IN_BF16: dict[str, Any] = {"allow": {"bf16"}, "plan": {"compute_dtype": "bfloat16"}}
 

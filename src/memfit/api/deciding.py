@@ -51,20 +51,23 @@ from memfit.profiling.trace import arrange_blocks
 from memfit.scheduling.lower import lower
 from memfit.tensors.trees import tensors_in
 
+GIVEN = "given by the user."
 _RunnerT = TypeVar("_RunnerT", bound=StepRunner | None)
 
 
 # --- the plan of a new job ----------------------------------------------------------------------
 
 
-def begin_given(setup: Setup, sample: Any, plan: Plan) -> StepRunner:
-    """Begins the steps under a plan that the user gave."""
+def begin_given(
+    setup: Setup, sample: Any, plan: Plan, *, reason: str = GIVEN, why: str = "the plan was given"
+) -> StepRunner:
+    """Begins the steps under a plan that the user gave, or that is decided; see `make_planned`."""
 
     def begin(own: Setup) -> StepRunner:
         found = trace(own, sample, plan)
         budget = own.budget(sample, found, plan)
         _check_fits(own, sample, plan, found, budget)
-        planned = make_planned(own, sample, plan, "given by the user.", found, budget, why="the plan was given")
+        planned = make_planned(own, sample, plan, reason, found, budget, why=why)
         return _begin_checked(planned, sample, found)
 
     return _in_ways(setup, sample, plan, begin)

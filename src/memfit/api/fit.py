@@ -349,7 +349,7 @@ def _begin(setup: Setup, sample: Any, given: Plan | None, saved: Path | None) ->
     if setup.ranks is not None:
         # A run of another number of ranks goes on with what its plan says of each block.
         own = None if resumed is None else replace(resumed, ranks=setup.ranks.size)
-        runner = begin_over_ranks(setup, setup.ranks, sample, given or own)
+        runner = begin_over_ranks(setup, setup.ranks, sample, given, own)
     elif given is not None and given.ranks > 1:
         raise UsageError(
             f"the plan is for {given.ranks} ranks, and this process is alone: start as many by torchrun, and initialize torch.distributed before fit"

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.api.deciding import begin_given
+from memfit.api.deciding import GIVEN, begin_given
+from memfit.checkpoints.checkpointer import stored_reason
 from memfit.core.errors import PlanError, UnsupportedError
 from memfit.core.hardware import DATA_AXIS, Hardware
 from memfit.core.plan import Plan
@@ -53,8 +54,11 @@ def fitting_ranks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
         raise
 
 
-def begin_over_ranks(setup: Setup, ranks: RankGroup, sample: Any, given: Plan | None) -> StepRunner:
-    """Begins the steps of this rank under the plan that all ranks have: the given one, or rank 0's.
+def begin_over_ranks(
+    setup: Setup, ranks: RankGroup, sample: Any, given: Plan | None, resumed: Plan | None
+) -> StepRunner:
+    """Begins the steps of this rank under the plan that all ranks have: the given one, that of the
+    run, or rank 0's.
 
     Raises:
         PlanError: the plan is for another number of ranks.
@@ -72,32 +76,43 @@ def begin_over_ranks(setup: Setup, ranks: RankGroup, sample: Any, given: Plan | 
             f"several ranks train on processors, and this model lies on {setup.machine.device.type}: a GPU's ranks are to come"
         )
     setup = _with_network(setup, ranks)
-    plan = _chosen(setup, ranks, sample) if given is None else given
+    if given is not None:
+        plan, reason = given, GIVEN
+    elif resumed is not None:
+        assert setup.run is not None, "only a run is resumed"
+        plan, reason = resumed, stored_reason(setup.run)
+    else:
+        plan, reason = _chosen(setup, ranks, sample)
     if plan.ranks not in (1, ranks.size):
         raise PlanError(f"the plan is for {plan.ranks} ranks, and there are {ranks.size}")
     plan = replace(plan, ranks=ranks.size)
     # Rank 0's, where each has chosen: two plans that are both legal would meet in other orders.
-    text = next(text for text in optional_texts(ranks, plan.to_json()) if text is not None)
+    text, reason = optional_texts(ranks, plan.to_json())[0], optional_texts(ranks, reason)[0]
+    assert text is not None and reason is not None, "every rank tells its own"
     agree(ranks, "the plan", digest=plan.to_json() if given is not None else text)
-    return begin_given(setup, sample, Plan.from_json(text))
+    why = "there are several ranks" if given is None else "the plan was given"
+    return begin_given(setup, sample, Plan.from_json(text), reason=reason, why=why)
 
 
-def _chosen(setup: Setup, ranks: RankGroup, sample: Any) -> Plan:
+def _chosen(setup: Setup, ranks: RankGroup, sample: Any) -> tuple[Plan, str]:
     """Chooses the plan that is predicted to be the fastest of those that fit the rank with the
     least memory, by rank 0's figures; collective.
+
+    Returns:
+        The plan, and why it is taken.
 
     Raises:
         DoesNotFitError: none does.
     """
     if setup.machine.limits.device_bytes is None:
-        return data_parallel(ranks.size)
+        return data_parallel(ranks.size), "there is no limit: data parallel, everything whole on every rank's device."
     own = setup.cut_by(setup.problem.ways(sample, setup.split)[0])
     counts = own.problem.counts(sample)
     found = own.problem.profile(sample, counts, chunk_tokens=None)
     budget = own.budget(sample, found).tensor_bytes
     assert budget is not None
     least = min(room for (room, *_) in agree(ranks, "the room of each rank", values=[float(budget)]))
-    return choose_over_ranks(
+    chosen = choose_over_ranks(
         found,
         counts if found.may_split else (1,),
         ranks.size,
@@ -106,7 +121,11 @@ def _chosen(setup: Setup, ranks: RankGroup, sample: Any) -> Plan:
         setup.hardware() if ranks.rank == 0 else None,
         clips_norm=setup.clips_norm,
         device=setup.device,
-    ).plan
+    )
+    return (
+        chosen.plan,
+        f"{chosen.name}: the fastest of {chosen.looked_at} uniform plans for {ranks.size} ranks that fits.",
+    )
 
 
 def _with_network(setup: Setup, ranks: RankGroup) -> Setup:

@@ -6,6 +6,8 @@ With `--store` it is a run that goes on where it was left.
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +59,12 @@ def train(
     scheme: SchemeOption = None,
     fresh: FreshOption = False,
     save: SaveOption = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes of this machine that train together, each inside the limit; as torchrun starts them."
+        ),
+    ] = 1,
     report: Annotated[
         Path | None, typer.Option(help="Write a page about the last step here: measured beside predicted.")
     ] = None,
@@ -65,12 +73,16 @@ def train(
     """Trains your function's model, a recipe (gpt2-small by default), or --model on text or images,
     inside the limit (1.25GiB if none is named); prints the proof.
 
-    The proof is predicted peak, measured peak, limit. A model given by --model is built without its
+    Under `torchrun -m memfit train`, or with --ranks, several processes train together: each takes
+    its rows of every batch, and the limit is of each. The proof is predicted peak, measured peak,
+    limit. A model given by --model is built without its
     weights, which come from its files, or are initialised, one at a time on their way home.
     """
     from memfit.core.units import parse_bytes
     from memfit.job.machine import prepare_process
+    from memfit.job.rank_training import leave_ranks
 
+    rank, count = _join(ranks, fresh=fresh)
     limit_bytes = parse_bytes(DEFAULT_LIMIT if machine.limit is None else machine.limit)
     check_save(save)
     if report is not None and not report.absolute().parent.is_dir():
@@ -86,6 +98,8 @@ def train(
         save=save,
         report=report,
         json=json,
+        rank=rank,
+        ranks=count,
         fitting={**machine.keywords(), **decisions.keywords(), "scheme": scheme},
     )
     run = TrainRun(settings, lambda: process.peak_bytes().whole_bytes)
@@ -97,8 +111,25 @@ def train(
     except BaseException:
         run.abandon()
         raise
+    leave_ranks()
     if not holds:
         raise typer.Exit(code=1)
+
+
+def _join(ranks: int, *, fresh: bool) -> tuple[int, int]:
+    """Starts the ranks, and ends with them; or joins those that were started.
+
+    Returns:
+        This process's rank, and the number of ranks.
+    """
+    from memfit.job.rank_training import join_ranks, launch
+
+    if ranks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise typer.Exit(code=launch(ranks, sys.argv[1:]))
+    rank, count = join_ranks()
+    if fresh and count > 1:
+        raise UsageError("--fresh is for one process: remove the run's directory yourself, and begin anew")
+    return rank, count
 
 
 def _chosen(source: SourceOptions, data: list[Path] | None, rate: float) -> Recipe | None:

@@ -40,6 +40,8 @@ class TrainSettings:
         report: page of the report on its last step; None: there is none.
         json: file for the same as JSON, `-` for standard output; None: there is none.
         fitting: further keywords of `memfit.fit`.
+        rank: of this process among those that train together.
+        ranks: their number.
     """
 
     recipe: Recipe | None
@@ -52,6 +54,13 @@ class TrainSettings:
     report: Path | None
     json: Path | None
     fitting: Mapping[str, Any]
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def tells(self) -> bool:
+        """True if this process tells what goes on: the others do the same."""
+        return self.rank == 0
 
 
 class TrainRun:
@@ -66,6 +75,7 @@ class TrainRun:
         self._settings = settings
         self._read_peak_bytes = read_peak_bytes
         self._console = open_console(on_errors=settings.json == Path("-"))
+        self._console.quiet = not settings.tells
         self._job: Job | None = None
 
     def make(self) -> bool:
@@ -98,7 +108,7 @@ class TrainRun:
                 job.save(settings.save)
                 training.keep_tokenizer(settings.save)
         self._tell(job, training, results, seconds)
-        if settings.report is not None:
+        if settings.report is not None and settings.tells:
             job.report(settings.report)
             self._say(f"the report is in {settings.report}")
         proof = job.proof(before_bytes=before_bytes)
@@ -108,12 +118,25 @@ class TrainRun:
             self._say(
                 f"committed: step {total} in {settings.store}; the same command goes on from there, --fresh begins anew"
             )
-        if settings.json is not None:
+        if settings.json is not None and settings.tells:
             print_json(settings.json, _data(job, training, results, seconds, proof.data()))
         job.close(restore=False)
         return proof.holds
 
     def _build(self, progress: TrainingProgress) -> Training:
+        training = self._build_whole(progress)
+        rank, ranks = self._settings.rank, self._settings.ranks
+        if ranks == 1:
+            return training
+        from memfit.job.rank_training import own_rows
+
+        own = own_rows(training.sample, rank, ranks)
+        note = f"{ranks} ranks: this is told by rank 0, whose limit, peaks and bytes are its own"
+        return replace(
+            training, sample=own(training.sample), batches=map(own, training.batches), notes=(*training.notes, note)
+        )
+
+    def _build_whole(self, progress: TrainingProgress) -> Training:
         settings = self._settings
         if settings.recipe is not None:
             return from_recipe(settings.recipe, seed=settings.seed, steps=settings.steps, wait_for=progress.wait_for)
@@ -167,7 +190,7 @@ class TrainRun:
         from memfit.job.settings_used import used_settings
 
         made = len(results)
-        amount = sum(training.amount(result.rows) for result in results)
+        amount = self._settings.ranks * sum(training.amount(result.rows) for result in results)
         read, written = job.bytes_moved
         per_step = ", ".join(
             f"{what} {format_bytes(sum(moved.values()) // made)}"

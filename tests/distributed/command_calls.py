@@ -1,0 +1,18 @@
+"""The command line on ranks that have come together already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from memfit.cli.console import app
+
+
+def train(rank: int, size: int, steps: int, directory: str) -> tuple[int, str, list[str]]:
+    """Trains the smallest recipe; returns the exit code, what was printed, and the files of the save."""
+    save = Path(directory) / "saved"
+    kept = ("--store", f"{directory}/run", "--save", str(save))
+    command = ["train", "--recipe", "gpt-tiny", "--limit", "3GiB", "--steps", str(steps), *kept]
+    found = CliRunner().invoke(app, command)
+    return found.exit_code, found.output, sorted(path.name for path in save.iterdir())
