@@ -50,7 +50,8 @@ def test_clipping_takes_the_norm_of_all_ranks(ranks: Ranks, stage: int) -> None:
     ("how", "cause"),
     [
         ("an exception in the loss", "KeyError: 'of the loss'"),
-        ("a refused allocation", "LimitBreachError: the limit was hit at 'forward C5 m1': emulated"),
+        ("a limit breach", "LimitBreachError: the limit of 48.0 MiB was hit at 'forward C5 m1':"),
+        ("a full disk", "StoreError: could not write"),
     ],
 )
 def test_what_fails_on_one_rank_ends_the_step_of_all_with_its_text(ranks: Ranks, how: str, cause: str) -> None:
@@ -60,6 +61,15 @@ def test_what_fails_on_one_rank_ends_the_step_of_all_with_its_text(ranks: Ranks,
     for rank in (first, second):
         assert rank["after"].startswith("PeerError: the job is over on all ranks")
         assert rank["again"] == "1 losses"
+        assert rank["left"] == 0
+
+
+def test_gradients_that_overflow_on_one_rank_are_skipped_by_all(ranks: Ranks) -> None:
+    first, second = ranks.run(2, "distributed.training:skipped", timeout_s=LONG_S)
+    assert first == second
+    (before, scale), (at, halved), (behind, _) = first[0][3:]
+    assert (before, at, behind) == (False, True, False)
+    assert halved == scale / 2
 
 
 def test_a_batch_that_one_rank_cannot_take_is_told_before_anything_moves(ranks: Ranks) -> None:

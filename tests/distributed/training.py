@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -14,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 import memfit
+from memfit.allocator import Allocator, install
 from memfit.core.plan import BlockPlan, Plan
 from memfit.core.tiers import Tier
 from memfit.planning.over_ranks_plans import share_out
 from memfit.profiling.blocks import find_blocks
+from memfit.store import FileOperations
 
 ROWS = 6
 WIDTH = 72
@@ -193,6 +197,8 @@ def train(
 def hindered(rank: int, size: int, how: str, stage: int = 3, tier: str = "disk") -> dict[str, Any]:
     """Trains two steps, the second with something wrong on rank 1 only; returns what this rank raised, and what lives after closing."""
     name, armed = "tower", [False]
+    # The first time loads libraries, whose memory stays.
+    live_bytes = _live_bytes()
     model = build(name)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
 
@@ -200,18 +206,27 @@ def hindered(rank: int, size: int, how: str, stage: int = 3, tier: str = "disk")
         found = loss(given, batch)
         if armed[0] and rank == 1 and how == "an exception in the loss":
             raise KeyError("of the loss")
-        if armed[0] and rank == 1 and how == "a refused allocation":
-            raise torch.OutOfMemoryError("emulated: 12 MiB above the limit")
+        if armed[0] and rank == 1 and how == "a limit breach":
+            torch.empty(64 << 20, dtype=torch.uint8)
         if armed[0] and rank == 1 and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
+    options: dict[str, Any] = {"enforce": False}
+    if how == "a limit breach":
+        options = {"limit": "48MiB", "emulate_device": True}
     job = memfit.fit(
-        model, optimizer, own_loss, batch_of(name, 0, rank), plan=plan_for(model, size, stage, tier, 2), enforce=False
+        model, optimizer, own_loss, batch_of(name, 0, rank), plan=plan_for(model, size, stage, tier, 2), **options
     )
     job.step(batch_of(name, 0, rank))
     armed[0] = True
-    raised = ""
+    raised, own_pwrite = "", FileOperations.pwrite
+    if rank == 1 and how == "a full disk":
+
+        def full(self: FileOperations, descriptor: int, source: memoryview, offset: int) -> int:
+            raise OSError(28, "No space left on device")
+
+        FileOperations.pwrite = full  # type: ignore[method-assign]
     try:
         if rank == 1 and how == "a save on one rank":
             job.save("/nonexistent")
@@ -221,7 +236,9 @@ def hindered(rank: int, size: int, how: str, stage: int = 3, tier: str = "disk")
             job.step(batch_of(name, 1, rank))
     except Exception as error:  # noqa: BLE001, told to the test
         raised = f"{type(error).__name__}: {error}"
+    raised_s = time.time()
     armed[0] = False
+    FileOperations.pwrite = own_pwrite  # type: ignore[method-assign]
     after = ""
     try:
         after = f"{len(job.step(batch_of(name, 1, rank)).losses)} losses"
@@ -243,7 +260,43 @@ def hindered(rank: int, size: int, how: str, stage: int = 3, tier: str = "disk")
         )
         again = f"{len(job.step(batch_of(name, 0, rank)).losses)} losses"
         job.close()
-    return {"raised": raised, "after": after, "again": again}
+    del job, model, optimizer
+    deadline = time.monotonic() + 5.0
+    # Threads that end let go of what they held.
+    while (left := _live_bytes() - live_bytes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return {"raised": raised, "after": after, "again": again, "raised_s": raised_s, "left": left}
+
+
+def _live_bytes() -> int:
+    """Bytes of tensors of this process."""
+    gc.collect()
+    found = install()
+    assert isinstance(found, Allocator)
+    return found.stats().live_bytes
+
+
+def skipped(rank: int, size: int) -> list[Any]:
+    """Steps in fp16 whose gradients are not finite on rank 1 only; returns whether each was skipped, the scales and what differs between ranks."""
+    model = build("tower")
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    plan = plan_for(model, size, 3, "disk", 1, compute_dtype="float16", update="after-backward")
+    is_bad = [False]
+
+    def own_loss(given: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss(given, batch) * (float("nan") if is_bad[0] else 1.0)
+
+    job = memfit.fit(model, optimizer, own_loss, batch_of("tower", 0, rank), plan=plan, allow={"fp16"}, enforce=False)
+    told: list[Any] = []
+    for step in range(6):
+        # The first steps find their scale.
+        is_bad[0] = rank == 1 and step == 4
+        result = job.step(batch_of("tower", step, rank))
+        scaler = job.loss_scaler
+        assert scaler is not None
+        told.append((result.is_skipped, scaler.scale))
+    job.close()
+    return [told, float(sum(w.double().sum() for w in weights_of(model).values()))]
 
 
 def save_after(
