@@ -62,7 +62,7 @@ class Scene:
 
 def touch_away(s: Scene) -> None:
     s.fit(plan=ON_DISK)
-    (s.model[0].weight + 1).sum()
+    (s.model.get_parameter("0.weight") + 1).sum()
 
 
 def tear(s: Scene) -> None:
@@ -136,7 +136,7 @@ REFUSALS: dict[str, tuple[type[Exception], Callable[[Scene], object]]] = {
     "a model without values": (memfit.UsageError, lambda s: s.fit(model=nn.Linear(4, 4, device="meta"))),
     "a loader instead of a batch": (
         memfit.UsageError,
-        lambda s: s.fit(sample=torch.utils.data.DataLoader([s.batch], batch_size=None)),
+        lambda s: s.fit(sample=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(s.batch))),
     ),
     "a loss that is no scalar": (memfit.UsageError, lambda s: s.fit(loss=lambda m, b: m(b)).step(s.batch)),
     "an optimizer of another model": (
