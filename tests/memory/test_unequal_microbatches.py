@@ -73,3 +73,23 @@ def test_sums_of_low_precision_gradients_are_counted_as_they_come(tmp_path: Path
     for interval in backwards:
         assert interval.peak_bytes <= interval.predicted_peak_bytes + SMALL_BYTES, interval
         assert interval.predicted_peak_bytes <= interval.peak_bytes + 4 * MIB, interval
+
+
+def test_a_chosen_plan_traces_its_smaller_microbatch(tmp_path: Path) -> None:
+    """The search takes it from the sizes around it; what is said of the plan is said of its own rows."""
+    model, batch = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64)), torch.randn(7, 512, 64)
+    with memfit.fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: model(batch).square().sum(),
+        batch,
+        limit="50MiB",
+        emulate_device=True,
+        plan="accumulate",
+        allow={"nonadditive-loss"},
+        directory=tmp_path / "homes",
+    ) as job:
+        rows, more = divmod(7, job.plan.microbatches)
+        assert job.plan.microbatches > 1
+        assert more
+        assert {rows, rows + 1} <= {*job.profile.traces}

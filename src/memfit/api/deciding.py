@@ -38,7 +38,7 @@ from memfit.job.plan_checks import (
     lacking_tier,
     other_sums,
 )
-from memfit.job.preparing import excess_beside_device, prepare, prepared_for
+from memfit.job.preparing import excess_beside_device, prepare, prepared_for, with_smaller
 from memfit.job.problem import check_precision
 from memfit.job.setup import Planned, Prepared, Setup
 from memfit.job.step_runner import StepRunner, begin_steps
@@ -367,7 +367,7 @@ def _prepared(setup: Setup, sample: Any, plan: Plan, found: Profile, *, adds_apa
     rows = -(-found.batch_rows // cut.microbatches)
     if found.batch_rows == setup.problem.cut.rows(sample) and rows in found.traces:
         return prepared_for(
-            found,
+            with_smaller(setup, sample, cut, found),
             cut,
             clips_norm=setup.clips_norm,
             has_lines=setup.has_lines,

@@ -135,6 +135,18 @@ def prepare(setup: Setup, plan: Plan, batch: Any, *, adds_apart: bool) -> Prepar
     )
 
 
+def with_smaller(setup: Setup, sample: Any, cut: Plan, found: Profile) -> Profile:
+    """Returns the profile with a trace of the smaller microbatches of a plan that is decided, which
+    the search took from the sizes around them.
+    """
+    rows, more = divmod(found.batch_rows, cut.microbatches)
+    is_known = not more or rows in found.traces or not found.rows_are_alike
+    if is_known or found.source != "fake" or found.source_reason:
+        return found
+    traced = setup.problem.profile_for(cut, sample).traces
+    return replace(found, traces={**found.traces, rows: traced[rows]}) if rows in traced else found
+
+
 def excess_beside_device(setup: Setup, ready: Prepared) -> str | None:
     """Says what a step takes above the limit of a tier beside the device; None if nothing.
 
