@@ -17,7 +17,7 @@ from memfit.core.version import VERSION
 
 if TYPE_CHECKING:
     from memfit import arena, communicator, losses, sinks
-    from memfit.api import Job, ResumableLoader, StepResult, empty, fit, infer, profile, verify
+    from memfit.api import Job, MemfitEma, ResumableLoader, StepResult, empty, fit, infer, profile, verify
     from memfit.core.errors import (
         AwayError,
         DoesNotFitError,
@@ -47,6 +47,7 @@ _ORIGINS = {
     "DoesNotFitError": "memfit.core.errors",
     "Job": "memfit.api",
     "LimitBreachError": "memfit.core.errors",
+    "MemfitEma": "memfit.api",
     "MemfitError": "memfit.core.errors",
     "MemfitWarning": "memfit.core.errors",
     "PeerError": "memfit.core.errors",
@@ -77,6 +78,7 @@ __all__ = [
     "DoesNotFitError",
     "Job",
     "LimitBreachError",
+    "MemfitEma",
     "MemfitError",
     "MemfitWarning",
     "PeerError",

@@ -9,6 +9,7 @@ from memfit.api.empty_model import empty
 from memfit.api.equivalence import Equivalence, verify
 from memfit.api.fit import fit, profile
 from memfit.api.loader import ResumableLoader
+from memfit.job.ema import MemfitEma
 from memfit.job.inference import Inference, infer
 from memfit.job.job import Job
 from memfit.job.lines import Lines
@@ -20,6 +21,7 @@ __all__ = [
     "Inference",
     "Job",
     "Lines",
+    "MemfitEma",
     "ResumableLoader",
     "StepResult",
     "empty",
