@@ -286,10 +286,10 @@ def test_of_210_pairs_of_limits_the_larger_is_never_slower(data: st.DataObject) 
         assert b.weighed_s <= a.weighed_s
 
 
-@given(least=st.integers(1, 1 << 45), factors=st.tuples(st.floats(1, 50), st.floats(1, 50)))
-def test_limits_of_two_questions_are_of_one_series(least: int, factors: tuple[float, float]) -> None:
+@given(least=st.integers(1, 1 << 45), factors=st.tuples(st.floats(1, 50), st.floats(1, 50)), units=st.integers(1, 200))
+def test_limits_of_two_questions_are_of_one_series(least: int, factors: tuple[float, float], units: int) -> None:
     less, more = (int(least * factor) for factor in sorted(factors))
-    first, second = (list(widening.series_of_limits(least, asked)) for asked in (less, more))
+    first, second = (list(widening.series_of_limits(least, asked, units)) for asked in (less, more))
     assert second[: len(first)] == first
     assert first[0][1] <= least + 1 and first[-1][1] >= less
     assert all(limit < less for _, limit in first[:-1])

@@ -15,7 +15,8 @@ the same answer.
 
 [Note: a larger limit is never slower]
 What is looked for does not depend on the limit that is asked about, but for how far it goes. There
-is one series of limits for all questions, each 6 % above the one before (`series_of_limits`). From
+is one series of limits for all questions about a model, each 6 % above the one before (12 % and
+more where a model has very many layers; `series_of_limits`). From
 the smallest at which anything fits to the first that is not below the one asked about, plans are
 looked for at each in turn, beginning from what the ones before have found. Of all plans that were
 judged on the way the fastest is taken that fits the limit asked about. A larger limit goes through
@@ -51,8 +52,9 @@ from memfit.planning.uniform_search import UniformSearch
 from memfit.prediction.bytes import Slot
 
 LEAST_WEIGHT_BYTES = 64 * MIB
-LIMITS_AN_OCTAVE = 12
-"""See [Note: a larger limit is never slower]."""
+_LIMITS_AN_OCTAVE = 12
+# Models of more units than so many are looked at with half as many limits, and so on.
+_MANY_UNITS = 40
 # At one limit of the series: frames that are looked at; uniform plans that these come from, and
 # that are built in vain for them.
 _FRAMES = 2
@@ -106,13 +108,21 @@ class MixedPlans:
     bound_s: float | None = None
 
 
-def series_of_limits(least: int, asked: int) -> Iterator[tuple[int, int]]:
+def series_of_limits(least: int, asked: int, units: int) -> Iterator[tuple[int, int]]:
     """Yields the series' number and bytes of each limit, from the last that is not above the least
     to the first that is not below the one asked about.
+
+    Args:
+        least: bytes that are needed at least.
+        asked: bytes that are asked about.
+        units: of the model.
     """
-    number = math.floor(LIMITS_AN_OCTAVE * math.log2(max(1, least)))
+    an_octave = _LIMITS_AN_OCTAVE
+    while units > _MANY_UNITS and an_octave > 1:
+        an_octave, units = an_octave // 2, units // 2
+    number = math.floor(an_octave * math.log2(max(1, least)))
     while True:
-        limit = math.ceil(2 ** (number / LIMITS_AN_OCTAVE))
+        limit = math.ceil(2 ** (number / an_octave))
         yield number, limit
         if limit >= asked:
             return
@@ -132,7 +142,7 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
         return MixedPlans(built=())
     indices = counter(uniform.count)
     searches: dict[str, _FrameSearch] = {}
-    for number, limit in series_of_limits(uniform.least_peak_bytes, asked):
+    for number, limit in series_of_limits(uniform.least_peak_bytes, asked, len(units.calls)):
         here = question.within(limit)
         fitting = uniform.within(here, most=_MOST_UNIFORM, patience=_PATIENCE)
         if not fitting:
