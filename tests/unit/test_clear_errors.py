@@ -13,7 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.cli.source import find_function
-from memfit.core.errors import AwayError, UsageError
+from memfit.core.errors import AwayError, UnsupportedError, UsageError
 from memfit.core.hardware import Hardware
 from memfit.core.machines import read_hardware
 from memfit.core.units import GIB
@@ -91,6 +91,37 @@ def test_an_empty_model_that_needs_values_is_told_the_operation_the_line_and_the
     assert "nonzero" in told
     assert "test_clear_errors.py, line" in told
     assert "'0.weight' has no bytes" in told
+
+
+def test_a_program_that_needs_data_is_measured_in_a_real_step_and_that_is_said() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Work(_of_large_ones))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memfit.fit(model, optimizer, _square, torch.randn(2, WIDTH)) as job:
+        assert job.profile.source == "real"
+        assert "Measured in real steps of [2] rows, since none without data goes: " in job.reason
+
+
+def test_a_real_step_that_meets_the_limit_is_told_with_what_asked_for_it() -> None:
+    def work(x: torch.Tensor) -> torch.Tensor:
+        _of_large_ones(x)
+        raise torch.OutOfMemoryError("no room")
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Work(work))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError) as caught:
+        memfit.profile(model, optimizer, _square, torch.randn(2, WIDTH))
+    told = str(caught.value)
+    assert "cannot be traced without data" in told
+    assert "real step of 2 rows" in told
+    assert "met the limit" in told
+
+
+def _square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def _of_large_ones(x: torch.Tensor) -> torch.Tensor:
+    return x * x[x > 0].sum()
 
 
 class _Work(nn.Module):

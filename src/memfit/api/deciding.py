@@ -345,7 +345,7 @@ def make_planned(
     return Planned(
         setup=own,
         plan=plan,
-        reason=reason,
+        reason=" ".join(filter(None, [reason, found.remark])),
         numerics=declare(plan, found, allow=setup.allow, why=why),
         adds_apart=adds_apart,
         prepared=ready,

@@ -60,6 +60,8 @@ def profile(
             )
     trace = found.traces[found.batch_rows]
     console.print(f"{source.name}; one step of {found.batch_rows} rows, plain training, all predicted", markup=False)
+    if found.remark:
+        console.print(found.remark, markup=False)
     console.print()
     _print_blocks(console, found, trace)
     _print_categories(console, found, trace)
@@ -85,6 +87,8 @@ def _data(name: str, found: Profile, trace: TraceProfile, there: Advice | None) 
 
     told: dict[str, Any] = {
         "title": name,
+        "source": found.source,
+        "source_reason": found.source_reason,
         **profile_tables(found, trace, Plan()),
         "closed_forms": closed_forms(found).data(),
     }

@@ -442,19 +442,24 @@ class Profile:
         return self.state_home_bytes.get(name, self.state_bytes.get(name, 0))
 
     @property
+    def remark(self) -> str:
+        """A sentence for what no trace without data gave; else empty."""
+        if self.source != "real":
+            return f"Traced, and {self.source_reason}." if self.source_reason else ""
+        return f"Measured in real steps of {[*self.traces]} rows, since none without data goes: {self.source_reason}."
+
+    @property
     def kernel_bytes(self) -> int:
         """Most bytes that libraries take for the kernels of a microbatch."""
         return max((trace.kernel_bytes for trace in self.traces.values()), default=0)
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Names of the libraries that a step computes with; see `TraceProfile.libraries`."""
+        """Names of the libraries that a step computes with."""
         return tuple(sorted({name for trace in self.traces.values() for name in trace.libraries}))
 
     def kernel_bytes_of(self, microbatches: int) -> int:
-        """Returns the bytes of the kernels of a step: microbatches of two sizes have kernels each,
-        of which as many are kept as of any shapes.
-        """
+        """Returns the bytes of a step's kernels; microbatches of two sizes have kernels each."""
         rows, more = divmod(self.batch_rows, microbatches)
         largest = self.traces.get(rows + bool(more))
         if largest is None or not (more and self.rows_are_alike):

@@ -212,13 +212,19 @@ def _trace_sizes(
                 "shapes and dtypes that the loss takes; read no numbers where memfit.is_tracing() says so; or give "
                 "the model its weights (with job.weights(): ...)"
             ) from error
+    try:
         if sizes[0] == setting.rows:
             with _named_failures(setting):
                 return _trace_real(setting, sizes), "real", reason
-    try:
         return _trace_real(setting, sizes), "real", reason
-    except (MemfitError, torch.OutOfMemoryError):
+    except MemfitError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            f"the step cannot be traced without data: {reason}. The real step of {sizes[0]} row{'s' * (sizes[0] > 1)} that would show "
+            "it instead, with everything on the device, met the limit. Read no numbers where memfit.is_tracing() says so, "
+            "give a batch of smaller rows, or raise the limit"
+        ) from error
     except _FAKE_FAILURES as error:
         raise _uncuttable(setting, sizes[0], _why_fake_failed(error)) from error
 
