@@ -62,7 +62,7 @@ def test_limits_by_tier_reach_the_plan_and_the_training() -> None:
 
 def test_profile_says_whether_a_plain_step_fits_the_limit() -> None:
     assert "no, " in run("profile", *TINY, "--limit", "100MiB")
-    assert "yes" in run("profile", *TINY, "--limit", "64GiB", "--hardware", "h200")
+    assert "yes" in run("profile", *TINY, "--limit", "8GiB")
 
 
 @pytest.mark.parametrize(

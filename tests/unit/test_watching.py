@@ -132,7 +132,10 @@ def test_a_loop_of_the_users_own_is_told_as_well() -> None:
             loss(model_of(job), torch.randn(4, WIDTH)).backward()
             optimizer.step()
             optimizer.zero_grad()
+    peaks = {phase.name: phase.measured_bytes for phase in job.proof().by_phase()}
     job.close()
+    # Of the whole window, not only of its update.
+    assert [report.peak_bytes for report in told] == [peaks["first step"], peaks["steady"]]
     assert [(report.step, report.loss, report.rows) for report in told] == [(1, None, None), (2, None, None)]
     assert all(report.seconds > 0 and report.peak_bytes > 0 for report in told)
     assert "memfit/loss" not in told[0].scalars()

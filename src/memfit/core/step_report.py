@@ -56,7 +56,8 @@ class StepReport:
         seconds: of the step, measured.
         tiers: bytes held, the device first.
         waits_s: measured seconds that compute waited, by cause: "fetch", "accumulate", "update".
-            Empty where the step was not measured action by action.
+            Empty where the step was not measured action by action; in a loop of the user's own of
+            its first backward and its update.
         read_bytes, written_bytes: moved from and to files (and tiers that count them) since the
             step before.
         microbatches: that the batch was cut into.

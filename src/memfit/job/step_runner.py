@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class StepRunner:
         self.compared = ComparedSteps(assembly.setup)
         self.watchers = StepWatchers()
         self._steps_here = 0
-        self._lines_began_s = 0.0
+        self._lines_began_s, self._lines_peak_bytes = 0.0, 0
         self._has_told_passed = False
 
     def step(self, batch: Any) -> StepResult:
@@ -107,12 +107,17 @@ class StepRunner:
             # of loading, then of the first step, which brings up states and libraries
             self.machine.forget_peak()
         self.machine.hard_limit.refuse(prepared.peak_bytes, assembly.steps + 1)
-        self._lines_began_s = time.perf_counter()
+        self._lines_began_s, self._lines_peak_bytes = time.perf_counter(), 0
         return prepared
 
-    def phase(self) -> AbstractContextManager[None]:
-        """Returns the context of a part of a step."""
-        return self.machine.phase("first step" if self._steps_here == 0 else "steady", is_step=True)
+    @contextmanager
+    def phase(self) -> Iterator[None]:
+        """Context of a part of a step that lines of the user's own make."""
+        try:
+            with self.machine.phase("first step" if self._steps_here == 0 else "steady", is_step=True):
+                yield
+        finally:
+            self._lines_peak_bytes = max(self._lines_peak_bytes, self.machine.last_peak_bytes())
 
     def lines_recorder(self, prepared: Prepared, given: Any) -> StepRecorder | None:
         """Returns a recorder of the first backward of a window, and its update; None if it is not
@@ -139,9 +144,9 @@ class StepRunner:
         self.assembly.checkpointer.note_positions()
         if self._census.note_step():
             self._census.warn_once(self.census())
-        self._tell_passed(self.machine.last_peak_bytes())
+        self._tell_passed(self._lines_peak_bytes)
         seconds = time.perf_counter() - self._lines_began_s
-        self.watchers.tell_lines_step(self.assembly, seconds, departures)
+        self.watchers.tell_lines_step(self.assembly, seconds, self._lines_peak_bytes, departures, self.measured)
 
     def census(self) -> CensusReport:
         """Reports what lives from step to step; see `Job.census`."""

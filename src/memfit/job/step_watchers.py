@@ -40,31 +40,50 @@ class StepWatchers:
         """
         if not self._is_heard:
             return
-        is_of_it = measured is not None and measured.step == assembly.steps
         self._tell(
             assembly,
+            result.peak_bytes,
             loss=result.loss,
             norm=result.norm,
             rows=result.rows,
             tokens=result.tokens,
             seconds=result.seconds,
-            waits_s=dict(measured.timeline.stalls_s) if measured is not None and is_of_it else {},
+            waits_s=_waits(assembly, measured),
             departures=result.departures,
         )
 
-    def tell_lines_step(self, assembly: Assembly, seconds: float, departures: tuple[str, ...]) -> None:
-        """Tells of a step that lines of the user's own made."""
+    def tell_lines_step(
+        self,
+        assembly: Assembly,
+        seconds: float,
+        peak_bytes: int,
+        departures: tuple[str, ...],
+        measured: MeasuredStep | None,
+    ) -> None:
+        """Tells of a step that lines of the user's own made; its first backward and its update are
+        what is measured.
+        """
         if self._is_heard:
-            self._tell(assembly, loss=None, norm=None, rows=None, tokens=None, seconds=seconds, departures=departures)
+            self._tell(
+                assembly,
+                peak_bytes,
+                loss=None,
+                norm=None,
+                rows=None,
+                tokens=None,
+                seconds=seconds,
+                waits_s=_waits(assembly, measured),
+                departures=departures,
+            )
 
     @property
     def _is_heard(self) -> bool:
         return bool(self.entries) or LOG.isEnabledFor(logging.DEBUG)
 
-    def _tell(self, assembly: Assembly, **figures: Any) -> None:
+    def _tell(self, assembly: Assembly, peak_bytes: int, **figures: Any) -> None:
         report = StepReport(
             step=assembly.steps,
-            tiers=tier_uses(assembly),
+            tiers=tier_uses(assembly, peak_bytes),
             microbatches=assembly.plan.microbatches,
             **self._traffic(assembly),
             **figures,
@@ -85,16 +104,25 @@ class StepWatchers:
         return {"read_bytes": read - before[0], "written_bytes": written - before[1]}
 
 
-def tier_uses(assembly: Assembly) -> tuple[TierUse, ...]:
-    """Returns the tiers that a job uses, after a step: the device with the step's measured peak,
-    others with what is claimed there.
+def _waits(assembly: Assembly, measured: MeasuredStep | None) -> dict[str, float]:
+    """Returns what compute waited for in the last step; nothing where it was not measured."""
+    is_of_it = measured is not None and measured.step == assembly.steps
+    return dict(measured.timeline.stalls_s) if measured is not None and is_of_it else {}
+
+
+def tier_uses(assembly: Assembly, peak_bytes: int) -> tuple[TierUse, ...]:
+    """Returns the tiers that a job uses, after a step.
+
+    Args:
+        assembly: that made it.
+        peak_bytes: of the device, measured in the step; of other tiers it is what is claimed there.
     """
     machine = assembly.machine
     name = "memory" if machine.counts_process else str(Tier.DEVICE)
     beside = {
         tier: factory.held_bytes for tier, factory in assembly.house.factories.items() if not tier.traits.is_device
     }
-    own = TierUse(name=name, used_bytes=machine.last_peak_bytes(), limit_bytes=machine.limits.device_bytes)
+    own = TierUse(name=name, used_bytes=peak_bytes, limit_bytes=machine.limits.device_bytes)
     return own, *(
         TierUse(name=str(tier), used_bytes=nbytes, limit_bytes=machine.limits.of(tier))
         for tier, nbytes in beside.items()
