@@ -198,6 +198,15 @@ JsonOption = Annotated[
     typer.Option("--json", help="Write the same as JSON here; - writes it, and nothing else, to standard output."),
 ]
 
+RanksOption = Annotated[
+    int,
+    typer.Option(
+        "--ranks",
+        min=1,
+        help="Processes that train together, each inside the limit and with a batch of its own; train starts them on this machine, as torchrun does.",
+    ),
+]
+
 
 def given_plan(path: Path | None) -> Path | str | None:
     """The value of `plan=` for the option: the path, or what stands on standard input."""

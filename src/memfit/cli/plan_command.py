@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from memfit.cli.explanation_tables import plan_data, print_explanation, read_plan_file, show_difference
-from memfit.cli.options import DecisionOptions, MachineOptions, SourceOptions, one_of, shared
+from memfit.cli.options import DecisionOptions, MachineOptions, RanksOption, SourceOptions, one_of, shared
 from memfit.cli.output import open_console, print_json, print_table
 from memfit.cli.source import CommandSource
 from memfit.core.errors import UsageError
@@ -36,9 +36,7 @@ def plan(
         str | None,
         typer.Option(help="Of that store: generations or journal.", autocompletion=one_of("generations", "journal")),
     ] = None,
-    ranks: Annotated[
-        int, typer.Option(min=1, help="Processes that train together, each with such a limit and batch of its own.")
-    ] = 1,
+    ranks: RanksOption = 1,
     explain: Annotated[
         bool,
         typer.Option(

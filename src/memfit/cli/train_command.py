@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli.interrupted import INTERRUPTED
-from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, SourceOptions, one_of, shared
+from memfit.cli.options import DecisionOptions, JsonOption, MachineOptions, RanksOption, SourceOptions, one_of, shared
 from memfit.cli.train_run import TrainRun, TrainSettings, check_save
 from memfit.core.errors import UsageError
 
@@ -59,12 +59,7 @@ def train(
     scheme: SchemeOption = None,
     fresh: FreshOption = False,
     save: SaveOption = None,
-    ranks: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Processes of this machine that train together, each inside the limit; as torchrun starts them."
-        ),
-    ] = 1,
+    ranks: RanksOption = 1,
     report: Annotated[
         Path | None, typer.Option(help="Write a page about the last step here: measured beside predicted.")
     ] = None,
