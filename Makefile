@@ -27,13 +27,14 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled test-hosts zoo-device mutations fuzz train vocabulary docs wheel clean
+.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest zoo-device mutations fuzz train vocabulary docs wheel clean
 
 help:
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
 	@echo "make test-hosts the trainers of other libraries (installs Lightning and TRL)"
+	@echo "make test-hosts-oldest those tests on the oldest versions that are served"
 	@echo "make zoo-device the zoo and 300 random modules on it, in ways drawn from seeds, with a table (a quarter of an hour)"
 	@echo "make mutations  each ordering of the accelerator path taken out once: a test must notice"
 	@echo "make lint       ruff and pyright only"
@@ -85,6 +86,12 @@ test-compiled: install
 test-hosts: install
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,lightning,trl]"
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal tests/integrations $(TEST_ARGS)
+
+# The same of the oldest versions that are served, beside those of the environment.
+test-hosts-oldest: install
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,lightning]"
+	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest-hosts --requirement oldest-hosts.txt
+	PYTHONPATH=$(VENV)/oldest-hosts OMP_NUM_THREADS=1 $(PYTHON) -m pytest --color=no -n $(TEST_WORKERS) --dist worksteal -W ignore::DeprecationWarning tests/integrations/test_transformers.py tests/integrations/test_lightning.py $(TEST_ARGS)
 
 # The accelerator path, on CUDA or else on a device made for tests: it is registered with torch for good, so in processes of its own.
 test-device: install

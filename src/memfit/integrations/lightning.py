@@ -181,7 +181,8 @@ class MemfitStrategy(SingleDeviceStrategy):
         """Reads a directory that `save_checkpoint` wrote, or a file of Lightning's."""
         path = Path(checkpoint_path)
         if not path.is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            # Lightning 2.5 has one argument.
+            return super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
         if not (path / _REST).is_file():
             raise UsageError(
                 f"the checkpoint {path} has no {_REST}: it was not written to its end, or not by MemfitStrategy"
