@@ -172,7 +172,9 @@ class PlanQuestion:
         return self.numerics != "exact" or not priced.regroups
 
     def _check_bytes(self, plan: Plan) -> int:
-        key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters)
+        # Of what calls do with their saved tensors only the disk's buffers are there in a forward.
+        leaves = any(tier is not None and tier.traits.is_files for tier in describe_step(plan, self.profile).leaves)
+        key = (tuple(plan.blocks.items()), plan.prefetch, plan.splits_masters, plan.drops_masters, leaves)
         if key not in self.checks:
             self.checks[key] = bytes_of_check(
                 plan, self.profile, self.checked_rows, staging_bytes=self.staging_bytes, device=self.hardware.device

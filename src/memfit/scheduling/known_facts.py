@@ -9,11 +9,13 @@ the same step as without.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from memfit.core.plan import Plan
+from memfit.core.plan import CallPlan, Plan
 from memfit.core.profile import Profile, TraceProfile
-from memfit.core.shape import StepShape
+from memfit.core.saved_policies import Saved
+from memfit.core.shape import StepShape, describe_step
 from memfit.scheduling.segment_facts import SegmentFacts
 
 _FoundT = TypeVar("_FoundT")
@@ -27,8 +29,15 @@ class KnownFacts:
         self._of_plans: dict[Any, SegmentFacts] = {}
         self._found: dict[Any, Any] = {}
 
-    def segments(self, trace: TraceProfile, plan: Plan, shape: StepShape, profile: Profile) -> SegmentFacts:
-        """Returns the facts of a plan's segments: homes do not change them."""
+    def segments(
+        self, trace: TraceProfile, plan: Plan, shape: StepShape, profile: Profile, *, is_training: bool = True
+    ) -> SegmentFacts:
+        """Returns the facts of a plan's segments, of a step or of a pass without gradients: homes
+        do not change them.
+        """
+        if not is_training:
+            plan = _without_saving(plan, trace)
+            shape = describe_step(plan, profile)
         key = trace.rows, plan.calls, plan.cut_tail, plan.microbatches, plan.order, plan.ranks
         found = self._of_plans.get(key)
         if found is None:
@@ -63,3 +72,13 @@ class KnownFacts:
         if known is self:
             known = self._found[key] = find()
         return known
+
+
+def _without_saving(plan: Plan, trace: TraceProfile) -> Plan:
+    """Returns the plan of a pass without gradients: whatever calls would save, autograd keeps
+    nothing of it, as in the forward of a recomputed call.
+    """
+    calls = [*plan.calls, *[CallPlan()] * len(trace.calls)][: len(trace.calls)]
+    return replace(
+        plan, calls=tuple(CallPlan(saved=Saved.RECOMPUTE, joins_previous=call.joins_previous) for call in calls)
+    )

@@ -171,7 +171,8 @@ class _Lowering:
         self._shape = shape
         self._known = known
         self._traces = traces
-        self._facts = [known.segments(trace, plan, shape, profile) for trace in traces]
+        trains = any(isinstance(a, Seed) for a in schedule)
+        self._facts = [known.segments(trace, plan, shape, profile, is_training=trains) for trace in traces]
         self._segment = {first: i for i, (first, _) in enumerate(shape.segments)}
         self._staging_bytes = staging_bytes if uses_disk(plan, shape) else 0
         if adds_apart is None:
@@ -211,8 +212,7 @@ class _Lowering:
         self._given: dict[Token, None] = {}
         self._leaving: list[int] = []
         self._spread_bytes = 0
-        # The last update of the pipeline.
-        self._pipeline: Token | None = None
+        self._pipeline: Token | None = None  # its last update
 
     def step(self, commits: float) -> Step:
         """Returns the whole step."""
