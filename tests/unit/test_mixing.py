@@ -310,6 +310,22 @@ def test_plans_without_room_beside_the_device_are_none_that_may_fit() -> None:
     assert choice.regroups and choice.unchanged_s is None
 
 
+def test_a_mixed_plan_is_found_where_no_uniform_one_fits() -> None:
+    """States are too many for the host alone, and for the device alone."""
+    profile = replace(of_whole_batches(4), host_update_obstacle="for fewer plans")
+    states = sum(profile.resting_state_bytes(block.name) for block in profile.blocks)
+    asked: dict[str, Any] = {"tiers": (Tier.HOST,), "limits": {Tier.HOST: states // 2}}
+    with pytest.raises(DoesNotFitError) as refused:
+        choose_plan(profile, Budget(limit_bytes=1), card(), mixes_below=0.0, **asked)
+    limit = (refused.value.smallest_limit_bytes or 0) - states // 8
+    with pytest.raises(DoesNotFitError):
+        choose_plan(profile, Budget(limit_bytes=limit), card(), mixes_below=0.0, **asked)
+    choice = choose_plan(profile, Budget(limit_bytes=limit), card(), **asked)
+    check_schedule(choice.schedule, choice.plan, profile)
+    assert choice.timeline.peak_bytes <= limit and choice.timeline.peak_in(Tier.HOST) <= states // 2
+    assert {choice.plan.block(block.name).state_home for block in profile.blocks} == {Tier.DEVICE, Tier.HOST}
+
+
 def test_a_model_without_embedding_and_head_gets_mixed_plans_too() -> None:
     profile = gpt_profile(layers=4, width=2048, tokens=2048, batch_rows=4, rows=(4,), vocabulary=16)
     assert find_units(profile).ends == ()

@@ -144,7 +144,8 @@ def _answer(question: PlanQuestion, *, mixes_below: float, compares: bool) -> Pl
         search.run(patience=UNIFORM_PATIENCE)
         fitting = [b for b in search.built if b.fits]
         found_s = min((b.weighed_s for b in fitting), default=math.inf)
-        if fitting and least_s < min([mixes_below, *(b.cost.seconds for b in fitting)]):
+        # Also where nothing fits: states, say, may be too many for each tier, and not for all.
+        if least_s < min([mixes_below, *(b.cost.seconds for b in fitting)]):
             mixed = search_mixed(search, question)
             built, bound_s, count = list(mixed.built), mixed.bound_s, mixed.count - len(mixed.built)
             found_s = min([found_s, *(b.weighed_s for b in built if b.fits)])
@@ -295,6 +296,7 @@ def _does_not_fit(built: list[BuiltCandidate], question: PlanQuestion) -> DoesNo
         report=report,
         advice=tuple(advice),
         kind=kind,
+        is_of_uniform=mixes(question) and question.classic is None,
     ).error()
 
 

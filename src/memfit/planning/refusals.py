@@ -33,6 +33,8 @@ class Refusal:
         varies: the limit is for a process, which holds a little more or less each time; the number
             that is named is above that.
         kind: of plan that was asked for, in words that follow "no plan".
+        is_of_uniform: the plan treats all layers alike; mixed ones, which were looked for at this
+            limit only, may do with less than it.
     """
 
     budget: Budget
@@ -44,6 +46,7 @@ class Refusal:
     is_given: bool = False
     varies: bool = False
     kind: str = ""
+    is_of_uniform: bool = False
 
     @property
     def smallest_limit_bytes(self) -> int:
@@ -68,6 +71,7 @@ class Refusal:
         budget, smallest = self.budget, self.smallest_limit_bytes
         what = "the plan does not fit" if self.is_given else f"no plan{self.kind} fits"
         with_what = "it" if self.is_given else self.plan
+        works = "works" if not self.is_of_uniform else "works for all layers alike"
         parts = [f"{format_bytes(self.peak_bytes)} are tensors"]
         if budget.base_bytes:
             # An accelerator's limit, and an emulated one's, is for tensors alone.
@@ -80,7 +84,7 @@ class Refusal:
                 f"and {format_bytes(self.load_bytes)} are there at first: the model as it was built, until its weights have moved home"
             )
         return (
-            f"{what} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that works is {format_bytes(smallest)} ({smallest} bytes), "
+            f"{what} the limit of {format_bytes(budget.limit_bytes or 0)}: the smallest limit that {works} is {format_bytes(smallest)} ({smallest} bytes), "
             f"with {with_what}.\n"
             f"Of that {', '.join(parts)}.\n"
             f"{self._way_out()}"

@@ -47,9 +47,9 @@ class UniformSearch:
         self._all = tuple(reversed(self._left))
 
     @property
-    def count(self) -> int:
-        """Number of candidates."""
-        return len(self._all)
+    def candidates(self) -> Sequence[PricedCandidate]:
+        """All of them, in the order of their bounds."""
+        return self._all
 
     def run(self, *, patience: float = math.inf, best_s: float = math.inf) -> None:
         """Goes on until nothing that is left can win.

@@ -33,7 +33,7 @@ a job that may have no room for them, and a fast disk beside slow cores leaves l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as counter
 
@@ -133,22 +133,21 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
     """Looks for mixed plans. See [Note: how mixed plans are looked for].
 
     Args:
-        uniform: plans to begin from.
+        uniform: plans to begin from; their frames are looked at also where none of them fits.
         question: that is answered; it has a limit.
     """
     units, asked = find_units(question.profile), question.budget.tensor_bytes
     assert asked is not None, "asked of a question with a limit"
     if not units.calls:
         return MixedPlans(built=())
-    indices = counter(uniform.count)
+    indices = counter(len(uniform.candidates))
     searches: dict[str, _FrameSearch] = {}
     for number, limit in series_of_limits(uniform.least_peak_bytes, asked, len(units.calls)):
         here = question.within(limit)
         fitting = uniform.within(here, most=_MOST_UNIFORM, patience=_PATIENCE)
-        if not fitting:
-            continue
         looked_at: list[_FrameSearch] = []
-        for frame, seed in _frames(fitting):
+        plans = [b.priced.candidate.plan for b in sorted(fitting, key=lambda b: (b.weighed_s, b.priced.index))]
+        for frame, seed in _frames(plans or (candidate.candidate.plan for candidate in uniform.candidates)):
             key = repr(frame)
             if key not in searches:
                 searches[key] = _FrameSearch(Judge(here, frame, units, indices=indices))
@@ -159,7 +158,7 @@ def search_mixed(uniform: UniformSearch, question: PlanQuestion) -> MixedPlans:
             searches[key].begin(here)
             others_s = [b.weighed_s for b in fitting]
             others_s += [search.best_s for search in looked_at]
-            searches[key].run(seed, min(others_s))
+            searches[key].run(seed, min(others_s, default=math.inf))
         best = min(looked_at, key=lambda search: search.best_s, default=None)
         if best is not None and number % _POLISHED_EVERY == 0:
             best.refine()
@@ -181,11 +180,14 @@ def _worth_telling(found: Sequence[BuiltCandidate], question: PlanQuestion) -> t
     return (*fitting, *sorted(more, key=lambda b: (b.cost.peak_bytes, b.priced.index))[:1])
 
 
-def _frames(fitting: Sequence[BuiltCandidate]) -> list[tuple[Plan, Plan]]:
-    """Returns the frames of the fastest plans that fit, each with the fastest one of it."""
+def _frames(plans: Iterable[Plan]) -> list[tuple[Plan, Plan]]:
+    """Returns the frames of the fastest plans, each with the fastest one of it.
+
+    Args:
+        plans: that fit, or all where none does; the fastest first.
+    """
     frames: list[tuple[Plan, Plan]] = []
-    for built in sorted(fitting, key=lambda b: (b.weighed_s, b.priced.index)):
-        plan = built.priced.candidate.plan
+    for plan in plans:
         frame = replace(plan, blocks={}, calls=(), prefetch=_PREFETCH)
         if len(frames) < _FRAMES and all(frame != known for known, _ in frames):
             frames.append((frame, plan))
