@@ -450,4 +450,7 @@ def test_fit_leaves_the_environment_and_the_threads_alone(tmp_path: Path) -> Non
     job = memfit.fit(model, optimizer, lambda m, batch: m(batch).sum(), torch.ones(4, 8), directory=tmp_path)
     job.step(torch.ones(4, 8))
     job.close()
-    assert dict(os.environ) == before and torch.get_num_threads() == threads
+    # How many compiled kernels oneDNN keeps is bounded, once a process.
+    bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} - before.keys()
+    after = {name: value for name, value in os.environ.items() if name not in bounded}
+    assert after == before and torch.get_num_threads() == threads
