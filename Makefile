@@ -27,9 +27,10 @@ TRAIN_STEPS ?= 10
 TRAIN_STORE ?= runs/$(TRAIN_RECIPE)
 TRAIN_ARGS ?=
 
-.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest zoo-device mutations fuzz train vocabulary docs wheel clean
+.PHONY: help install lint format test test-device test-compiled test-hosts test-hosts-oldest zoo-device mutations fuzz fuzz-ranks train vocabulary docs wheel clean
 
 help:
+	@echo "make fuzz-ranks $(FUZZ_EXAMPLES) random plans for ranks, against plain PyTorch"
 	@echo "make train      train a 124M-parameter GPT-2 on real text inside $(or $(TRAIN_LIMIT),1.25GiB); typed again, it goes on"
 	@echo "make test       lint, types and every test"
 	@echo "make test-device the accelerator path alone (on CUDA where it is, else on an emulated device)"
@@ -107,6 +108,10 @@ mutations: install
 
 fuzz: install
 	$(PYTHON) -m pytest tests/equivalence/test_random_modules.py --examples $(FUZZ_EXAMPLES) --timeout 0 -o faulthandler_timeout=0 $(TEST_ARGS)
+
+# Random plans for two and three ranks, which they may disagree about: the bits of one process, or refused on all.
+fuzz-ranks: install
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/distributed/test_random_plans.py --examples $(FUZZ_EXAMPLES) --timeout 0 -o faulthandler_timeout=0 $(TEST_ARGS)
 
 train: install
 	@limit="$(TRAIN_LIMIT)"; \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import signal
@@ -139,31 +138,47 @@ def accumulated(
     *,
     max_norm: float | None = None,
     rows: Callable[[int, int], int] | None = None,
+    is_major: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Weights of plain PyTorch in one process: each rank's microbatches are added up, then the ranks in order."""
+    """Weights of plain PyTorch in one process: each rank's microbatches are added up, then the ranks in order.
+
+    Args:
+        is_major: in microbatch-major order each microbatch is added over the ranks before the next one.
+    """
     model = build(name)
     optimizer_ = OPTIMIZERS[optimizer](model.parameters())
     count = rows or (lambda step, rank: ROWS)
     for step in range(steps):
         total = sum(count(step, rank) for rank in range(ranks))
-        sums: dict[str, torch.Tensor] = {}
-        for rank in range(ranks):
-            own = copy.copy(count(step, rank))
-            if own == 0:
-                continue
-            model.zero_grad()
-            for part in batch_of(name, step, rank, own).tensor_split(min(k, own)):
-                (loss(model, part) * torch.tensor(len(part) / total)).backward()
-            for parameter_name, p in model.named_parameters():
-                if p.grad is not None:
-                    before = sums.get(parameter_name)
-                    sums[parameter_name] = p.grad.clone() if before is None else before + p.grad
+        parts = [
+            batch_of(name, step, rank, count(step, rank)).tensor_split(max(min(k, count(step, rank)), 1))
+            for rank in range(ranks)
+        ]
+        # Each inner list is added up in order, then these sums.
+        groups = [[[part] for part in column] for column in zip(*parts, strict=True)] if is_major else [[*parts]]
+        totals: dict[str, torch.Tensor] = {}
+        for group in groups:
+            sums: dict[str, torch.Tensor] = {}
+            for own in group:
+                model.zero_grad()
+                for part in own:
+                    if len(part):
+                        (loss(model, part) * torch.tensor(len(part) / total)).backward()
+                _add(sums, {n: p.grad for n, p in model.named_parameters()})
+            _add(totals, sums)
+        sums = totals
         for parameter_name, p in model.named_parameters():
             p.grad = sums.get(parameter_name)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer_.step()
     return weights_of(model)
+
+
+def _add(sums: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor | None]) -> None:
+    for name, value in more.items():
+        if value is not None:
+            sums[name] = sums[name] + value if name in sums else value.clone()
 
 
 def train(

@@ -274,8 +274,9 @@ TECHNIQUES = (
     Technique(
         name="several ranks",
         exactness=_REORDERED,
-        says="the loss and every gradient are sums over the rows of {0} ranks, each rank's own first, then added in rank order: bitwise those of one process that "
-        "accumulates so. The norm of gradients that are cut over ranks adds their shares' norms",
+        says="the loss and every gradient are sums over the rows of {0} ranks, each rank's own first, then added in rank order (in microbatch-major order: the "
+        "ranks' first microbatches, then their second ones): bitwise those of one process that accumulates so. The norm of gradients that are cut over ranks "
+        "adds their shares' norms",
         used=_over_ranks,
     ),
     Technique(
